@@ -1,0 +1,86 @@
+# `make` lists the targets; `make test` needs nothing but python3: it builds its own environment first.
+SHELL       := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS   += --no-builtin-rules
+
+PYTHON  ?= python3
+WORKERS ?= 2
+TIMEOUT ?= 300
+ARGS    ?=
+
+VENV  := .venv
+PEERS := .venv-peers
+BIN   := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+
+# One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOUT)
+
+# The strictly typed parts, as far as they exist.
+TYPED := $(strip $(foreach part,core methods,$(if $(wildcard kvexp/$(part)/*.py),kvexp/$(part))) \
+                 $(wildcard kvexp/record.py kvexp/results.py))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup test test-slow test-all lint typecheck format check peers clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
+	@echo 'Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS)  TIMEOUT=$(TIMEOUT) (seconds per test)  ARGS= (passed on to pytest)'
+
+setup: $(VENV)/.stamp ## build .venv with the pinned versions (once, and again when they change)
+
+# torch comes first and by exact version: resolved together with the rest, pip may take another build of several GB.
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}, the pins in constraints.txt need 3.11 or later; run: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/pip || { echo 'creating $(VENV)'; $(PYTHON) -m venv --clear $(VENV); }
+	@echo 'installing torch $(TORCH)'
+	@$(BIN)/pip install --quiet torch==$(TORCH)
+	@echo 'installing kvexp and its tools (constraints.txt)'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(VENV)/.stamp ## the tests to run before every commit (neither slow nor peers)
+	@$(PYTEST) -m 'not slow and not peers' $(ARGS)
+
+test-slow: $(VENV)/.stamp ## only the tests marked slow
+	@$(PYTEST) --timeout=0 -m 'slow and not peers' $(ARGS)
+
+test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
+	@$(PYTEST) --timeout=0 $(ARGS)
+
+lint: $(VENV)/.stamp ## ruff check, ruff format --check, mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory typecheck
+
+typecheck: $(VENV)/.stamp ## mypy --strict on the core, the methods, record and results
+	@if [ -n '$(TYPED)' ]; then $(BIN)/mypy $(TYPED); else echo 'mypy: nothing to check yet'; fi
+
+format: $(VENV)/.stamp ## rewrite the code the way lint wants it
+	@$(BIN)/ruff check --fix --quiet --exit-zero .
+	@$(BIN)/ruff format .
+
+check: lint test ## lint, then test
+
+# Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.3.
+peers: $(PEERS)/.stamp ## export what kvpress computes, for the tests marked peers
+	@if [ -f tests/peers/export_kvpress.py ]; then \
+	    $(TEST_ENV) $(PEERS)/bin/python tests/peers/export_kvpress.py; \
+	else \
+	    echo 'tests/peers/export_kvpress.py does not exist yet: nothing to export'; \
+	fi
+
+$(PEERS)/.stamp: constraints.txt
+	@test -x $(PEERS)/bin/pip || { echo 'creating $(PEERS)'; $(PYTHON) -m venv --clear $(PEERS); }
+	@echo 'installing torch $(TORCH) and kvpress 0.5.5'
+	@$(PEERS)/bin/pip install --quiet torch==$(TORCH)
+	@$(PEERS)/bin/pip install --quiet torch==$(TORCH) kvpress==0.5.5
+	@touch $@
+
+clean: ## remove environments and caches (outputs/ stays)
+	@rm -rf $(VENV) $(PEERS) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

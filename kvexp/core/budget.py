@@ -1,0 +1,87 @@
+"""Budgets and cadence: ratios become integers here, once, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many slots a kv head may hold, as a ratio or as a number of tokens. Give exactly one of the two.
+
+    `kv_ratio` in (0, 1] is a share of the row's real prompt tokens (`of="prompt"`, the papers' x axis), of the prompt
+    with its padding (`of="padded"`, what the releases of Keyformer and A2SF do), or of prompt plus `max_new_tokens`
+    (`of="sequence"`). Ratios are floored, as the papers' code does.
+
+    `counts_self`: the token being generated occupies one of the slots, so a query attends to exactly k keys
+    (Keyformer, arXiv:2403.09054, Fig. 2d). False is the habit of the real-drop releases: k kept, k + 1 attended.
+
+    `pyramid` in [0, 1): layer 0 gets (1 + pyramid) times the budget, the last layer (1 - pyramid) times, linearly in
+    between, so the mean over layers stays the budget (after PyramidKV, arXiv:2406.02069).
+    """
+
+    kv_ratio: float | None = None
+    tokens: int | None = None
+    of: Literal["prompt", "padded", "sequence"] = "prompt"
+    counts_self: bool = True
+    pyramid: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.kv_ratio is None) == (self.tokens is None):
+            raise ConfigError(
+                f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}"
+            )
+        if self.kv_ratio is not None and not 0 < self.kv_ratio <= 1:
+            raise ConfigError(f"kv_ratio must be in (0, 1], got {self.kv_ratio:g}")
+        if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens != int(self.tokens)):
+            raise ConfigError(f"tokens must be a whole number of slots, got {self.tokens!r}")
+        if self.tokens is not None and self.tokens < 1:
+            raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
+        if self.of not in ("prompt", "padded", "sequence"):
+            raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
+        if not 0 <= self.pyramid < 1:
+            raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid:g}")
+
+    def resolve(
+        self, prompt_lengths: Sequence[int], padded: int, max_new_tokens: int | None, layer: int, layers: int
+    ) -> list[int]:
+        """Slots per kv head for each batch row of one layer; `prompt_lengths` are real tokens, `padded` columns."""
+        return [self._one(length, padded, max_new_tokens, layer, layers) for length in prompt_lengths]
+
+    def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
+        if self.tokens is not None:
+            slots = float(self.tokens)
+        else:
+            assert self.kv_ratio is not None
+            base = {"prompt": length, "padded": padded}.get(self.of)
+            if base is None:
+                if max_new_tokens is None:
+                    raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
+                base = length + max_new_tokens
+            # The nudge undoes binary fractions only: 0.29 * 100 is 28.999999999999996 and means 29.
+            slots = math.floor(self.kv_ratio * base + 1e-9)
+        if self.pyramid and layers > 1:
+            slots *= 1 + self.pyramid * (1 - 2 * layer / (layers - 1))
+        if int(slots) < 1:
+            raise ConfigError(
+                f"the budget of layer {layer} is {int(slots)} slots for a prompt of {length} tokens; "
+                "raise kv_ratio or tokens, or lower pyramid"
+            )
+        return int(slots)
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """When to evict: at the end of prefill, and after every `every`-th decode step (None: never while decoding)."""
+
+    at_prefill: bool = True
+    every: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"cadence.every must be at least 1 decode step or null, got {self.every}")

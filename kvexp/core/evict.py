@@ -1,0 +1,165 @@
+"""Three ways to drop slots that must agree: overwrite in place, compact by gathering, mask and drop nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexp.core.method import Method, Moment
+from kvexp.core.select import keepers, victims
+from kvexp.core.slots import Slots
+from kvexp.errors import ConfigError
+
+
+@dataclass
+class Quota:
+    """The integers of one layer: slots k, kept between steps, protected; per batch row, host list and tensor [B]."""
+
+    slots: list[int]
+    kept: list[int]
+    slots_t: Tensor
+    kept_t: Tensor
+    recent_t: Tensor
+
+    @classmethod
+    def of(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> Quota:
+        recents = []
+        for k in slots:
+            recent = method.recent(k)
+            if method.sinks + recent > k:
+                raise ConfigError(
+                    f"budget of {k} slots cannot hold sink={method.sinks} + recent={recent} of {method.name}; "
+                    "raise kv_ratio (or tokens), or lower the method's sinks / recent_ratio"
+                )
+            # The token being generated is one of the recent ones where it is one of the budget.
+            recents.append(max(recent - 1, 0) if counts_self else recent)
+        kept = [k - 1 if counts_self else k for k in slots]
+        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recents)]
+        return cls(slots, kept, *tensors)
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
+        if not same_prompts:
+            self.slots = [self.slots[i] for i in rows.tolist()]
+            self.kept = [self.kept[i] for i in rows.tolist()]
+        rows = rows.to(self.slots_t.device)
+        self.slots_t, self.kept_t, self.recent_t = self.slots_t[rows], self.kept_t[rows], self.recent_t[rows]
+
+
+def protected(method: Method, now: Moment, quota: Quota) -> Tensor:
+    """[B, H, S] bool: sinks and the recent window. By mask, never by adding a large number to a score."""
+    positions = now.positions
+    recent = positions > (now.newest - quota.recent_t)[:, None, None]
+    return (positions >= 0) & (recent | (positions < method.sinks))
+
+
+def ranked(method: Method, now: Moment, sliding_window: int | None) -> Tensor:
+    """The method's rank, with slots that a sliding window has already passed put last."""
+    rank = method.rank(now).to(torch.float32)
+    if sliding_window is not None:
+        rank = rank.masked_fill(now.age() + 1 >= sliding_window, -torch.inf)
+    return rank
+
+
+class Overwrite:
+    """Fixed capacity: kept slots plus `every` free ones that newcomers fill; then as many are freed. No gather, no cat.
+
+    Until the first row runs out of budget, slots simply grow; that moment gathers once, into the fixed layout.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+        self.free: Tensor | None = None  # [B, H, every] slots for the next newcomers
+        self.closed: Tensor | None = None  # [B, 1, P] slots beyond a row's own budget
+        self.cursor = 0
+
+    def place(self) -> Tensor | None:
+        """The slot [B, H, 1] that the next single newcomer takes, or None: append."""
+        if self.free is None or self.cursor >= self.free.shape[-1]:
+            return None
+        self.cursor += 1
+        return self.free[..., self.cursor - 1 : self.cursor]
+
+    def loosen(self) -> None:
+        """Several tokens come at once: they are appended, and the next eviction gathers again."""
+        self.free = self.closed = None
+
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+        if self.free is not None and self.closed is not None and slots.used == self.closed.shape[-1]:
+            self.free = victims(rank, slots.positions, guard, self.closed, self.free.shape[-1])
+            slots.kill(self.free)
+            self.cursor = 0
+            return
+        if self.every is None:
+            gather(slots, rank, guard, quota, 0)
+            return
+        # Room for the longest row, even if that row has not filled its budget yet.
+        gather(slots, rank, guard, quota, max(max(quota.kept) - slots.used, 0) + self.every)
+        places = torch.arange(slots.used, device=rank.device)
+        self.closed = places >= (quota.kept_t + self.every)[:, None, None]
+        first = quota.kept_t[:, None, None]
+        self.free = (first + torch.arange(self.every, device=rank.device)).expand(-1, rank.shape[1], -1).contiguous()
+        self.cursor = 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        if self.free is not None and self.closed is not None:
+            rows = rows.to(self.free.device)
+            self.free, self.closed = self.free[rows], self.closed[rows]
+
+
+class Compact:
+    """Gather the kept slots, in order of position, at every eviction: slow, obvious."""
+
+    def place(self) -> Tensor | None:
+        return None
+
+    def loosen(self) -> None:
+        pass
+
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+        gather(slots, rank, guard, quota, 0)
+
+    def select_rows(self, rows: Tensor) -> None:
+        pass
+
+
+class Mask:
+    """Simulate: nothing is dropped, evicted slots are no longer visible and their score is -inf for good."""
+
+    def place(self) -> Tensor | None:
+        return None
+
+    def loosen(self) -> None:
+        pass
+
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+        score, positions = slots.score[:, :, : slots.used], slots.positions[:, :, : slots.used]
+        assert slots.visible is not None
+        visible = slots.visible[:, :, : slots.used]
+        candidates = score > -torch.inf
+        if limbo is not None:
+            candidates = candidates & ~limbo
+        eligible = positions.masked_fill(~candidates, -1)
+        index, keep = keepers(rank, eligible, guard & candidates, quota.kept_t, min(max(quota.kept), slots.used))
+        visible.zero_()
+        visible.scatter_(-1, index, keep)
+        stays = visible if limbo is None else visible | (limbo & (score > -torch.inf))
+        score.masked_fill_(~stays, -torch.inf)
+
+    def select_rows(self, rows: Tensor) -> None:
+        pass
+
+
+def gather(slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, spare: int) -> None:
+    """Keep every row's best slots in order of position, with `spare` dead slots behind the longest row."""
+    widest = min(max(quota.kept), slots.used)
+    index, keep = keepers(rank, slots.positions[:, :, : slots.used], guard, quota.kept_t, widest)
+    slots.gather(index, keep, spare)
+
+
+def mode_of(name: str, every: int | None) -> Overwrite | Compact | Mask:
+    """The mode called `name`; `every` is the cadence in decode steps."""
+    if name == "overwrite":
+        return Overwrite(every)
+    return Compact() if name == "compact" else Mask()

@@ -1,0 +1,252 @@
+"""One layer's cache: store the newcomers, attend, observe, evict. The only caller of everything else in the core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvexp.core import observe
+from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with
+from kvexp.core.evict import Quota, mode_of, protected, ranked
+from kvexp.core.ledger import Ledger
+from kvexp.core.method import Moment
+from kvexp.core.plan import Plan
+from kvexp.core.select import LAST
+from kvexp.core.shared import SharedScore
+from kvexp.core.slots import Slots
+from kvexp.core.timeline import Timeline
+from kvexp.core.view import Attention
+from kvexp.errors import CacheError, ConfigError
+
+
+class LayerState:
+    """The cache of one attention layer. Batch rows are independent unless the method says otherwise."""
+
+    def __init__(
+        self, plan: Plan, index: int, layers: int, timeline: Timeline, ledger: Ledger, shared: SharedScore | None
+    ) -> None:
+        self.plan, self.index, self.layers = plan, index, layers
+        self.timeline, self.ledger, self.shared = timeline, ledger, shared
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the next forward starts a prompt."""
+        self.slots: Slots | None = None
+        self.quota: Quota | None = None
+        self.columns = 0
+        self.evicted = False
+        self.mode = mode_of(self.plan.mode, self.plan.cadence.every)
+        self.ledger.set(self.index, 0)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
+        """Take Q new tokens and attend.
+
+        query [B, H * G, Q, D] and key [B, H, Q, D] with positions applied as the model does, value [B, H, Q, Dv];
+        padding: [B, columns so far] with 0 for padding, or None. Returns [B, H * G, Q, Dv].
+        """
+        time = self.timeline
+        if self.columns == time.end:
+            time.begin(key.shape[0], key.shape[2], padding, key.device)
+        self.columns = time.end
+        positions = time.positions(key.device)
+        slots = self._store(key, value, positions)
+        sight = self._sight(slots, query, positions, geometry)
+        out, probabilities = self._attend(sight)
+        self._score(slots, sight, probabilities)
+        if self._due():
+            self._evict(slots, geometry)
+        self.ledger.set(self.index, slots.kv_bytes, slots.take_peak_bytes())
+        return out.flatten(1, 2)
+
+    # -- storing ------------------------------------------------------------------------------------------------------
+
+    def _store(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
+        if self.slots is None:
+            self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
+        slots, time = self.slots, self.timeline
+        birth = self.plan.method.birth(key, positions, time.seeds.to(key.device), self.index)
+        score = torch.zeros(key.shape[:3], device=key.device) if birth is None else birth
+        if key.shape[2] > 1 and not time.in_prompt:
+            self.mode.loosen()
+        place = self.mode.place() if key.shape[2] == 1 and not time.in_prompt else None
+        if place is not None:
+            slots.write(place, key, value, positions, score)
+        else:
+            slots.append(key, value, positions, score, room=self._room(slots))
+        return slots
+
+    def _room(self, slots: Slots) -> int:
+        """The final size of a cache that only grows, so that it is allocated once; 0 where that is not known."""
+        time = self.timeline
+        if self.plan.method.evicts or time.max_new_tokens is None or time.prompt_columns is None:
+            return 0
+        return time.prompt_columns + time.max_new_tokens
+
+    # -- attending ----------------------------------------------------------------------------------------------------
+
+    def _sight(self, slots: Slots, query: Tensor, positions: Tensor, geometry: Geometry) -> Sight:
+        b, h, s = query.shape[0], slots.keys.shape[1], slots.used
+        sight = Sight(
+            query=query.unflatten(1, (h, query.shape[1] // h)),
+            keys=slots.keys[:, :, :s],
+            values=slots.values[:, :, :s],
+            positions=slots.seen_positions(),
+            query_positions=positions,
+            geometry=geometry,
+            visible=None if slots.visible is None or self.timeline.in_prompt else slots.visible[:, :, :s],
+            in_order=slots.aligned,
+            padded=self.timeline.padded or (self.timeline.in_prompt and not self.timeline.prompt_complete),
+        )
+        if self.plan.positions == "renumbered" and self.evicted:
+            sight = _renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
+        return sight
+
+    def _attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
+        """Output [B, H, G, Q, D], and the probabilities where a decode step has them anyway."""
+        method, count = self.plan.method, sight.query.shape[3]
+        if self.timeline.in_prompt or (method.view is None and not method.per_query):
+            return attend_prompt(sight), None
+        x = sight.logits(slice(0, count), sight.keys.shape[2])
+        if method.per_query:
+            x = self._restrict(x)
+        probabilities = torch.softmax(x, dim=-1)
+        return attend_with(probabilities, sight.values), probabilities
+
+    def _restrict(self, x: Tensor) -> Tensor:
+        """Let the method choose, row by row, what each query of a decode step may see of x [B, H, G, Q, S]."""
+        assert self.slots is not None and self.quota is not None
+        full = torch.softmax(x, dim=-1).sum(2)
+        newest = self.timeline.positions(x.device)
+        rows = []
+        for j in range(x.shape[3]):
+            mask = self.plan.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j], at_prefill=False))
+            rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
+        return torch.stack(rows, dim=3)
+
+    # -- observing ----------------------------------------------------------------------------------------------------
+
+    def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None) -> None:
+        view, time = self.plan.method.view, self.timeline
+        if view is None or (not time.in_prompt and not self.plan.method.evicts_while_decoding):
+            return
+        rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
+        weights = observe.row_weights(view, sight.query_positions, rows_left)
+        if probabilities is not None and view.plain:
+            columns = observe.weighted_columns(probabilities, weights)
+        else:
+            taus = torch.tensor(
+                [view.tau_at(step, time.max_new_tokens) for step in time.query_steps], device=weights.device
+            )
+            seeds = time.seeds.to(weights.device)
+            if self.plan.observe == "naive":
+                columns = observe.naive(sight, view, weights, taus, seeds, self.index)
+            else:
+                columns = observe.blocked(sight, view, weights, taus, seeds, self.index, rows_left, self.plan.block)
+        self._accumulate(slots, view, self._pooled(view, columns), sight.query_positions)
+
+    def _pooled(self, view: Attention, columns: Tensor) -> Tensor:
+        """Sum columns [B, H, S] over heads and over the batch rows that share a score."""
+        b, h, s = columns.shape
+        if view.pool_heads:
+            columns = columns.sum(1, keepdim=True).expand(b, h, s)
+        group = {"per_beam": 1, "per_sample": self.timeline.num_beams, "sum_all": b}[view.batch]
+        if group > 1:
+            if view.batch == "sum_all" and len(set(self.timeline.prompt_lengths)) > 1:
+                raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+            columns = columns.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
+            columns = columns.reshape(b, h, s)
+        return columns
+
+    def _accumulate(self, slots: Slots, view: Attention, columns: Tensor, query_positions: Tensor) -> None:
+        score = slots.score[:, :, : slots.used]
+        factor: Tensor | None = None
+        if view.decay < 1:
+            new = (query_positions >= 0).sum(1).float()
+            factor = torch.pow(torch.tensor(view.decay, device=new.device), new)[:, None, None]
+        if self.shared is not None:
+            result = self.shared.update(slots.positions[:, :, : slots.used], columns, factor)
+        else:
+            result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+        # In mask mode -inf marks an evicted slot and must survive decay and addition.
+        score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))
+
+    # -- evicting -----------------------------------------------------------------------------------------------------
+
+    def _due(self) -> bool:
+        time, cadence = self.timeline, self.plan.cadence
+        if not self.plan.method.evicts or not time.prompt_complete:
+            return False
+        if self.quota is None:
+            self.quota = self._resolve()
+        if self.plan.method.per_query:
+            return False
+        if time.in_prompt:
+            due = cadence.at_prefill
+        else:
+            width = time.end - time.seen
+            due = cadence.every is not None and (time.steps + width) // cadence.every > time.steps // cadence.every
+        decoded = time.end - (time.prompt_columns or 0)
+        over = any(n + decoded > kept for n, kept in zip(time.prompt_lengths, self.quota.kept, strict=True))
+        return due and (over or self.evicted)
+
+    def _resolve(self) -> Quota:
+        time, plan = self.timeline, self.plan
+        assert plan.budget is not None and time.prompt_columns is not None and self.slots is not None
+        slots = plan.budget.resolve(
+            time.prompt_lengths, time.prompt_columns, time.max_new_tokens, self.index, self.layers
+        )
+        return Quota.of(plan.method, slots, counts_self=plan.budget.counts_self, device=self.slots.keys.device)
+
+    def _moment(self, slots: Slots, newest: Tensor, *, at_prefill: bool) -> Moment:
+        assert self.quota is not None
+        seeds = self.timeline.seeds.to(newest.device)
+        return Moment(slots, self.index, self.quota.slots_t, newest, seeds, at_prefill)
+
+    def _evict(self, slots: Slots, geometry: Geometry) -> None:
+        assert self.quota is not None and self.timeline.counts is not None
+        newest = self.timeline.counts.to(slots.keys.device) - 1
+        now = self._moment(slots, newest, at_prefill=self.timeline.in_prompt)
+        method = self.plan.method
+        rank = ranked(method, now, geometry.sliding_window)
+        limbo = method.limbo(now)
+        self.mode.evict(slots, rank, protected(method, now, self.quota), self.quota, limbo)
+        slots.score.copy_(method.after_eviction(slots.score))
+        self.evicted = True
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Keep, repeat or reorder batch rows: keys, values, positions, score and bookkeeping together."""
+        if self.slots is not None:
+            self.slots.select_rows(rows)
+            self.mode.select_rows(rows)
+            self.ledger.set(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
+        if self.quota is not None:
+            self.quota.select_rows(rows, same_prompts=same_prompts)
+
+    def kept(self) -> list[list[list[int]]]:
+        """Position ids held, per batch row and kv head, ascending (in mask mode: those still visible)."""
+        if self.slots is None:
+            raise CacheError("this layer has not seen a prompt yet")
+        slots = self.slots
+        positions = slots.positions[:, :, : slots.used]
+        if slots.visible is not None:
+            positions = positions.masked_fill(~slots.visible[:, :, : slots.used], -1)
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in positions.tolist()]
+
+
+def _renumbered(sight: Sight, positions: Tensor) -> Sight:
+    """Give survivors the positions 0..n-1 in their order, for RoPE (by turning keys) and ALiBi."""
+    live = positions >= 0 if sight.visible is None else (positions >= 0) & sight.visible
+    place = positions.masked_fill(~live, LAST).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+    query = sight.query_positions[:, None, :, None]
+    query_place = (live[:, :, None] & (positions[:, :, None] < query)).sum(-1)
+    keys = sight.keys
+    rotation = sight.geometry.rotation
+    if rotation is not None:
+        # Only differences matter: move each key by its own change of place less the query's.
+        moved = query_place[:, :, :1] - sight.query_positions[:, None, :1]
+        keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
+    return replace(sight, keys=keys, places=(place, query_place))

@@ -1,0 +1,100 @@
+"""What an eviction method is: a frozen description that ranks slots. All state is the core's `score` tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.core.slots import Slots
+from kvexp.core.view import Attention
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a method may look at when it ranks: one layer's slots after a forward.
+
+    budget [B]: slots per kv head of each row; newest [B]: position id of the newest token; seeds [B]; at_prefill:
+    the prompt has just ended. Tensors of shape [B, H, S] come from `positions` and `score`.
+    """
+
+    slots: Slots
+    layer: int
+    budget: Tensor
+    newest: Tensor
+    seeds: Tensor
+    at_prefill: bool
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, H, S] int64, -1 for dead slots."""
+        return self.slots.positions[:, :, : self.slots.used]
+
+    @property
+    def score(self) -> Tensor:
+        """[B, H, S] float32."""
+        return self.slots.score[:, :, : self.slots.used]
+
+    def age(self) -> Tensor:
+        """[B, H, S]: 0 for the newest token, 1 for the one before."""
+        return self.newest[:, None, None] - self.positions
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of every eviction method. Subclasses declare a `view` or override `birth` and `rank`.
+
+    keep = sinks U recent window U top of rank. `recent` counts the token being generated where the budget does.
+    """
+
+    name: ClassVar[str] = ""
+    evicts: ClassVar[bool] = True  # False: nothing is ever dropped (the baseline)
+    evicts_while_decoding: ClassVar[bool] = True
+    per_query: ClassVar[bool] = False  # each query chooses for itself from everything seen; nothing is dropped
+    positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
+
+    @property
+    def view(self) -> Attention | None:
+        """What to accumulate from attention; None: nothing."""
+        return None
+
+    @property
+    def needs_mask(self) -> bool:
+        """Does this variant exist only as a simulation that drops nothing (mode=mask)?"""
+        return self.per_query
+
+    @property
+    def sinks(self) -> int:
+        """First real tokens that are never evicted."""
+        return 0
+
+    def recent(self, budget: int) -> int:
+        """Newest tokens that are never evicted, out of a budget of so many slots."""
+        return 0
+
+    def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
+        """Score [B, H, Q] float32 of new slots with keys [B, H, Q, D] at positions [B, Q]; None: zero."""
+        return None
+
+    def rank(self, now: Moment) -> Tensor:
+        """[B, H, S] float32, higher is kept longer. Protection of sinks and recents is the core's business."""
+        return now.score
+
+    def after_eviction(self, score: Tensor) -> Tensor:
+        """The score of the survivors once a reduction has happened."""
+        return score
+
+    def limbo(self, now: Moment) -> Tensor | None:
+        """Mask mode: slots [B, H, S] that stay in memory but are not seen in the next step (H2O's released mask)."""
+        return None
+
+    def attended(self, probabilities: Tensor, now: Moment) -> Tensor | None:
+        """Mask mode: the slots [B, H, S] this very query may see, given its full row [B, H, S]; None: all visible."""
+        return None
+
+
+def newest_first(now: Moment) -> Tensor:
+    """Rank by position: the newest tokens stay."""
+    return now.positions.to(torch.float32)

@@ -1,0 +1,45 @@
+"""How all layers of a cache behave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kvexp.core.budget import Budget, Cadence
+from kvexp.core.method import Method
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How all layers of a cache behave: a method, its budget, when and how slots are dropped.
+
+    mode: overwrite (default), compact or mask. positions: original ids, or renumbered 0..S-1 among the survivors at
+    every step. observe: blocked, or naive (all prompt rows at once); block: rows per block (None: by memory).
+    """
+
+    method: Method
+    budget: Budget | None
+    cadence: Cadence = field(default_factory=Cadence)
+    mode: Literal["overwrite", "compact", "mask"] = "overwrite"
+    positions: Literal["original", "renumbered"] = "original"
+    observe: Literal["blocked", "naive"] = "blocked"
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        method = self.method
+        for key, allowed in (
+            ("mode", ("overwrite", "compact", "mask")),
+            ("positions", ("original", "renumbered")),
+            ("observe", ("blocked", "naive")),
+        ):
+            if getattr(self, key) not in allowed:
+                raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if method.evicts and self.budget is None:
+            raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
+        if method.needs_mask and self.mode != "mask":
+            raise ConfigError(f"{method} drops nothing, it is a simulation: set mode=mask")
+        if method.view is not None and method.view.over == "full" and self.mode != "mask":
+            raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
+        if not method.evicts_while_decoding and self.cadence.every is not None:
+            object.__setattr__(self, "cadence", replace(self.cadence, every=None))

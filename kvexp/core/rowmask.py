@@ -1,0 +1,222 @@
+"""Row masks: eviction simulated inside one forward, the protocol behind the papers' lm-eval numbers.
+
+Nothing leaves the cache. From one head's full attention logits a mask says which keys each query row may still use,
+every row is attended under its own mask, and the next layer sees the result. Each function maps ``logits [..., n, n]``
+(scaled, position-encoded; query row by key column; any leading axes, one per query head) to a causal bool mask
+``[..., n, n]``, True where a row attends. Budgets are integers over the whole request (prompt and continuation).
+
+Sources: A2SF arXiv:2407.20485, H2O arXiv:2306.14048, Keyformer arXiv:2403.09054. Departure of the whole file: equal
+scores are settled in favour of the newer (larger) index and only living tokens compete, where the releases leave ties
+to ``topk`` and may pick a future or dropped token whose score is also zero. In float32 the recorded runs have no ties.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+
+def window_mask(n: int, width: int, device: torch.device | None = None) -> Tensor:
+    """Bool [n, n]: row i attends to its last `width` keys, itself included (the papers' Local / Window baseline).
+
+    The releases' band of `recent` keys lets `recent + 1` through: ``window_mask(n, recent + 1)``.
+    """
+    return torch.ones(n, n, dtype=torch.bool, device=device).triu(1 - width).tril()
+
+
+def causal_probs(logits: Tensor, noise: Tensor | None = None, tau: float = 1.0) -> Tensor:
+    """Float32 softmax of causal rows [..., n, n]; noise g is Keyformer's (arXiv:2403.09054): softmax((x + g) / tau)."""
+    x = _fill(logits, _causal(logits))
+    return ((x if noise is None else x + noise) / tau).softmax(-1)
+
+
+def masked_probs(logits: Tensor, mask: Tensor) -> Tensor:
+    """Float32 softmax [..., n, n] over the keys `mask` leaves to each row."""
+    return _fill(logits, mask).softmax(-1)
+
+
+def masked_attention(logits: Tensor, mask: Tensor, v: Tensor) -> Tensor:
+    """softmax(logits where mask) @ v: logits and mask [..., n, n], v [..., n, D] -> [..., n, D] in v's dtype."""
+    return masked_probs(logits, mask).to(v.dtype) @ v
+
+
+@overload
+def local_mask(
+    logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
+    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., return_accumulated: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def local_mask(
+    logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
+    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., return_accumulated: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def local_mask(
+    logits: Tensor,
+    heavy: int,
+    recent: int,
+    *,
+    decay: float = 1.0,
+    scores: Tensor | None = None,
+    block_scores: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    return_accumulated: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Greedy causal eviction: A2SF's paper-era code (arXiv:2407.20485 eq. 5).
+
+    With decay 1 it is the mask of H2O's lm-eval code for OPT and NeoX (arXiv:2306.14048).
+
+    With S the rows of full attention (never renormalised over survivors) and B = heavy:
+        rows < B    attend causally;  A = sum_{q<B} decay^(B-1-q) S_q
+        row t >= B  K_t = top-(B-1) of A among K_{t-1}, and t itself;  A = (decay A + S_t) * 1[K_t]
+        mask        K_t united with the last recent + 1 keys, causal: at most max(B, 1) + recent keys a row
+    A token that only the recent band holds loses its score, so it must win a heavy slot on its first row; that is the
+    released H2O baseline (`evict_one_mask` with count_next has no such handicap).
+
+    scores        [..., n, n] to accumulate instead of softmax(logits), such as Keyformer's `causal_probs` with noise
+    block_scores  [..., n, n] stands in for rows < heavy of `scores`: Keyformer's release (arXiv:2403.09054) draws noise
+                  once for that block and anew for every later row
+    dtype         of S, A and the comparison; float16 repeats the A2SF release up to ties and summation order
+    return_accumulated   also A after each row, [..., n, n] in dtype; 0 in rows < heavy - 1, before A exists
+    """
+    _check(decay, heavy, recent)
+    s = (causal_probs(logits) if scores is None else scores).to(dtype)
+    block = s if block_scores is None else block_scores.to(dtype)
+    kept, accumulated = _greedy(s, block, min(heavy, s.shape[-1]), decay)
+    mask = (kept | window_mask(s.shape[-1], recent + 1, s.device)) & _causal(s)
+    return (mask, accumulated) if return_accumulated else mask
+
+
+def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float) -> tuple[Tensor, Tensor]:
+    """Rows s, block [..., n, n] -> the sets K_t (bool) and the accumulators A after each row, both [..., n, n]."""
+    n = s.shape[-1]
+    kept, accumulated = torch.zeros_like(s, dtype=torch.bool), torch.zeros_like(s)
+    if heavy == 0:
+        return kept, accumulated
+    kept[..., :heavy, :heavy] = True
+    alive = kept[..., 0, :].clone()
+    acc = (block[..., :heavy, :] * _powers(decay, heavy, s)[:, None]).sum(-2).masked_fill(~alive, 0)
+    accumulated[..., heavy - 1, :] = acc
+    for t in range(heavy, n):
+        alive = _drop_lowest(acc, alive)
+        alive[..., t] = True
+        acc = (decay * acc + s[..., t, :]).masked_fill(~alive, 0)
+        kept[..., t, :], accumulated[..., t, :] = alive, acc
+    return kept, accumulated
+
+
+def global_mask(logits: Tensor, heavy: int, recent: int) -> Tensor:
+    """H2O's lm-eval mask for LLaMA: one set of heavy columns for every row, found with hindsight.
+
+    Row i keeps the top-`heavy` columns of sum_q softmax(x)[q], q over all rows (later ones too), and its last
+    recent + 1 keys; causal. Not a cache policy but an oracle, in the release only (arXiv:2306.14048 is causal).
+    """
+    _check(1.0, heavy, recent)
+    columns = _top(causal_probs(logits).sum(-2), heavy)[..., None, :]
+    return (columns | window_mask(logits.shape[-1], recent + 1, logits.device)) & _causal(logits)
+
+
+def evict_one_mask(
+    logits: Tensor,
+    sink: int,
+    heavy: int,
+    recent: int,
+    *,
+    decay: float,
+    count_next: bool = False,
+    renormalise: bool = True,
+) -> Tensor:
+    """A2SF's later code: after each row drop the survivor with the least accumulated score, for good.
+
+    With C = sink + heavy + recent, after every row t:  A = decay A + S_t 1[alive] / sum(S_t 1[alive]);  from t = C on
+    drop argmin A over the living keys sink .. t - recent. Every row attends at most C + 1 keys, itself included.
+
+    count_next   (the code between, "gen-2") if recent > 0, start one row earlier and let t + 1 take a place in the
+                 recent window: rows attend C keys. With recent == 0 that code too attends C + 1, so nothing changes.
+    renormalise  False adds the full row's probabilities over survivors instead. Float32 throughout.
+    Source: releases of arXiv:2407.20485. Departure: those return all-ones above the diagonal, here it is causal.
+    """
+    _check(decay, sink, heavy, recent)
+    lead = int(count_next and recent > 0)
+    start = sink + heavy + recent - lead
+    s, mask = causal_probs(logits), _causal(logits).expand_as(logits).clone()
+    alive = torch.ones_like(mask[..., 0, :])
+    acc = torch.zeros_like(s[..., 0, :])
+    for t in range(logits.shape[-1]):
+        mask[..., t, :] &= alive
+        row = s[..., t, :] * alive
+        if renormalise:
+            row = row / row.sum(-1, keepdim=True).clamp_min(torch.finfo(row.dtype).tiny)
+        acc = decay * acc + row
+        if t >= start:
+            end = t + 1 - recent + lead
+            alive = alive.clone()
+            alive[..., sink:end] = _drop_lowest(acc[..., sink:end], alive[..., sink:end])
+    return mask
+
+
+def ideal_mask(logits: Tensor, budget: int, *, force_self: bool = True) -> Tensor:
+    """A2SF's "Ideal" (arXiv:2407.20485 fig. 4): each row keeps the best of its own full row, nothing is evicted.
+
+    Rows < budget are full; then top-(budget - 1) of softmax(row) and the row's own token (budget - 1 keys where it is
+    among them already). force_self=False is the release's `ideal_llama`: rows <= budget full, then plain top-budget.
+    """
+    _check(1.0, budget - 1)
+    causal = _causal(logits)
+    best = _top(causal_probs(logits).masked_fill(~causal, -1.0), budget - 1 if force_self else budget)
+    if force_self:
+        best = best | window_mask(logits.shape[-1], 1, logits.device)
+    best[..., : budget if force_self else budget + 1, :] = True
+    return best & causal
+
+
+def row_cosine(a: Tensor, b: Tensor, eps: float = 1e-4) -> Tensor:
+    """Cosine of matching rows, a.b / (|a||b| + eps): [..., n, K] twice -> [..., n] (A2SF arXiv:2407.20485 table 2).
+
+    The table compares post-softmax attention (`masked_probs`) and averages over rows, heads, layers; rows before the
+    first eviction count as 1. Its Local series is cut first to W keys, not renormalised: probs * window_mask(n, W).
+    """
+    norms: Tensor = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
+    dots: Tensor = (a * b).sum(-1)
+    return dots / (norms + eps)
+
+
+def matrix_cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of whole attention matrices, [..., n, K] twice -> [...]: the A2SF authors' later, per-head variant."""
+    return row_cosine(a.flatten(-2), b.flatten(-2), eps=0.0)
+
+
+def _causal(logits: Tensor) -> Tensor:
+    n = logits.shape[-1]
+    return window_mask(n, n, logits.device)
+
+
+def _fill(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits.float().masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+def _powers(decay: float, count: int, like: Tensor) -> Tensor:
+    """decay^(count-1), ..., decay, 1 in the dtype of `like` (0^0 = 1)."""
+    exponents = torch.arange(count - 1, -1, -1, dtype=like.dtype, device=like.device)
+    return torch.full_like(exponents, decay) ** exponents
+
+
+def _drop_lowest(scores: Tensor, alive: Tensor) -> Tensor:
+    """`alive` without its lowest-scored member; argmin returns the first minimum, so among equals the oldest goes."""
+    lowest = scores.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
+    return alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """Bool mask of the `count` largest along the last axis, newest first among equals."""
+    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    picked = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, torch.ones_like(order, dtype=torch.bool))
+    return picked.flip(-1)
+
+
+def _check(decay: float, *budgets: int) -> None:
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must lie in [0, 1], got {decay}")
+    if min(budgets) < 0:
+        raise ValueError(f"budgets must not be negative, got {budgets}")

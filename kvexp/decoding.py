@@ -1,0 +1,72 @@
+"""How tokens are chosen: greedy, seeded sampling or beams; and the processors that do it under generate()."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvexp.errors import ConfigError
+from kvexp.sampling import RowSampler
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are chosen.
+
+    num_beams > 1: beam search; sample: draw from softmax with temperature, top_k, top_p (never with beams).
+    eos: token id, several, "model" for the model's own, or None for never stopping. prefill_chunk: prompt columns per
+    forward (None: all at once).
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    num_beams: int = 1
+    early_stopping: bool = True
+    length_penalty: float = 1.0
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos: int | Sequence[int] | str | None = "model"
+    stop_strings: tuple[str, ...] = ()
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens must be between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
+            )
+        if self.num_beams < 1:
+            raise ConfigError(f"num_beams must be at least 1, got {self.num_beams}")
+        if self.sample and self.num_beams > 1:
+            raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
+        if self.sample and self.temperature <= 0:
+            raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
+
+
+def processors(decoding: Decoding, seeds: list[int], columns: int, eos: list[int], device: Any) -> LogitsProcessorList:
+    steps: list[Any] = []
+    if decoding.min_new_tokens and eos and decoding.num_beams == 1:
+        steps.append(MinNewTokensLengthLogitsProcessor(columns, decoding.min_new_tokens, eos, device=device))
+    if decoding.sample:
+        if decoding.temperature != 1:
+            steps.append(TemperatureLogitsWarper(decoding.temperature))
+        if decoding.top_k:
+            steps.append(TopKLogitsWarper(decoding.top_k))
+        if decoding.top_p < 1:
+            steps.append(TopPLogitsWarper(decoding.top_p))
+        steps.append(RowSampler(seeds, columns))
+    return LogitsProcessorList(steps)

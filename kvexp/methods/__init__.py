@@ -1,0 +1,37 @@
+"""Eviction methods: one file each."""
+
+from kvexp.methods.a2sf import A2SF
+from kvexp.methods.dilated_window import DilatedWindow
+from kvexp.methods.full import Full
+from kvexp.methods.h2o import H2O
+from kvexp.methods.h2o_damping import H2ODamping
+from kvexp.methods.ideal import Ideal
+from kvexp.methods.key_attention import KeyAttention
+from kvexp.methods.keyformer import Keyformer
+from kvexp.methods.keyformer_a2sf import KeyformerA2SF
+from kvexp.methods.knorm import KNorm
+from kvexp.methods.random import Random
+from kvexp.methods.snapkv import SnapKV
+from kvexp.methods.spatten import SpAtten
+from kvexp.methods.streaming_llm import StreamingLLM
+from kvexp.methods.tova import TOVA
+from kvexp.methods.window import Window
+
+__all__ = [
+    "A2SF",
+    "H2O",
+    "TOVA",
+    "DilatedWindow",
+    "Full",
+    "H2ODamping",
+    "Ideal",
+    "KNorm",
+    "KeyAttention",
+    "Keyformer",
+    "KeyformerA2SF",
+    "Random",
+    "SnapKV",
+    "SpAtten",
+    "StreamingLLM",
+    "Window",
+]

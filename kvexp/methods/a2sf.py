@@ -1,0 +1,36 @@
+"""A2SF: accumulated attention with a forgetting factor."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvexp.core import Attention, Method
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class A2SF(Method):
+    """score_t[k] = alpha * score_{t-1}[k] + softmax(x_t)[k]; keep = top k - 1 of score and the current token.
+
+    Source: Jo and Shin, arXiv:2407.20485, eq. 5: no sinks, no recent window. protect_recent=16 is what the authors'
+    2026 code keeps besides. alpha may be 0 (newest row only) and 1 (plain accumulation), which the paper excludes.
+    score_source=full sums rows of full attention (their 2024 mask, mode=mask); survivors renormalises over what is
+    left, the only choice once slots are gone. Grouped heads: scores are summed over the query heads of a kv head.
+    """
+
+    name: ClassVar[str] = "a2sf"
+    alpha: float = 0.1
+    protect_recent: int = 0
+    score_source: Literal["survivors", "full"] = "survivors"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
+        if self.protect_recent < 0:
+            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+
+    @property
+    def view(self) -> Attention:
+        return Attention(decay=self.alpha, over=self.score_source)
+
+    def recent(self, budget: int) -> int:
+        return self.protect_recent

@@ -1,0 +1,31 @@
+"""Sliding window with gaps."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Method, Moment
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DilatedWindow(Method):
+    """keep = every (dilation + 1)-th of the recent positions, k in all.
+
+    Source: the dilated window of Keyformer's section 2.3 (arXiv:2403.09054), after Longformer (arXiv:2004.05150).
+    Departure: those papers let the grid move with each query, which needs every token in memory; with real eviction
+    the grid stands still at the multiples of dilation + 1. Tokens beside it are the first to go, the oldest first.
+    """
+
+    name: ClassVar[str] = "dilated_window"
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dilation < 1:
+            raise ConfigError(f"dilation must be at least 1 (0 is method=window), got {self.dilation}")
+
+    def rank(self, now: Moment) -> Tensor:
+        on_grid = now.positions % (self.dilation + 1) == 0
+        return torch.where(on_grid, now.positions + (1 << 22), now.positions).to(torch.float32)

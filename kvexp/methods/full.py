@@ -1,0 +1,14 @@
+"""Full attention: nothing is evicted. The baseline every other number is measured against."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvexp.core import Method
+
+
+@dataclass(frozen=True)
+class Full(Method):
+    """keep = everything. Takes no budget."""
+
+    name: ClassVar[str] = "full"
+    evicts: ClassVar[bool] = False

@@ -1,0 +1,52 @@
+"""H2O: heavy hitters by accumulated attention, and a recent window."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from kvexp.core import Attention, Method, Moment
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """score[k] = sum over queries q of softmax(x_q)[k]; keep = newest `recent_ratio` of k U top of score.
+
+    Source: Zhang et al., arXiv:2306.14048, Algorithm 1; halves are heavy and recent as in the official scripts.
+    Defaults drop for real (official `utils_real_drop`), except that k counts the current token
+    (`budget.counts_self=false` gives the official k + 1).
+    impl="mask": the official simulation since June 2024 (mode=mask): the token leaving the recent window is hidden for
+    one step and may then return. Before that commit it stayed visible, which is `budget.counts_self=false`.
+    Departure: the release sums scores over the batch (`score_batch=sum_all`).
+    """
+
+    name: ClassVar[str] = "h2o"
+    recent_ratio: float = 0.5
+    impl: Literal["real_drop", "mask"] = "real_drop"
+    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+        if self.impl not in ("real_drop", "mask"):
+            raise ConfigError(f"impl must be real_drop or mask, got {self.impl!r}")
+        if self.impl == "mask" and self.recent_ratio == 0:
+            raise ConfigError("impl=mask needs a recent window: the release drops nothing at recent_ratio=0")
+
+    @property
+    def needs_mask(self) -> bool:
+        return self.impl == "mask"
+
+    @property
+    def view(self) -> Attention:
+        return Attention(batch=self.score_batch)
+
+    def recent(self, budget: int) -> int:
+        return int(budget * self.recent_ratio)
+
+    def limbo(self, now: Moment) -> Tensor | None:
+        if self.impl == "real_drop":
+            return None
+        window = (now.budget * self.recent_ratio).long()
+        return now.age() == (window - 1)[:, None, None]

@@ -1,0 +1,31 @@
+"""H2O with damping: accumulated scores fade at every reduction."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.errors import ConfigError
+from kvexp.methods.h2o import H2O
+
+
+@dataclass(frozen=True)
+class H2ODamping(H2O):
+    """As H2O, and score *= damping each time slots have been evicted.
+
+    Source: Keyformer, arXiv:2403.09054, Fig. 5 (damping of the accumulated attention, recent window 20 %).
+    Departure: the paper gives no formula or code; "after each reduction" is our reading.
+    """
+
+    name: ClassVar[str] = "h2o_damping"
+    recent_ratio: float = 0.2
+    damping: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.damping <= 1:
+            raise ConfigError(f"damping must be in [0, 1], got {self.damping:g}")
+
+    def after_eviction(self, score: Tensor) -> Tensor:
+        return torch.where(score.isinf(), score, score * self.damping)  # -inf marks what mask mode has evicted

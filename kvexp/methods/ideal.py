@@ -1,0 +1,28 @@
+"""Ideal: each query sees its own exact top k; nothing is dropped. The upper bound of any selection."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Method, Moment
+from kvexp.core.select import keepers
+
+
+@dataclass(frozen=True)
+class Ideal(Method):
+    """query t attends to itself and its own top k - 1 of softmax(x_t) over everything seen. mode=mask only.
+
+    Source: "Ideal" of A2SF, arXiv:2407.20485, section 4.3 and Fig. 4. Departures: for decode steps (prompt rows attend
+    in full); with grouped heads one choice per kv head, by the sum over its query heads.
+    """
+
+    name: ClassVar[str] = "ideal"
+    per_query: ClassVar[bool] = True
+
+    def attended(self, probabilities: Tensor, now: Moment) -> Tensor:
+        own = now.age() == 0
+        widest = min(now.positions.shape[-1], int(now.budget.max()))
+        index, keep = keepers(probabilities, now.positions, own, now.budget, widest)
+        return torch.zeros_like(own).scatter_(-1, index, keep)

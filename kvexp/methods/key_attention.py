@@ -1,0 +1,21 @@
+"""Key attention: the accumulated score alone, no recent window."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvexp.core import Attention, Method
+
+
+@dataclass(frozen=True)
+class KeyAttention(Method):
+    """score[k] = sum over queries q of softmax(x_q)[k]; keep = top k - 1 and the current token.
+
+    Source: "key attention" of Keyformer's section 2.3.1 (arXiv:2403.09054): accumulated attention without a recent
+    window. Departure: none known; the paper gives no code for it.
+    """
+
+    name: ClassVar[str] = "key_attention"
+
+    @property
+    def view(self) -> Attention:
+        return Attention()

@@ -1,0 +1,57 @@
+"""Keyformer: accumulated attention of Gumbel-noised, tempered logits, and a recent window."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Attention, Method, Moment, Noise
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Keyformer(Method):
+    """score[k] = sum over q of softmax((x_q + zeta) / tau)[k]; keep = newest `recent_ratio` of k U top of score.
+
+    Source: Adnan et al., arXiv:2403.09054, eq. 9-10 and Algorithm 1; tau_t = tau_init + t (tau_end - tau_init) / T.
+    noise gumbel | gaussian | constant | none; fresh per (query, key) as in the authors' code, or fresh=false: one draw
+    per key (the other reading of Algorithm 1). score_scope=shared: one score for all layers (Table 3), order of
+    layers ours. Departures of the release, as switches: key_window=release_frozen loses the token that leaves the
+    recent window, so keys freeze at prefill; score_batch=sum_all adds up the whole batch (the default only beams of
+    a sample); budget.of=padded; cadence every=8 at_prefill=false for its real-drop MPT.
+    """
+
+    name: ClassVar[str] = "keyformer"
+    recent_ratio: float = 0.3
+    tau_init: float = 1.0
+    tau_end: float = 2.0
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"
+    fresh: bool = True
+    score_scope: Literal["layer", "shared"] = "layer"
+    key_window: Literal["paper", "release_frozen"] = "paper"
+    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_sample"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+        if self.score_scope not in ("layer", "shared"):
+            raise ConfigError(f"score_scope must be layer or shared, got {self.score_scope!r}")
+        if self.key_window not in ("paper", "release_frozen"):
+            raise ConfigError(f"key_window must be paper or release_frozen, got {self.key_window!r}")
+        Noise(self.noise)
+
+    @property
+    def view(self) -> Attention:
+        noise = None if self.noise == "none" else Noise(self.noise, self.fresh)
+        shared = self.score_scope == "shared"
+        return Attention((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
+
+    def recent(self, budget: int) -> int:
+        return int(budget * self.recent_ratio + 1e-9)
+
+    def rank(self, now: Moment) -> Tensor:
+        if self.key_window == "paper":
+            return now.score
+        window = torch.tensor([self.recent(int(k)) for k in now.budget.tolist()], device=now.budget.device)
+        return now.score.masked_fill(now.age() == (window - 1)[:, None, None], -torch.inf)

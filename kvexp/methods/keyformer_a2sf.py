@@ -1,0 +1,29 @@
+"""Keyformer with A2SF's forgetting factor."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvexp.core import Attention
+from kvexp.errors import ConfigError
+from kvexp.methods.keyformer import Keyformer
+
+
+@dataclass(frozen=True)
+class KeyformerA2SF(Keyformer):
+    """score_t[k] = alpha * score_{t-1}[k] + softmax((x_t + zeta) / tau_t)[k]; the rest as Keyformer.
+
+    Source: A2SF (arXiv:2407.20485) says its factor composes with other score functions; eq. 5 over Keyformer's eq. 9
+    (arXiv:2403.09054). Departure: neither paper gives numbers or code for it.
+    """
+
+    name: ClassVar[str] = "keyformer_a2sf"
+    alpha: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
+
+    @property
+    def view(self) -> Attention:
+        return replace(super().view, decay=self.alpha)

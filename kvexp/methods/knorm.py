@@ -1,0 +1,23 @@
+"""Key norm: keys with a small L2 norm matter."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Method
+
+
+@dataclass(frozen=True)
+class KNorm(Method):
+    """score[k] = -||key_k||_2; keep = top k.
+
+    Source: Devoto et al., arXiv:2406.11430, section 3. RoPE does not change norms, so cached keys serve.
+    Departure: the paper leaves the first two layers uncompressed; here every layer has its budget.
+    """
+
+    name: ClassVar[str] = "knorm"
+
+    def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
+        return -torch.linalg.vector_norm(keys.float(), dim=-1)

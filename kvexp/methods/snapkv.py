@@ -1,0 +1,47 @@
+"""SnapKV: the prompt is judged once, by its last queries."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvexp.core import Attention, Method, Moment
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """score[k] = pool over neighbouring k of the sum over the last `window` prompt queries of softmax(x_q)[k];
+    keep = those last `window` tokens U top of score. Chosen once, after prefill; nothing is evicted while decoding.
+
+    Source: Li et al., arXiv:2404.14469, section 4.1 (window 32, kernel 5 in its experiments; max pooling in its code).
+    Departure: one choice per kv head (sum over its query heads).
+    """
+
+    name: ClassVar[str] = "snapkv"
+    evicts_while_decoding: ClassVar[bool] = False
+    window: int = 32
+    kernel: int = 5
+    pool: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
+        if self.pool not in ("max", "avg"):
+            raise ConfigError(f"pool must be max or avg, got {self.pool!r}")
+
+    @property
+    def view(self) -> Attention:
+        return Attention(last_rows=self.window)
+
+    def recent(self, budget: int) -> int:
+        return self.window
+
+    def rank(self, now: Moment) -> Tensor:
+        # Prompt slots stand in the order of their columns. The observing tokens themselves lend no mass to neighbours.
+        score = now.score.masked_fill((now.age() < self.window) | now.score.isinf(), 0.0)
+        pool = max_pool1d if self.pool == "max" else avg_pool1d
+        pooled = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.where(now.age() < self.window, now.score, pooled)

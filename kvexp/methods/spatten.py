@@ -1,0 +1,23 @@
+"""SpAtten-style accumulation across heads and layers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvexp.core import Attention, Method
+
+
+@dataclass(frozen=True)
+class SpAtten(Method):
+    """score[k] = sum over layers so far, heads and queries of softmax(x)[k]; keep = top k - 1 and the current token.
+
+    Source: Wang et al., arXiv:2012.09852, section 3.1 (cumulative token importance, cascade pruning); the A2SF paper
+    (arXiv:2407.20485) counts it among accumulated scores. Departure: every layer has the same budget and chooses anew
+    from the score accumulated by the layers before it; the hardware's top-k, its schedule of keep ratios over layers
+    and its head and value pruning are left out.
+    """
+
+    name: ClassVar[str] = "spatten"
+
+    @property
+    def view(self) -> Attention:
+        return Attention(pool_heads=True, across_layers=True)

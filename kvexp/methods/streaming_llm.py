@@ -1,0 +1,35 @@
+"""StreamingLLM: attention sinks and a recent window."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvexp.core import Method, Moment
+from kvexp.core.method import newest_first
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Method):
+    """keep = the first `n_sinks` tokens U the newest k - n_sinks.
+
+    Source: Xiao et al., arXiv:2309.17453, section 3.2; survivors get the positions they have inside the cache
+    (`positions=renumbered`, RoPE and ALiBi models; learned positions cannot move, so there set original).
+    Departure: sinks are real tokens; in Keyformer's release of this baseline they may be padding.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    positions: ClassVar[str] = "renumbered"
+    n_sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def rank(self, now: Moment) -> Tensor:
+        return newest_first(now)

@@ -1,0 +1,26 @@
+"""TOVA: token omission via the attention of the newest query."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvexp.core import Attention, Method
+
+
+@dataclass(frozen=True)
+class TOVA(Method):
+    """score[k] = mean over heads of softmax(x_t)[k] for the newest query t only; the lowest goes.
+
+    Source: Oren et al., arXiv:2401.06104, section 3.2; one choice per layer, shared by its heads.
+    Departure: a sum instead of a mean over heads (same order). The newest token competes like any other, as in the
+    paper; a common re-implementation protects it (`protect_recent=2` here, which counts the token being generated).
+    """
+
+    name: ClassVar[str] = "tova"
+    protect_recent: int = 0
+
+    @property
+    def view(self) -> Attention:
+        return Attention(decay=0.0, pool_heads=True, last_rows=1)
+
+    def recent(self, budget: int) -> int:
+        return self.protect_recent

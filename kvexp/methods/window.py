@@ -1,0 +1,23 @@
+"""Sliding window over the newest tokens ("local attention")."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvexp.core import Method, Moment
+from kvexp.core.method import newest_first
+
+
+@dataclass(frozen=True)
+class Window(Method):
+    """keep = the newest k tokens.
+
+    Source: the "Window Attention" baseline of Keyformer (arXiv:2403.09054, section 4.1, recent ratio 100 %) and the
+    "Local" one of A2SF (arXiv:2407.20485, Table 1). Departure: none; the released A2SF mask attends one token more.
+    """
+
+    name: ClassVar[str] = "window"
+
+    def rank(self, now: Moment) -> Tensor:
+        return newest_first(now)

@@ -1,0 +1,168 @@
+"""A Hugging Face Cache over the eviction core: give it to `model.generate(past_key_values=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
+from kvexp.core.shared import SharedScore
+from kvexp.errors import CacheError, ConfigError
+from kvexp.models.attention import NAME, TAG
+from kvexp.models.families import family_of, layers_of, longest, rotation_of
+
+
+class SlotLayer(CacheLayerMixin):
+    """What Hugging Face sees of one layer. Lengths are columns seen, never slots held."""
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, state: LayerState, rotation: Rotation | None) -> None:
+        super().__init__()
+        self.state, self.rotation = state, rotation
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the core makes its slots at the first forward."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Tag the new keys with this layer; the attention function stores them."""
+        tagged = key_states.view_as(key_states)
+        setattr(tagged, TAG, self)
+        return tagged, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.state.columns
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.state.columns + count, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state.select_rows(beam_idx, same_prompts=True)
+
+
+class EvictionCache(Cache):
+    """One prompt's cache (or one batch of prompts').
+
+    model: an installed model; method, budget (None for full), cadence, mode, observe as `kvexp.core.Plan`.
+    positions: original or renumbered; None takes what the method's paper uses.
+    num_beams: beams per sample, so that methods can add up the scores of a sample's beams.
+    prompt_tokens: prompt columns, padding included; needed when the prompt is fed in chunks.
+    max_new_tokens: needed by tau schedules and budget.of=sequence; else only spares allocations.
+    seeds: of the noise; one, or one per sample. beyond_context: allow more tokens than the model was built for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method,
+        budget: Budget | None = None,
+        *,
+        cadence: Cadence | None = None,
+        mode: Literal["overwrite", "compact", "mask"] = "overwrite",
+        positions: Literal["original", "renumbered"] | None = None,
+        observe: Literal["blocked", "naive"] = "blocked",
+        block: int | None = None,
+        num_beams: int = 1,
+        prompt_tokens: int | None = None,
+        max_new_tokens: int | None = None,
+        seeds: int | Sequence[int] = 0,
+        beyond_context: bool = False,
+    ) -> None:
+        config, family = model.config, family_of(model.config)
+        if getattr(config, "_attn_implementation", None) != NAME:
+            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
+        place = positions or method.positions
+        if place == "renumbered" and family.position == "learned":
+            raise ConfigError(
+                f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
+                f"not to the cache. Set positions=original for method={method.name}"
+            )
+        rotation = rotation_of(model) if place == "renumbered" else None
+        if beyond_context and family.position == "learned":
+            raise ConfigError(f"{family.title} has learned positions for {longest(config)} tokens and no more")
+        self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
+        self.timeline = Timeline(
+            prompt_columns=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            max_positions=None if beyond_context else longest(config),
+            num_beams=num_beams,
+            seeds=seeds,
+        )
+        count = layers_of(config)
+        self.ledger = Ledger(count)
+        view = method.view
+        self.shared = SharedScore(self.timeline) if view is not None and view.across_layers else None
+        states = [LayerState(self.plan, i, count, self.timeline, self.ledger, self.shared) for i in range(count)]
+        super().__init__(layers=[SlotLayer(state, rotation) for state in states])
+        if view is not None:
+            view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
+
+    @property
+    def states(self) -> list[LayerState]:
+        """The core's layers, in order."""
+        return [layer.state for layer in self.layers]
+
+    def several_tokens(self, allowed: bool = True) -> EvictionCache:
+        """Allow forwards of several new tokens after the prompt; eviction then happens after each such forward."""
+        self.timeline.several_tokens_allowed = allowed
+        return self
+
+    def reset(self) -> None:
+        """Empty the cache: another prompt may follow."""
+        self.timeline.reset()
+        self.ledger.__init__(len(self.layers))  # type: ignore[misc]
+        if self.shared is not None:
+            self.shared.buffer = None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: the state of every row follows its beam."""
+        view = self.plan.method.view
+        if view is not None and view.batch == "per_sample" and self.timeline.num_beams == 1 and len(beam_idx) > 1:
+            raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
+        self._select(beam_idx, same_prompts=True)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, neighbours together."""
+        batch = self.timeline.counts.shape[0] if self.timeline.counts is not None else 0
+        self._select(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; rows may repeat."""
+        self._select(torch.as_tensor(indices))
+
+    def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        self.timeline.select_rows(rows, same_prompts=same_prompts)
+        for state in self.states:
+            state.select_rows(rows, same_prompts=same_prompts)
+        if self.shared is not None:
+            self.shared.select_rows(rows)
+
+    def crop(self, *_: Any) -> None:
+        """Refused: slots that were evicted or overwritten cannot come back."""
+        raise CacheError(
+            "a kvexp cache cannot be cropped: evicted tokens cannot come back and scores cannot be un-summed. "
+            "Assisted decoding and other methods that take tokens back need method=full with Hugging Face's own cache"
+        )
+
+    def kept(self, layer: int) -> list[list[list[int]]]:
+        """Position ids layer `layer` holds, per batch row and kv head."""
+        return self.states[layer].kept()

@@ -1,0 +1,56 @@
+"""Put kvexp's attention into a loaded Hugging Face model."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvexp.errors import ConfigError
+from kvexp.models.attention import NAME, kvexp_attention, pass_padding
+from kvexp.models.families import family_of
+from kvexp.models.gptj import KvexpGPTJAttention
+from kvexp.models.mpt import KvexpMptAttention
+
+AttentionInterface.register(NAME, kvexp_attention)
+AttentionMaskInterface.register(NAME, pass_padding)
+
+_SHIMS = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+
+
+def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
+    """Make `model` attend through kvexp; returns the same object, in evaluation mode. Doing it twice is harmless.
+
+    Without a kvexp cache the model still computes ordinary causal attention. `check_weights` looks for NaN and inf in
+    every parameter, because a score of NaN would choose slots at random.
+    """
+    family = family_of(model.config)
+    if check_weights:
+        _check_finite(model)
+    if family.attention_class is None:
+        model.set_attn_implementation(NAME)
+    else:
+        # These two only warn in set_attn_implementation() and stay as they are, so their modules change class.
+        shim = _SHIMS[family.attention_class]
+        for module in model.modules():
+            if type(module).__name__.startswith(family.attention_class[:4]) and hasattr(module, "layer_idx"):
+                if type(module).__name__ not in (family.attention_class, shim.__name__):
+                    raise ConfigError(
+                        f"{type(module).__name__} cannot be adapted: load the model with attn_implementation='eager'"
+                    )
+                module.__class__ = shim
+        model.config._attn_implementation_internal = NAME
+    # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
+    model.config.use_cache = True
+    if model.generation_config is not None:
+        model.generation_config.use_cache = True
+    return model.eval()
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta" and not bool(torch.isfinite(parameter).all()):
+                raise ConfigError(
+                    f"weight {name} holds NaN or inf: the checkpoint is damaged"
+                )

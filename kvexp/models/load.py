@@ -1,0 +1,126 @@
+"""Load a causal LM: hub id, local folder, or a configuration with seeded random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvexp.errors import ConfigError
+from kvexp.models.families import FAMILIES, family_of
+from kvexp.models.install import install
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> PreTrainedModel:
+    """The model at `path` (hub id or folder), ready for `EvictionCache`.
+
+    Weights must be safetensors unless `allow_pickle`; code from the hub runs only with `trust_remote_code`. The family
+    is checked before any weight is read. device: where to put the model (default: CUDA if there is one);
+    device_map: accelerate's placement over several devices instead.
+    """
+    torch_dtype = dtype_of(dtype)
+    config = _from_hub(path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
+    family_of(config)
+    _check_folder(path, allow_pickle)
+    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    model = _from_hub(
+        path,
+        AutoModelForCausalLM.from_pretrained,
+        config=config,
+        dtype=torch_dtype,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        use_safetensors=None if allow_pickle else True,
+        attn_implementation="eager",
+        **options,
+    )
+    if device_map is None:
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return install(model)
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
+    tokenizer: PreTrainedTokenizerBase = _from_hub(
+        path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def random_model(
+    family: str, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **config: Any
+) -> PreTrainedModel:
+    """A model of `family` (a Hugging Face model_type) with random weights drawn from `seed` alone.
+
+    config: fields of the family's Hugging Face configuration. Makes no use of the hub.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    configuration = AutoConfig.for_model(family, **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+    return install(model.to(device=device, dtype=dtype_of(dtype)))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """float32, bfloat16 or float16 by name."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _from_hub(path: str, loader: Any, **options: Any) -> Any:
+    """Call a from_pretrained, turning its many ways of failing into one message."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        path = str(folder)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer"
+            )
+    elif path.startswith((".", "/", "~")):
+        raise ConfigError(f"model folder {path} does not exist")
+    try:
+        return loader(path, **{k: v for k, v in options.items() if v is not None})
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "in that folder" if folder.exists() else "on the Hugging Face hub (is it reachable, is the id right?)"
+        raise ConfigError(
+            f"cannot load {path} {where}: {reason}. Give the path of a local folder, or fetch the model once with "
+            "the hub's own client"
+        ) from error
+
+
+def _check_folder(path: str, allow_pickle: bool) -> None:
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    if not pickles:
+        raise ConfigError(f"{path} has no weights: expected *.safetensors beside config.json")
+    if not allow_pickle:
+        raise ConfigError(
+            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them: "
+            "load once with allow_pickle=true and save_pretrained(), or say allow_pickle=true if you trust the file"
+        )

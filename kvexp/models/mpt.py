@@ -1,0 +1,38 @@
+"""MPT ignores Hugging Face's attention interface, and its ALiBi goes by physical index: both mended here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.models.mpt.modeling_mpt import MptAttention
+
+from kvexp.core import Geometry
+from kvexp.models.attention import attend
+
+
+class KvexpMptAttention(MptAttention):  # type: ignore[misc]
+    """ALiBi as slope * (slot position - query position), right for survivors that are not contiguous."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        batch, count = hidden_states.shape[:2]
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (
+            part.reshape(batch, count, self.n_heads, self.head_dim).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        # The bias table is [heads, 1, max_seq_len], linear in its last axis.
+        slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
+        geometry = Geometry(float(self.softmax_scale), alibi=slopes.to(query.device))
+        out = attend(query, key, value, attention_mask, geometry)
+        return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None

@@ -1,0 +1,28 @@
+"""Seeded sampling whose draws do not depend on batch neighbours, batch size or the order of calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from kvexp.core.noise import Noise
+
+
+class RowSampler(LogitsProcessor):  # type: ignore[misc]
+    """Adds Gumbel noise of (row seed, step, token), so that the arg max of the result is an exact sample of softmax.
+
+    Used as the last processor of a greedy generation: row r of a batch draws the same tokens alone or in company.
+    seeds: one per row; prompt_columns: width of the prompt, so that the first new token is step 0.
+    """
+
+    def __init__(self, seeds: list[int], prompt_columns: int) -> None:
+        self.seeds, self.prompt_columns = seeds, prompt_columns
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        device = scores.device
+        seeds = torch.tensor(self.seeds, device=device)
+        step = torch.full((len(self.seeds), 1), input_ids.shape[1] - self.prompt_columns, device=device)
+        tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), 1, -1)
+        # Layer -1 keeps these draws apart from the noise inside the model under the same seed.
+        return scores.float() + Noise("gumbel").draw(seeds, -1, 1, step, tokens)[:, 0, 0]
