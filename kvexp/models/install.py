@@ -51,6 +51,4 @@ def _check_finite(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and not bool(torch.isfinite(parameter).all()):
-                raise ConfigError(
-                    f"weight {name} holds NaN or inf: the checkpoint is damaged"
-                )
+                raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")

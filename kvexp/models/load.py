@@ -94,9 +94,7 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
     if folder.exists():
         path = str(folder)
         if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer"
-            )
+            raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
         raise ConfigError(f"model folder {path} does not exist")
     try:
