@@ -13,7 +13,7 @@ ROWS = 256  # query rows attended at a time when a mask has to be materialised
 
 @dataclass(frozen=True)
 class Rotation:
-    """A model's RoPE, enough to move a cached key: inv_freq [R] over the first 2R dims, pairs interleaved or in halves."""
+    """A model's RoPE, enough to move a cached key: inv_freq [R] over the first 2R dims, interleaved or in halves."""
 
     inv_freq: Tensor
     interleaved: bool

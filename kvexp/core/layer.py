@@ -121,7 +121,7 @@ class LayerState:
         newest = self.timeline.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
-            mask = self.plan.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j], at_prefill=False))
+            mask = self.plan.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j]))
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
         return torch.stack(rows, dim=3)
 
@@ -199,15 +199,15 @@ class LayerState:
         )
         return Quota.of(plan.method, slots, counts_self=plan.budget.counts_self, device=self.slots.keys.device)
 
-    def _moment(self, slots: Slots, newest: Tensor, *, at_prefill: bool) -> Moment:
+    def _moment(self, slots: Slots, newest: Tensor) -> Moment:
         assert self.quota is not None
         seeds = self.timeline.seeds.to(newest.device)
-        return Moment(slots, self.index, self.quota.slots_t, newest, seeds, at_prefill)
+        return Moment(slots, self.index, self.quota.slots_t, self.quota.recent_t, newest, seeds)
 
     def _evict(self, slots: Slots, geometry: Geometry) -> None:
         assert self.quota is not None and self.timeline.counts is not None
         newest = self.timeline.counts.to(slots.keys.device) - 1
-        now = self._moment(slots, newest, at_prefill=self.timeline.in_prompt)
+        now = self._moment(slots, newest)
         method = self.plan.method
         rank = ranked(method, now, geometry.sliding_window)
         limbo = method.limbo(now)

@@ -16,16 +16,17 @@ from kvexp.core.view import Attention
 class Moment:
     """What a method may look at when it ranks: one layer's slots after a forward.
 
-    budget [B]: slots per kv head of each row; newest [B]: position id of the newest token; seeds [B]; at_prefill:
-    the prompt has just ended. Tensors of shape [B, H, S] come from `positions` and `score`.
+    budget [B]: slots per kv head of each row; recent [B]: how many of the newest tokens in the cache are protected (one
+    less than the method's window where the budget counts the coming token); newest [B]: position id of the newest
+    token; seeds [B]. Tensors of shape [B, H, S] come from `positions` and `score`.
     """
 
     slots: Slots
     layer: int
     budget: Tensor
+    recent: Tensor
     newest: Tensor
     seeds: Tensor
-    at_prefill: bool
 
     @property
     def positions(self) -> Tensor:
@@ -40,6 +41,10 @@ class Moment:
     def age(self) -> Tensor:
         """[B, H, S]: 0 for the newest token, 1 for the one before."""
         return self.newest[:, None, None] - self.positions
+
+    def leaving(self) -> Tensor:
+        """[B, H, S] bool: the token that has just left the recent window."""
+        return self.age() == self.recent[:, None, None]
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,6 @@ class H2O(Method):
             raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
         if self.impl not in ("real_drop", "mask"):
             raise ConfigError(f"impl must be real_drop or mask, got {self.impl!r}")
-        if self.impl == "mask" and self.recent_ratio == 0:
-            raise ConfigError("impl=mask needs a recent window: the release drops nothing at recent_ratio=0")
 
     @property
     def needs_mask(self) -> bool:
@@ -43,10 +41,10 @@ class H2O(Method):
         return Attention(batch=self.score_batch)
 
     def recent(self, budget: int) -> int:
-        return int(budget * self.recent_ratio)
+        recent = int(budget * self.recent_ratio + 1e-9)
+        if self.impl == "mask" and recent == 0:
+            raise ConfigError("impl=mask needs a recent window: the release drops nothing without one")
+        return recent
 
     def limbo(self, now: Moment) -> Tensor | None:
-        if self.impl == "real_drop":
-            return None
-        window = (now.budget * self.recent_ratio).long()
-        return now.age() == (window - 1)[:, None, None]
+        return None if self.impl == "real_drop" else now.leaving()

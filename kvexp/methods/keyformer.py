@@ -48,10 +48,12 @@ class Keyformer(Method):
         return Attention((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
 
     def recent(self, budget: int) -> int:
-        return int(budget * self.recent_ratio + 1e-9)
+        recent = int(budget * self.recent_ratio + 1e-9)
+        if self.key_window == "release_frozen" and recent == 0:
+            raise ConfigError("key_window=release_frozen needs a recent window: the release drops nothing without one")
+        return recent
 
     def rank(self, now: Moment) -> Tensor:
         if self.key_window == "paper":
             return now.score
-        window = torch.tensor([self.recent(int(k)) for k in now.budget.tolist()], device=now.budget.device)
-        return now.score.masked_fill(now.age() == (window - 1)[:, None, None], -torch.inf)
+        return now.score.masked_fill(now.leaving(), -torch.inf)

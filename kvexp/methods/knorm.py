@@ -20,4 +20,5 @@ class KNorm(Method):
     name: ClassVar[str] = "knorm"
 
     def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
-        return -torch.linalg.vector_norm(keys.float(), dim=-1)
+        norm: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
+        return -norm

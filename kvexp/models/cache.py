@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
 from kvexp.core.shared import SharedScore
+from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention import NAME, TAG
 from kvexp.models.families import family_of, layers_of, longest, rotation_of
@@ -24,7 +25,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerState, rotation: Rotation | None) -> None:
+    def __init__(self, state: LayerState | RowMaskState, rotation: Rotation | None) -> None:
         super().__init__()
         self.state, self.rotation = state, rotation
         self.is_initialized = True

@@ -1,0 +1,56 @@
+"""The papers' row-mask protocol: eviction simulated by one mask per layer and head inside a single forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvexp.core.attend import Geometry, Sight, attend_with
+from kvexp.errors import CacheError
+
+# (logits [B, H * G, T, T] with -inf where causality or padding forbids, layer index) -> what each row may see
+Rule = Callable[[Tensor, int], Tensor]
+
+
+class RowMaskState:
+    """One layer: rows 0..T-1 attend in one forward through the mask that `rule` makes of their full logits.
+
+    Stands where `LayerState` stands, but keeps nothing: a second forward is refused. `mask` and `probabilities`
+    [B, H * G, T, T] stay for inspection.
+    """
+
+    def __init__(self, rule: Rule, index: int) -> None:
+        self.rule, self.index = rule, index
+        self.columns = 0
+        self.mask: Tensor | None = None
+        self.probabilities: Tensor | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
+        """As `LayerState.forward`, for the whole text at once."""
+        if self.columns:
+            raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
+        b, h, count = key.shape[:3]
+        self.columns = count
+        columns = torch.arange(count, device=key.device).expand(b, count)
+        if padding is not None:
+            columns = torch.where(padding.to(torch.bool), columns, -1)
+        sight = Sight(
+            query=query.unflatten(1, (h, query.shape[1] // h)),
+            keys=key,
+            values=value,
+            positions=columns[:, None],
+            query_positions=columns,
+            geometry=geometry,
+        )
+        x = sight.logits(slice(0, count), count)
+        self.mask = self.rule(x.flatten(1, 2), self.index)
+        x = x.masked_fill(~self.mask.view_as(x), -torch.inf)
+        probabilities = torch.softmax(x, dim=-1)
+        self.probabilities = probabilities.flatten(1, 2)
+        return attend_with(probabilities, value).flatten(1, 2)
+
+    def reset(self) -> None:
+        """Ready for another text."""
+        self.columns = 0

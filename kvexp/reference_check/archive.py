@@ -1,0 +1,93 @@
+"""A recorded .npz as configuration, arrays and a Hugging Face model with its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvexp.errors import ConfigError
+from kvexp.models import install
+
+# Fields of recorded Hugging Face configurations that shape the computation; everything else there is bookkeeping.
+_KEPT = (
+    *("vocab_size", "max_position_embeddings", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "layer_norm_eps", "head_dim"),
+    *("ffn_dim", "word_embed_proj_dim", "do_layer_norm_before", "activation_function", "enable_bias"),
+    *("use_parallel_residual", "tie_word_embeddings", "attention_bias", "sliding_window", "n_positions"),
+)
+
+
+class Archive(Mapping[str, np.ndarray]):
+    """Arrays by name; `config` parsed; weights (`w:NAME`) apart."""
+
+    def __init__(self, path: str) -> None:
+        with np.load(path, allow_pickle=False) as data:
+            arrays = {name: data[name] for name in data.files}
+        self.path = path
+        self.weights = {name[2:]: arrays.pop(name) for name in list(arrays) if name.startswith("w:")}
+        self.config: dict[str, Any] = json.loads(str(arrays.pop("config"))) if "config" in arrays else {}
+        self.arrays = arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The array as a tensor, float32 for floats."""
+        array = torch.from_numpy(np.array(self.arrays[name]))
+        return array.float() if array.is_floating_point() else array
+
+    @property
+    def variant(self) -> str:
+        """Which release the numbers come from, as far as the file says."""
+        return str(self.config.get("variant", ""))
+
+    @property
+    def kind(self) -> str:
+        """Hugging Face model_type."""
+        kind = str(self.config.get("kind") or self.config.get("model_type") or "")
+        return {"gptneox": "gpt_neox"}.get(kind, kind)
+
+    def model(self) -> PreTrainedModel:
+        """A float32 model with the recorded weights, attending through kvexp."""
+        config = AutoConfig.for_model(self.kind, **self._settings())
+        config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        state = {name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()}
+        result = model.load_state_dict(state, strict=False)
+        missing = [n for n in result.missing_keys if not n.startswith("lm_head.weight")]
+        foreign = [n for n in result.unexpected_keys if not n.endswith((".attn.bias", "masked_bias", "inv_freq"))]
+        if missing or foreign:
+            raise ConfigError(f"{self.path}: weights do not fit {self.kind}: missing {missing}, unknown {foreign}")
+        model.tie_weights()
+        return install(model)
+
+    def _settings(self) -> dict[str, Any]:
+        c = self.config
+        if self.kind in ("gptj", "gpt2"):
+            settings = {"n_embd": c["hidden"], "n_layer": c["layers"], "n_head": c["heads"], "vocab_size": c["vocab"]}
+            settings["n_positions"] = c.get("n_positions", 1024)
+            if self.kind == "gptj":
+                settings["rotary_dim"] = c.get("rotary_dim", 4)
+            return settings
+        if self.kind == "mpt":
+            names = {"d_model": "hidden", "n_layers": "layers", "n_heads": "heads", "vocab_size": "vocab"}
+            attention = {"alibi_bias_max": c.get("alibi_bias_max", 8)}
+            return {new: c[old] for new, old in names.items()} | {"max_seq_len": 2048, "attn_config": attention}
+        settings = {name: c[name] for name in _KEPT if name in c}
+        theta = c.get("rotary_emb_base") or c.get("rope_theta")
+        if theta:
+            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
+            if "rotary_pct" in c:
+                settings["rope_parameters"]["partial_rotary_factor"] = c["rotary_pct"]
+        return settings

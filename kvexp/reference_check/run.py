@@ -1,0 +1,28 @@
+"""Which check fits a file, by its fields."""
+
+from __future__ import annotations
+
+from kvexp.errors import ConfigError
+from kvexp.reference_check import beams, generation, rows, tensors
+from kvexp.reference_check.archive import Archive
+from kvexp.reference_check.report import Report
+
+
+def run(path: str) -> Report:
+    """Compare one recording; ConfigError where it is of no known kind."""
+    archive, report = Archive(path), Report()
+    if "gen1_ideal_mask" in archive:
+        tensors.check_rowmask(archive, report)
+    elif any(name.startswith(("hh_", "drop_")) and name.endswith("_out") for name in archive):
+        tensors.check_decode(archive, report)
+    elif any(name.endswith("_selected") for name in archive):
+        tensors.check_head(archive, report)
+    elif "beam_idx" in archive:
+        beams.check(archive, report)
+    elif "lmeval" in archive.variant or "lm_eval" in archive.variant:
+        rows.check(archive, report)
+    elif "new_tokens" in archive:
+        generation.check(archive, report)
+    else:
+        raise ConfigError(f"{path}: not a recording this script knows (fields: {', '.join(archive)})")
+    return report
