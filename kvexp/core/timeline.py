@@ -108,16 +108,20 @@ class Timeline:
                 "feed the prompt and the new tokens in separate forwards, or correct prompt_tokens"
             )
         if self.seen >= self.prompt_columns and width > 1 and not self.several_tokens_allowed:
-            raise CacheError(
-                f"this cache already holds a prompt of {self.prompt_columns} columns and got {width} more at once. "
-                "For another prompt make a new cache (or call reset()); for a prompt fed in chunks pass "
-                "prompt_tokens=; to feed several new tokens in one forward set several_tokens_allowed"
-            )
+            raise self.occupied(width)
         if self.max_positions is not None and self.seen + width > self.max_positions + self._least_padding():
             raise CacheError(
                 f"{self.seen + width} tokens, the model holds {self.max_positions}: shorten the prompt or "
                 "max_new_tokens, or say beyond_context=True for a method whose positions are renumbered"
             )
+
+    def occupied(self, width: int) -> CacheError:
+        """The error of feeding `width` columns where one new token was due."""
+        return CacheError(
+            f"this cache already holds a prompt of {self.prompt_columns} columns and got {width} more at once. "
+            "For another prompt make a new cache (or call reset()); for a prompt fed in chunks pass "
+            "prompt_tokens=; to feed several new tokens in one forward call several_tokens()"
+        )
 
     def _least_padding(self) -> int:
         return self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths and self.prompt_columns else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -40,11 +42,22 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
                     )
                 module.__class__ = shim
         model.config._attn_implementation_internal = NAME
+    if not getattr(model, "_kvexp_guard", False):
+        model.register_forward_pre_hook(_refuse_nothing, with_kwargs=True)
+        model._kvexp_guard = True
     # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
     model.config.use_cache = True
     if model.generation_config is not None:
         model.generation_config.use_cache = True
     return model.eval()
+
+
+def _refuse_nothing(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    """generate() cuts a prompt that is shorter than what a used cache has seen down to nothing: say why it fails."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    timeline = getattr(kwargs.get("past_key_values"), "timeline", None)
+    if timeline is not None and ids is not None and ids.shape[1] == 0:
+        raise timeline.occupied(0)
 
 
 def _check_finite(model: PreTrainedModel) -> None:

@@ -1,0 +1,19 @@
+"""Settings for every test: no network, and where the recorded material lies, if it is there."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def stories260k() -> str:
+    """Folder of a small real pretrained Llama with grouped heads."""
+    folder = SHARED / "checkpoints" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no checkpoint at {folder}")
+    return str(folder)

@@ -1,0 +1,101 @@
+"""With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding."""
+
+import pytest
+import torch
+from tiny import CONFIGS, stock, tiny
+
+from kvexp.core import Budget
+from kvexp.methods import H2O, Full
+from kvexp.models import EvictionCache
+
+NEW, WIDTH = 13, 19
+WAYS = {
+    "greedy": {},
+    "left_padded": {},
+    "beam4": {"num_beams": 4},
+    "sampling": {"do_sample": True},
+}
+
+
+def prompts(padded):
+    ids = torch.randint(3, 61, (3, WIDTH), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1, :7] = mask[2, :1] = 0
+    return (ids, mask) if padded else (ids[:1], mask[:1])
+
+
+def run(model, ids, mask, cache, **way):
+    torch.manual_seed(11)  # plain generate() samples from the global generator
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **{"do_sample": False, "max_new_tokens": NEW, **way},
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [None, 11], ids=["", "sliding"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_full_equals_stock(family, window, way):
+    if window and family != "mistral":
+        pytest.skip("only Mistral is run with its sliding window on")
+    changes = {"sliding_window": window} if window else {}
+    ids, mask = prompts(way != "greedy")
+    model = tiny(family, **changes)
+    cache = EvictionCache(model, Full(), num_beams=WAYS[way].get("num_beams", 1))
+    theirs = run(stock(family, **changes), ids, mask, None, **WAYS[way])
+    ours = run(model, ids, mask, cache, **WAYS[way])
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    for a, b in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+    assert cache.get_seq_length() == WIDTH + NEW - 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_budget_for_everything_equals_stock_and_a_small_one_does_not(family):
+    ids, mask = prompts(False)
+    model = tiny(family)
+    theirs = run(stock(family), ids, mask, None)
+    ample = run(model, ids, mask, EvictionCache(model, H2O(), Budget(tokens=WIDTH + NEW)))
+    scarce = run(model, ids, mask, EvictionCache(model, H2O(), Budget(tokens=4)))
+    assert ample.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(torch.stack(ample.logits), torch.stack(theirs.logits), atol=1e-4, rtol=0)
+    # The first token comes from the full prompt whatever the budget; after it the small budget must show.
+    torch.testing.assert_close(scarce.logits[0], theirs.logits[0], atol=1e-4, rtol=0)
+    assert not torch.allclose(scarce.logits[1], theirs.logits[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_installed_model_without_our_cache_is_still_the_model(family):
+    ids, mask = prompts(True)
+    model, plain = tiny(family), stock(family)
+    positions = {} if family == "mpt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.inference_mode():
+        ours, theirs = (m(ids, attention_mask=mask, use_cache=False, **positions).logits for m in (model, plain))
+    torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], atol=1e-4, rtol=0)
+    assert run(model, ids, mask, None).sequences.tolist() == run(plain, ids, mask, None).sequences.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_half_precision_stays_close_to_stock(family, dtype):
+    """One prompt's logits: half precision rounds at 2**-8 (bfloat16), and SDPA sums in another order than eager."""
+    import copy
+
+    from kvexp.models import install
+
+    ids, mask = prompts(True)
+    plain = copy.deepcopy(stock(family)).to(dtype)
+    ours = install(copy.deepcopy(plain))
+    options = {"max_new_tokens": 2, "min_new_tokens": 2}
+    a = run(ours, ids, mask, EvictionCache(ours, Full()), **options).logits
+    b = run(plain, ids, mask, None, **options).logits
+    scale = b[0].float().std()
+    assert torch.isfinite(a[0].float()).all()
+    assert (a[0].float() - b[0].float()).abs().max() < 0.1 * scale
