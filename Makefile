@@ -82,5 +82,5 @@ $(PEERS)/.stamp: constraints.txt
 	@touch $@
 
 clean: ## remove environments and caches (outputs/ stays)
-	@rm -rf $(VENV) $(PEERS) build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

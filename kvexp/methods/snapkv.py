@@ -44,4 +44,5 @@ class SnapKV(Method):
         score = now.score.masked_fill((now.age() < self.window) | now.score.isinf(), 0.0)
         pool = max_pool1d if self.pool == "max" else avg_pool1d
         pooled = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.where(now.age() < self.window, now.score, pooled)
+        # The window stays whole also where the budget counts the coming token as one of the recent ones.
+        return pooled.masked_fill(now.age() < self.window, torch.inf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +21,7 @@ class RecordedNoise(Noise):
     by_slot: after a real drop the release draws one number per slot of the shortened cache, in order of position.
     """
 
-    table: Tensor = torch.zeros(0)
+    table: Tensor = field(default_factory=lambda: torch.zeros(0))
     padding: int = 0
     by_slot: bool = False
 

@@ -122,7 +122,7 @@ def _decode_method(prefix: str, count: int) -> Method:
 
 
 def _run(archive: Archive, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Prompt and decode steps of every layer: out [L, T, H, D]; kept ids and scores [L, steps + 1, H, N] by position."""
+    """Every layer's prompt and decode steps: out [L, T, H, D]; kept ids and scores [L, steps + 1, H, N]."""
     outs, kepts, scores = [], [], []
     for layer in range(archive["q"].shape[0]):
         q, k, v = (archive.tensor(name)[layer] for name in "qkv")

@@ -1,0 +1,121 @@
+"""Negative log-likelihood of the last quarter of fixed windows of text, per eviction method and number of slots.
+
+    python -m experiments.window_nll --model FOLDER --text FILE.jsonl --slots 16 32 64 128
+
+Each window's first three quarters are prefilled in full, evicted to the budget, and the last quarter is fed token by
+token: its mean negative log-likelihood (nats per token) is what eviction costs in prediction. The first of those
+tokens is judged by the full prefill and left out. The interval is a paired bootstrap over windows of the difference to
+full attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvexp.core import Budget, Method
+from kvexp.errors import ConfigError
+from kvexp.logprobs import continuation_logprobs
+from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
+from kvexp.models import load_model, load_tokenizer
+from kvexp.models.families import longest
+
+# label -> method, and where its paper's positions need saying, how the cache is set up
+METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
+    "window": (Window(), {}),
+    "streaming_llm": (StreamingLLM(), {}),
+    "h2o": (H2O(), {}),
+    "keyformer": (Keyformer(), {}),
+    "a2sf alpha=0.1": (A2SF(alpha=0.1), {}),
+    "a2sf alpha=0.9": (A2SF(alpha=0.9), {}),
+    "tova": (TOVA(), {}),
+    "knorm": (KNorm(), {}),
+    "random": (Random(), {}),
+    "ideal": (Ideal(), {"mode": "mask"}),
+}
+
+
+def windows(tokenizer: Any, path: Path, length: int, count: int) -> list[list[int]]:
+    """`count` windows of `length` tokens from the texts of a jsonl file laid end to end, each after a start token."""
+    stream: list[int] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            if "text" not in row:
+                raise ConfigError(f"{path}, line {number} has no field 'text' (fields: {', '.join(row)})")
+            ids = tokenizer(row["text"]).input_ids
+            if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+                ids = [tokenizer.bos_token_id, *ids]
+            stream += ids
+            if len(stream) >= length * count:
+                break
+    if len(stream) < length * count:
+        raise ConfigError(f"{path} holds {len(stream) // length} windows of {length} tokens, {count} were asked for")
+    return [stream[i : i + length] for i in range(0, length * count, length)]
+
+
+def nll(model: Any, texts: list[list[int]], method: Method, slots: int | None, batch: int, **plan: Any) -> torch.Tensor:
+    """Mean nats per token of the last quarter, one number per window."""
+    split = len(texts[0]) * 3 // 4
+    budget = None if slots is None else Budget(tokens=slots)
+    results = []
+    for start in range(0, len(texts), batch):
+        part = texts[start : start + batch]
+        prompts, continuations = [t[:split] for t in part], [t[split:] for t in part]
+        logprobs = continuation_logprobs(model, prompts, continuations, method, budget, seeds=0, **plan)
+        results += [-sum(row[1:]) / (len(row) - 1) for row in logprobs]
+    return torch.tensor(results, dtype=torch.float64)
+
+
+def interval(differences: torch.Tensor, seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean difference."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(len(differences), (2000, len(differences)), generator=generator)
+    low, high = differences[index].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def table(
+    model: Any, texts: list[list[int]], slots: list[int], batch: int, names: list[str] | None = None
+) -> dict[tuple[str, int], tuple[float, float, float]]:
+    """(method, slots) -> NLL and the interval of its difference to full; ("full", 0) holds the baseline."""
+    full = nll(model, texts, Full(), None, batch)
+    result = {("full", 0): (full.mean().item(), 0.0, 0.0)}
+    for name in names or list(METHODS):
+        method, plan = METHODS[name]
+        for count in slots:
+            ours = nll(model, texts, method, count, batch, **plan)
+            result[name, count] = (ours.mean().item(), *interval(ours - full))
+            print(f"  {name} at {count} slots: {result[name, count][0]:.3f}", flush=True)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True, type=Path)
+    parser.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64, 128])
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--methods", nargs="+", choices=METHODS)
+    options = parser.parse_args()
+    model = load_model(options.model)
+    if options.length > longest(model.config):
+        raise ConfigError(f"--length {options.length} is more than the model holds ({longest(model.config)})")
+    texts = windows(load_tokenizer(options.model), options.text, options.length, options.windows)
+    result = table(model, texts, options.slots, options.batch, options.methods)
+    print(f"\nfull attention: {result['full', 0][0]:.3f} nats per token, {options.windows} windows")
+    print("| method | " + " | ".join(f"{s} slots" for s in options.slots) + " |")
+    print("|---|" + "---|" * len(options.slots))
+    for name in dict.fromkeys(name for name, _ in result if name != "full"):
+        cells = (f"{v:.3f} (+{low:.3f} … +{high:.3f})" for v, low, high in (result[name, s] for s in options.slots))
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
