@@ -13,7 +13,7 @@ from kvexp.core import Method
 class KNorm(Method):
     """score[k] = -||key_k||_2; keep = top k.
 
-    Source: Devoto et al., arXiv:2406.11430, section 3. RoPE does not change norms but for rounding, so cached keys serve.
+    Source: Devoto et al., arXiv:2406.11430, section 3. RoPE changes norms by rounding only, so cached keys serve.
     Departure: the paper leaves the first two layers uncompressed; here every layer has its budget.
     """
 

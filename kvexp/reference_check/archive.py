@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvexp.errors import ConfigError
-from kvexp.models import install
+from kvexp.models import random_model
 
 # Fields of recorded Hugging Face configurations that shape the computation; everything else there is bookkeeping.
 _KEPT = (
@@ -58,19 +57,21 @@ class Archive(Mapping[str, np.ndarray]):
         kind = str(self.config.get("kind") or self.config.get("model_type") or "")
         return {"gptneox": "gpt_neox"}.get(kind, kind)
 
-    def model(self) -> PreTrainedModel:
+    def model(self) -> Any:
         """A float32 model with the recorded weights, attending through kvexp."""
-        config = AutoConfig.for_model(self.kind, **self._settings())
-        config.bos_token_id = config.eos_token_id = config.pad_token_id = None
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = random_model(self.kind, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings())
         state = {name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()}
         result = model.load_state_dict(state, strict=False)
         missing = [n for n in result.missing_keys if not n.startswith("lm_head.weight")]
-        foreign = [n for n in result.unexpected_keys if not n.endswith((".attn.bias", "masked_bias", "inv_freq"))]
+        foreign = [
+            n
+            for n in result.unexpected_keys
+            if not n.endswith((".attn.bias", ".attention.bias", "masked_bias", "inv_freq"))
+        ]
         if missing or foreign:
             raise ConfigError(f"{self.path}: weights do not fit {self.kind}: missing {missing}, unknown {foreign}")
         model.tie_weights()
-        return install(model)
+        return model
 
     def _settings(self) -> dict[str, Any]:
         c = self.config

@@ -12,6 +12,7 @@ from kvexp.errors import ConfigError
 from kvexp.methods import H2O, StreamingLLM
 from kvexp.models import EvictionCache
 from kvexp.reference_check.archive import Archive
+from kvexp.reference_check.padded_sinks import revive_padding
 from kvexp.reference_check.recorded import RecordedKeyformer, recorded_noise
 from kvexp.reference_check.report import Report
 from kvexp.reference_check.trace import Trace, teacher_forced
@@ -31,8 +32,6 @@ def setting(archive: Archive) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
         method = H2O(recent_ratio=c["recent_size"] / k, score_batch="sum_all")
         return method, {"budget": Budget(tokens=k, counts_self=False)} | rolling, modes
     if "stream" in variant:
-        if padding:
-            raise ConfigError("this release keeps padding as sinks; kvexp keeps real tokens (DECISIONS.md), no switch")
         budget = Budget(kv_ratio=c["kv_cache"] / 100, of="padded", counts_self=False)
         return StreamingLLM(), {"budget": budget, "positions": "renumbered"}, modes
     if "kv_cache" not in c or "noise_prefill" not in archive:
@@ -77,6 +76,8 @@ def check(archive: Archive, report: Report) -> None:
     tokens = archive.tensor("new_tokens").long()
     for mode in modes:
         cache = EvictionCache(model, method, mode=mode, **options)  # type: ignore[arg-type]
+        if padding and "stream" in archive.variant:
+            revive_padding(cache)
         trace = teacher_forced(cache, model, ids, mask, tokens)
         compare(archive, report, trace, mode, ids.shape[1], padding)
 
