@@ -99,3 +99,31 @@ def test_half_precision_stays_close_to_stock(family, dtype):
     scale = b[0].float().std()
     assert torch.isfinite(a[0].float()).all()
     assert (a[0].float() - b[0].float()).abs().max() < 0.1 * scale
+
+
+def test_mpt_uses_the_slopes_of_its_checkpoint():
+    """transformers builds ALiBi for alibi_bias_max 8 always; a checkpoint that says 16 has steeper slopes."""
+    ids, mask = prompts(False)
+    model = tiny("mpt", attn_config=_Attn16())
+    eight, sixteen = (
+        run(m, ids, mask, EvictionCache(m, Full()), max_new_tokens=2).logits[0] for m in (tiny("mpt"), model)
+    )
+    assert (eight - sixteen).abs().max() > 1e-3
+    by_hand = stock("mpt", attn_config=_Attn16())
+    table = by_hand.transformer.build_mpt_alibi_tensor
+    by_hand.transformer.build_mpt_alibi_tensor = lambda heads, width, device=None: table(heads, width, 16, device)
+    try:
+        expected = run(by_hand, ids, mask, None, max_new_tokens=2).logits[0]
+    finally:
+        del by_hand.transformer.build_mpt_alibi_tensor
+    torch.testing.assert_close(sixteen, expected, atol=1e-4, rtol=0)
+
+
+class _Attn16(dict):
+    """A hashable MPT attention configuration, for the cache of tiny models."""
+
+    def __init__(self):
+        super().__init__(alibi_bias_max=16)
+
+    def __hash__(self):
+        return 16

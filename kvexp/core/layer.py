@@ -212,7 +212,9 @@ class LayerState:
         rank = ranked(method, now, geometry.sliding_window)
         limbo = method.limbo(now)
         self.mode.evict(slots, rank, protected(method, now, self.quota), self.quota, limbo)
-        slots.score.copy_(method.after_eviction(slots.score))
+        # A row within its budget has lost nothing, whatever its neighbours lose.
+        reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
+        slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
 
     # -- rows ---------------------------------------------------------------------------------------------------------

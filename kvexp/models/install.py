@@ -41,6 +41,8 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
                         f"{type(module).__name__} cannot be adapted: load the model with attn_implementation='eager'"
                     )
                 module.__class__ = shim
+                if shim is KvexpMptAttention:
+                    module.alibi_power = _alibi_power(model)
         model.config._attn_implementation_internal = NAME
     if not getattr(model, "_kvexp_guard", False):
         model.register_forward_pre_hook(_refuse_nothing, with_kwargs=True)
@@ -50,6 +52,13 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
     if model.generation_config is not None:
         model.generation_config.use_cache = True
     return model.eval()
+
+
+def _alibi_power(model: PreTrainedModel) -> float:
+    settings = model.config.attn_config
+    if not settings.alibi:
+        raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
+    return float(settings.alibi_bias_max) / 8
 
 
 def _refuse_nothing(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:

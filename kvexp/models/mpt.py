@@ -12,7 +12,13 @@ from kvexp.models.attention import attend
 
 
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
-    """ALiBi as slope * (slot position - query position), right for survivors that are not contiguous."""
+    """ALiBi as slope * (slot position - query position), right for survivors that are not contiguous.
+
+    alibi_power: the checkpoint's alibi_bias_max / 8. transformers always builds its table for 8, which is wrong for
+    checkpoints trained with another value (MPT-7B-StoryWriter: 16); slopes are powers of two, so a power mends them.
+    """
+
+    alibi_power: float = 1.0
 
     def forward(
         self,
@@ -33,6 +39,6 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
             key, value = past_key_values.update(key, value, self.layer_idx)
         # The bias table is [heads, 1, max_seq_len], linear in its last axis.
         slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
-        geometry = Geometry(float(self.softmax_scale), alibi=slopes.to(query.device))
+        geometry = Geometry(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(query.device))
         out = attend(query, key, value, attention_mask, geometry)
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None

@@ -1,0 +1,265 @@
+"""Which method keeps which planted slot: the theory as a table, checked on answers and on the kept sets themselves."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from planted import ID, PLANTS, WORDS, Plant, T, induction, lay, sink
+from torch import Tensor
+
+from kvexp.core import Budget, Method, Moment
+from kvexp.decoding import Decoding
+from kvexp.generate import generate
+from kvexp.logprobs import continuation_logprobs, forward
+from kvexp.methods import (
+    A2SF,
+    H2O,
+    TOVA,
+    DilatedWindow,
+    Full,
+    H2ODamping,
+    Ideal,
+    KeyAttention,
+    Keyformer,
+    KeyformerA2SF,
+    KNorm,
+    Random,
+    SnapKV,
+    SpAtten,
+    StreamingLLM,
+    Window,
+)
+from kvexp.models import EvictionCache
+
+BUDGET = Budget(tokens=12)  # of 96; eleven stay when the question comes, the twelfth is the question
+
+# One row per method, one mark per plant in the order of PLANTS: + right, - wrong. A new method adds a row.
+# sink, loud; needle, unseen, long ago, a while ago, just now; long answer, told; recency, ALiBi; induction; seen below
+TABLE: dict[str, tuple[Method, str]] = {
+    # Nothing is lost.
+    "full": (Full(), "++ +++++ ++ ++ + +"),
+    # Own top 11 of each query's full row: what the question looks at is there, whoever else looked.
+    "ideal": (Ideal(), "++ +++++ ++ ++ + +"),
+    # Positions 85 to 95. The fact told at 96 is 16 tokens old when asked: one window too far.
+    "window": (Window(), "-- ----- -- ++ - -"),
+    # The even ones of the last 22: reaches the told fact (96) and misses the newest token (95).
+    "dilated": (DilatedWindow(), "-- ----- -+ -- - -"),
+    # Four sinks and seven recent: the window, and the sink whatever its key looks like.
+    "streaming": (StreamingLLM(), "++ ----- -- ++ - -"),
+    # Sum over all rows. The sink has most; eight mentions make 8, more than the crowd's 6, whenever they came; two make
+    # 2. What nobody looked at has crumbs. Without a window a newcomer has no time to collect: told and blue go at once.
+    "key_attention": (KeyAttention(), "++ +-++- +- -- + -"),
+    # The same in the limit alpha = 1.
+    "a2sf, alpha 1": (A2SF(alpha=1.0), "++ +-++- +- -- + -"),
+    # The same over heads and layers: idle heads look at the sink only, layer 0 of the induction model gives every token
+    # 1 from its successor; what lower layers looked at is kept above (seen below).
+    "spatten": (SpAtten(), "++ +-++- +- -- + +"),
+    # The same sum; five recent slots let newcomers collect (told) and hold the newest (recency).
+    "h2o": (H2O(), "++ +-++- ++ ++ + -"),
+    # Nothing is damped before the first eviction, so prompts are as in h2o; 45 steps leave 0.9^45 = 1 % of the needle's
+    # 8, less than two rows of the crowd that is being decoded.
+    "h2o_damping": (H2ODamping(), "++ +-++- -+ ++ + -"),
+    # The same sum of noised rows. Fresh noise averages out over rows; two recent slots.
+    "keyformer": (Keyformer(), "++ +-++- ++ ++ + -"),
+    "keyformer, gaussian": (Keyformer(noise="gaussian"), "++ +-++- ++ ++ + -"),
+    "keyformer, constant": (Keyformer(noise="constant"), "++ +-++- ++ ++ + -"),
+    "keyformer, none": (Keyformer(noise="none"), "++ +-++- ++ ++ + -"),
+    # One score for all layers: as spatten in this.
+    "keyformer, shared": (Keyformer(score_scope="shared"), "++ +-++- ++ ++ + +"),
+    # What leaves the recent window is lost whatever it has collected: told while decoding, forgotten.
+    "keyformer, frozen": (Keyformer(noise="none", key_window="release_frozen"), "++ +-++- +- ++ + -"),
+    # A row n tokens old counts 0.9^n: the crowd holds 0.06 / (1 - 0.9) = 0.6. Two new mentions make 1.9, eight that end
+    # 9 tokens ago 5.7 x 0.9^9 = 2.2; eight that end 70 ago nothing. No window: newcomers go at once, except with ALiBi,
+    # where a newcomer has 0.5 of its own and all older than nine tokens have faded below that.
+    "a2sf, alpha 0.9": (A2SF(alpha=0.9), "++ +--++ -- -+ - -"),
+    "a2sf, alpha 0.9, window": (A2SF(alpha=0.9, protect_recent=2), "++ +--++ -+ ++ - -"),
+    "keyformer_a2sf": (KeyformerA2SF(), "++ +--++ -+ ++ - -"),
+    # At 0.1 nine tokens are 1e-9: what the last row or two looked at. With ALiBi those are the newest themselves.
+    "a2sf, alpha 0.1": (A2SF(alpha=0.1), "++ +---+ -- -+ - -"),
+    # The last row alone. While an answer is decoded it is another row, and the needle is gone after one.
+    "tova": (TOVA(), "++ +---+ -- -+ - -"),
+    # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
+    "snapkv": (SnapKV(window=4, kernel=3), "++ +---+ ++ ++ - -"),
+    # Short keys: the quiet sink, and the needle nobody looked at. Every other vital slot has the longest key.
+    "knorm": (KNorm(), "+- -+--- -- -- - -"),
+}
+
+
+def ask(plant: Plant, method: Method, budget: Budget | None, batch: int = 1) -> tuple[Tensor, list[set[int]]]:
+    """Logits [batch, V] of the answer, and what the vital head held when the question came; row i has noise seed i."""
+    learned = plant.model.config.model_type == "gpt2"
+    cache = EvictionCache(
+        plant.model,
+        method,
+        budget if method.evicts else None,
+        mode="mask" if method.needs_mask else "overwrite",
+        positions="original" if learned else None,  # streaming_llm cannot renumber learned positions
+        max_new_tokens=len(plant.steps),
+        seeds=list(range(batch)),
+    )
+    ids = torch.tensor([plant.prompt]).expand(batch, -1)
+    mask = torch.ones_like(ids)
+    with torch.inference_mode():
+        logits = forward(plant.model, ids, mask, cache)
+        for step in plant.steps:
+            held = [set(row[plant.head]) for row in cache.kept(plant.layer)]
+            mask = torch.cat([mask, mask[:, :1]], dim=1)
+            logits = forward(plant.model, torch.full((batch, 1), step), mask, cache)
+    return logits, held
+
+
+def margin(logits: Tensor, answer: int) -> float:
+    """By how much the answer leads over the best other word (negative: it does not)."""
+    others = logits.clone()
+    others[answer] = -torch.inf
+    return float(logits[answer] - others.max())
+
+
+@dataclass(frozen=True)
+class Chosen(Method):
+    """Keeps (or gives up) these positions first: the controls that show which slots matter."""
+
+    these: tuple[int, ...] = ()
+    keep: bool = True
+
+    def rank(self, now: Moment) -> Tensor:
+        chosen = torch.isin(now.positions, torch.tensor(self.these))
+        return (chosen == self.keep).float()
+
+
+EVERY = [(name, layout) for name, (_, layouts) in PLANTS.items() for layout in layouts]
+
+
+@pytest.mark.parametrize(("name", "layout"), EVERY)
+def test_the_vital_slots_decide_and_no_other(name: str, layout: str) -> None:
+    plant = PLANTS[name][0](layout)
+    before = len(plant.prompt) + len(plant.steps) - 1
+    few = Budget(tokens=len(plant.vital), counts_self=False)
+    most = Budget(tokens=before - len(plant.vital), counts_self=False)
+    right, held = ask(plant, Full(), None)
+    assert margin(right[0], plant.answer) > 0.25
+    assert held[0] == set(range(before))
+    alone, held = ask(plant, Chosen(plant.vital), few)
+    assert held[0] == set(plant.vital)
+    assert margin(alone[0], plant.answer) > 0.25
+    without, held = ask(plant, Chosen(plant.vital, keep=False), most)
+    assert held[0] == set(range(before)) - set(plant.vital)
+    assert margin(without[0], plant.answer) < -0.25
+
+
+@pytest.mark.parametrize(("name", "layout"), EVERY)
+@pytest.mark.parametrize("method", TABLE)
+def test_each_method_keeps_what_its_score_says(method: str, name: str, layout: str) -> None:
+    plant = PLANTS[name][0](layout)
+    passes = TABLE[method][1].replace(" ", "")[list(PLANTS).index(name)] == "+"
+    logits, held = ask(plant, TABLE[method][0], BUDGET)
+    assert (WORDS[int(logits[0].argmax())] == WORDS[plant.answer]) == passes
+    if not TABLE[method][0].needs_mask:  # a simulation holds everything
+        assert bool(held[0] & set(plant.vital)) == passes
+        decoded = len(plant.steps) - 1  # two methods do not evict while decoding
+        assert len(held[0]) == {"full": len(plant.prompt) + decoded, "snapkv": 11 + decoded}.get(method, 11)
+
+
+@pytest.mark.parametrize("name", ["sink", "needle", "recency"])
+def test_random_keeps_a_slot_as_often_as_chance_says(name: str) -> None:
+    """11 of 96 slots by lot: 256 seeds keep one given slot 29 times, standard deviation 5.1."""
+    plant = PLANTS[name][0]("llama")
+    logits, held = ask(plant, Random(), BUDGET, batch=256)
+    right = logits.argmax(-1) == plant.answer
+    assert right.tolist() == [bool(row & set(plant.vital)) for row in held]
+    assert abs(int(right.sum()) - 256 * 11 / 96) < 4 * 5.1
+
+
+def test_fresh_noise_averages_out_and_one_draw_per_key_does_not() -> None:
+    """Two mentions make 2, the crowd 6 each with fresh noise, but one draw for all rows can ruin five of the crowd."""
+    plant = PLANTS["just_now"][0]("llama")
+    fresh, per_key = (ask(plant, Keyformer(fresh=fresh), BUDGET, batch=64)[1] for fresh in (True, False))
+    assert sum(16 in row for row in fresh) == 0
+    assert 16 < sum(16 in row for row in per_key) < 56
+
+
+@pytest.mark.parametrize(("method", "newest"), [("h2o", 5), ("h2o_damping", 1), ("keyformer", 2), ("snapkv", 4)])
+def test_recent_windows_are_exactly_as_wide_as_said(method: str, newest: int) -> None:
+    """Half, 20 % and 30 % of 12 slots, less the question itself; snapkv's last four prompt tokens, its observers, all
+    stay. The crowd wins every other slot.
+    """
+    plant = PLANTS["recency"][0]("llama")
+    _, held = ask(plant, TABLE[method][0], BUDGET)
+    assert {p for p in held[0] if p > 13} == set(range(T - newest, T))
+
+
+def test_constant_noise_keeps_what_no_noise_keeps() -> None:
+    for name, layout in EVERY:
+        plant = PLANTS[name][0](layout)
+        constant, none = (ask(plant, Keyformer(noise=noise), BUDGET) for noise in ("constant", "none"))
+        assert constant[1] == none[1]
+
+
+def test_each_kv_head_keeps_its_own() -> None:
+    """Only the last query head of the last group looks at the needle: h2o keeps it there, spatten in all heads."""
+    plant = PLANTS["needle"][0]("llama")
+    held = {}
+    for method in (H2O(), SpAtten()):
+        cache = EvictionCache(plant.model, method, BUDGET)
+        ids = torch.tensor([plant.prompt])
+        with torch.inference_mode():
+            forward(plant.model, ids, torch.ones_like(ids), cache)
+        held[method.name] = [16 in head for head in cache.kept(0)[0]]
+    assert held == {"h2o": [False, True], "spatten": [True, True]}
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [(Full(), "B C D"), (H2O(), "B C D"), (Keyformer(), "B C D"), (Window(), "B . .")]
+)
+def test_generate_copies_a_phrase_as_far_as_its_slots_survive(method: Method, said: str) -> None:
+    """The first word comes from the prefill, which is never evicted; C and D must be read from what is left."""
+    plant = induction("gpt2")
+    budget = None if method == Full() else BUDGET
+    out = generate(plant.model, [plant.prompt + plant.steps], method, budget, decoding=Decoding(max_new_tokens=3))
+    assert " ".join(WORDS[token] for token in out.tokens[0]) == said
+
+
+def test_the_sink_is_the_first_real_token_of_a_padded_row() -> None:
+    model = sink("llama").model
+    prompts = [lay({}), lay({}, length=T - 23)]
+    for method, better in ((StreamingLLM(), True), (Window(), False)):
+        yes, no = (
+            continuation_logprobs(model, prompts, [[ID["?"], ID[word]]] * 2, method, BUDGET) for word in ("yes", "no")
+        )
+        assert [a[1] > b[1] for a, b in zip(yes, no, strict=True)] == [better, better]
+
+
+@pytest.mark.parametrize(
+    ("pad", "method"),
+    [("N", m) for m in (Full(), Window(), H2O(), Keyformer(), TOVA(), SnapKV(window=4), KNorm())]
+    + [("m", m) for m in (H2O(), KeyAttention(), Keyformer(noise="none"), SpAtten())],
+)
+def test_padding_is_neither_seen_nor_heard(pad: str, method: Method) -> None:
+    """Pads that are needles: whoever sees one says yes, and knorm would keep nothing else (it has the shortest key).
+
+    Pads that mention the needle: if their rows counted, 23 mentions would make the unseen needle a heavy hitter.
+    """
+    plant = PLANTS["unseen"][0]("llama")
+    prompts = [lay({}, length=T + 23), lay({}) if pad == "N" else plant.prompt]
+    plant.model.config.pad_token_id = ID[pad]
+    budget = BUDGET if method.evicts else None
+    yes, no = (
+        continuation_logprobs(plant.model, prompts, [[ID["?"], ID[word]]] * 2, method, budget) for word in ("yes", "no")
+    )
+    plant.model.config.pad_token_id = None
+    assert all(a[1] < b[1] - 0.4 for a, b in zip(yes, no, strict=True))
+
+
+def test_the_table_is_complete() -> None:
+    assert all(len(marks.replace(" ", "")) == len(PLANTS) for _, marks in TABLE.values())
+    covered = {type(method) for method, _ in TABLE.values()} | {Random}
+    assert covered == {cls for cls in _all_methods() if cls.__module__.startswith("kvexp.")}
+
+
+def _all_methods() -> set[type[Method]]:
+    found, queue = set(), [Method]
+    while queue:
+        new = queue.pop().__subclasses__()
+        found |= set(new)
+        queue += new
+    return found
