@@ -55,7 +55,7 @@ class Budget:
 
     def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
         if self.tokens is not None:
-            slots = float(self.tokens)
+            slots = self.tokens
         else:
             assert self.kv_ratio is not None
             base = {"prompt": length, "padded": padded}.get(self.of)
@@ -66,13 +66,13 @@ class Budget:
             # The nudge undoes binary fractions only: 0.29 * 100 is 28.999999999999996 and means 29.
             slots = math.floor(self.kv_ratio * base + 1e-9)
         if self.pyramid and layers > 1:
-            slots *= 1 + self.pyramid * (1 - 2 * layer / (layers - 1))
-        if int(slots) < 1:
+            slots = math.floor(slots * (1 + self.pyramid * (1 - 2 * layer / (layers - 1))) + 1e-9)
+        if slots < 1:
             raise ConfigError(
-                f"the budget of layer {layer} is {int(slots)} slots for a prompt of {length} tokens; "
+                f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "
                 "raise kv_ratio or tokens, or lower pyramid"
             )
-        return int(slots)
+        return slots
 
 
 @dataclass(frozen=True)

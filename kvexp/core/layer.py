@@ -165,10 +165,13 @@ class LayerState:
         if view.decay < 1:
             new = (query_positions >= 0).sum(1).float()
             factor = torch.pow(torch.tensor(view.decay, device=new.device), new)[:, None, None]
-        if self.shared is not None:
-            result = self.shared.update(slots.positions[:, :, : slots.used], columns, factor)
-        else:
+        shared, in_prompt = self.shared, self.timeline.in_prompt
+        if shared is None or in_prompt:
             result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+            columns = result
+        if shared is not None and (not in_prompt or self.timeline.prompt_complete):
+            # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
+            result = shared.update(slots.positions[:, :, : slots.used], columns, None if in_prompt else factor)
         # In mask mode -inf marks an evicted slot and must survive decay and addition.
         score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))
 

@@ -11,8 +11,9 @@ from kvexp.core.timeline import Timeline
 class SharedScore:
     """Buffer [B, H, positions] float32 on the first layer's device.
 
-    Each layer adds its column sums and then ranks by what layers before it have added in this forward and all layers
-    in earlier ones; the order is our choice, the papers do not state one. The last place takes what dead slots add.
+    Each layer adds its column sums and then ranks by what the layers before it have added in this forward (the whole
+    prompt counts as one) and all layers in earlier ones; the order is our choice, the papers do not state one. The last
+    place takes what dead slots add.
     """
 
     def __init__(self, timeline: Timeline) -> None:

@@ -13,12 +13,14 @@ from kvexp.core import Method
 class KNorm(Method):
     """score[k] = -||key_k||_2; keep = top k.
 
-    Source: Devoto et al., arXiv:2406.11430, section 3. RoPE changes norms by rounding only, so cached keys serve.
-    Departure: the paper leaves the first two layers uncompressed; here every layer has its budget.
+    Source: Devoto et al., arXiv:2406.11430, section 3; RoPE leaves norms as they are, so cached keys serve.
+    Departures: the paper leaves the first two layers uncompressed, here every layer has its budget; norms are compared
+    to 16 bits, so that what rounding does to a turned key does not order repeated tokens.
     """
 
     name: ClassVar[str] = "knorm"
 
     def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
-        return -norm
+        fraction, exponent = torch.frexp(norm)
+        return -torch.ldexp((fraction * 65536).round() / 65536, exponent)
