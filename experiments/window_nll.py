@@ -19,7 +19,7 @@ import torch
 
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
-from kvexp.logprobs import continuation_logprobs
+from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.models import load_model, load_tokenizer
 from kvexp.models.families import longest

@@ -7,10 +7,10 @@ import torch
 from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget, Cadence, Noise
-from kvexp.decoding import Decoding
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import generate
-from kvexp.logprobs import continuation_logprobs
+from kvexp.generate.decoding import Decoding
+from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, DilatedWindow, Full, Ideal, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, install, load_model, random_model
 

@@ -7,10 +7,10 @@ import torch
 from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget, Cadence
-from kvexp.decoding import Decoding
 from kvexp.errors import CacheError
 from kvexp.generate import generate
-from kvexp.logprobs import continuation_logprobs
+from kvexp.generate.decoding import Decoding
+from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, load_model, load_tokenizer
 
@@ -98,7 +98,7 @@ def test_beams_really_separate_in_that_test():
                 for name, tensor in tensors.items():
                     getattr(state.slots, name).copy_(tensor)
 
-    import kvexp.generate as module
+    import kvexp.generate.run as module
 
     original = module.EvictionCache
     try:

@@ -7,8 +7,8 @@ import torch
 from tiny import CONFIGS, stock
 
 from kvexp.core import Budget
-from kvexp.decoding import Decoding
 from kvexp.generate import generate
+from kvexp.generate.decoding import Decoding
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.models import install
 

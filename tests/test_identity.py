@@ -40,11 +40,8 @@ def run(model, ids, mask, cache, **way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("window", [None, 11], ids=["", "sliding"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "window"), [*((family, None) for family in CONFIGS), ("mistral", 11)])
 def test_full_equals_stock(family, window, way):
-    if window and family != "mistral":
-        pytest.skip("only Mistral is run with its sliding window on")
     changes = {"sliding_window": window} if window else {}
     ids, mask = prompts(way != "greedy")
     model = tiny(family, **changes)

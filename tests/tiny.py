@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvexp.core import Geometry, LayerState, Ledger, Plan, Timeline
 from kvexp.core.shared import SharedScore
-from kvexp.logprobs import forward
+from kvexp.generate.logprobs import forward
 from kvexp.models import EvictionCache, install
 
 VOCAB = 61
@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 LAYERS = 2
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def stock(family: str, **changes: Any) -> PreTrainedModel:
     """The family's own Hugging Face model, eager attention, weights large enough for attention to be uneven."""
     config = AutoConfig.for_model(family, **(CONFIGS[family] | _NO_ENDS | changes))
@@ -69,7 +69,7 @@ def stock(family: str, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """The same weights as `stock`, attending through kvexp."""
     return install(copy.deepcopy(stock(family, **changes)))
@@ -79,14 +79,26 @@ def tokens(seed: int, *shape: int) -> Tensor:
     return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def distinct(seed: int, *shape: int) -> Tensor:
-    """Rows without a repeated token: equal tokens have equal keys in layer 0, up to the rounding of their rotation."""
+# Equal tokens have equal keys in layer 0 up to the rounding of their rotation, so which of them goes would hang on
+# rounding: where kept sets are compared, tokens do not repeat.
+
+
+def distinct(seed: int, rows: int, count: int, tokens: range = range(VOCAB)) -> Tensor:
+    """[rows, count] without a repeated token within a row."""
     g = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(VOCAB, generator=g)[: shape[-1]] for _ in range(shape[0])])
+    return torch.stack([torch.randperm(len(tokens), generator=g)[:count] + tokens[0] for _ in range(rows)])
 
 
 def prompts_of(seed: int, lengths: Sequence[int]) -> list[list[int]]:
-    return [tokens(seed + 101 * i, n).tolist() for i, n in enumerate(lengths)]
+    """Prompts in which no token comes back within 37 (and none that `later` uses)."""
+    rounds = 1 + max(lengths) // 37
+    rows = torch.cat([distinct(seed + 101 * i, len(lengths), 37, range(37)) for i in range(rounds)], dim=1)
+    return [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
+
+
+def later(seed: int, rows: int, count: int, part: int = 0) -> Tensor:
+    """[rows, count <= 12] tokens for after the prompt; part 0 and part 1 share none."""
+    return distinct(seed, rows, count, range(37 + 12 * part, 49 + 12 * part))
 
 
 # -- the bare core -----------------------------------------------------------------------------------------------------
@@ -102,8 +114,17 @@ class Streams:
 
     @classmethod
     def random(
-        cls, seed: int, count: int, *, layers: int = 1, batch: int = 2, heads: int = 3, group: int = 5,
-        dim: int = 7, value_dim: int = 11, dtype: torch.dtype = torch.float64,
+        cls,
+        seed: int,
+        count: int,
+        *,
+        layers: int = 1,
+        batch: int = 2,
+        heads: int = 3,
+        group: int = 5,
+        dim: int = 7,
+        value_dim: int = 11,
+        dtype: torch.dtype = torch.float64,
     ) -> Streams:
         """Logits spread enough (times 1.5) for scores to differ."""
         g = torch.Generator().manual_seed(seed)
@@ -139,17 +160,20 @@ def scores_of(state: LayerState) -> list[list[dict[int, float]]]:
     used = state.slots.used
     positions, score = state.slots.positions[:, :, :used].tolist(), state.slots.score[:, :, :used].tolist()
     return [
-        [
-            {p: score[b][h][s] for s, p in enumerate(positions[b][h]) if p in set(kept)}
-            for h, kept in enumerate(row)
-        ]
+        [{p: score[b][h][s] for s, p in enumerate(positions[b][h]) if p in set(kept)} for h, kept in enumerate(row)]
         for b, row in enumerate(state.kept())
     ]
 
 
 def run_core(
-    plan: Plan, streams: Streams, widths: Sequence[int], *, geometry: Geometry | None = None,
-    mask: Tensor | None = None, max_new_tokens: int | None = None, seeds: int | Sequence[int] = 0,
+    plan: Plan,
+    streams: Streams,
+    widths: Sequence[int],
+    *,
+    geometry: Geometry | None = None,
+    mask: Tensor | None = None,
+    max_new_tokens: int | None = None,
+    seeds: int | Sequence[int] = 0,
     prompt: int | None = None,
 ) -> Seen:
     """Feed streams through LayerStates, widths[i] columns per forward. prompt: its columns (None: widths[0])."""
@@ -167,7 +191,9 @@ def run_core(
         padding = None if mask is None else mask[:, : start + width]
         seen.out.append(
             [
-                state.forward(streams.q[i, :, :, part], streams.k[i, :, :, part], streams.v[i, :, :, part], geometry, padding)
+                state.forward(
+                    streams.q[i, :, :, part], streams.k[i, :, :, part], streams.v[i, :, :, part], geometry, padding
+                )
                 for i, state in enumerate(states)
             ]
         )
@@ -191,8 +217,14 @@ class Fed:
 
 @torch.inference_mode()
 def feed(
-    cache: EvictionCache, model: PreTrainedModel, prompt: Tensor, new: Tensor, *, mask: Tensor | None = None,
-    chunk: int | None = None, width: int = 1,
+    cache: EvictionCache,
+    model: PreTrainedModel,
+    prompt: Tensor,
+    new: Tensor,
+    *,
+    mask: Tensor | None = None,
+    chunk: int | None = None,
+    width: int = 1,
 ) -> Fed:
     """Prefill prompt [B, T] (in chunks), then feed new [B, N] `width` columns at a time."""
     mask = torch.ones_like(prompt) if mask is None else mask

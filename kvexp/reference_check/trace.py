@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import LayerState
-from kvexp.logprobs import forward
+from kvexp.generate.logprobs import forward
 from kvexp.models import EvictionCache
 
 

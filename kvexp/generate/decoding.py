@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from kvexp.errors import ConfigError
-from kvexp.sampling import RowSampler
+from kvexp.generate.sampling import RowSampler
 
 
 @dataclass(frozen=True)

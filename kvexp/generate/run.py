@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from kvexp.core import Budget, Ledger, Method
-from kvexp.decoding import Decoding, processors
 from kvexp.errors import CacheError, ConfigError
+from kvexp.generate.decoding import Decoding, processors
 from kvexp.models import EvictionCache
 from kvexp.models.families import longest
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
-from kvexp.generate import check_length, pad_id, pad_left
+from kvexp.generate.run import check_length, pad_id, pad_left
 from kvexp.models import EvictionCache
 
 

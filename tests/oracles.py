@@ -1,0 +1,144 @@
+"""Which positions each method keeps: one short function per method, written from its paper, in plain Python.
+
+Each takes a `Past` (everything one kv head has seen) and returns the positions that stay, out of `past.held`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+Row = dict[int, float]  # key position -> attention of one query, summed over the query heads of a kv head
+
+
+@dataclass
+class Past:
+    """rows[q]: the row of query q. room: how many may stay. budget: k. held: candidates, newest last.
+
+    heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
+    model[i][kv head] = list of rows. norms: key norms. evictions: the newest position at each earlier eviction.
+    """
+
+    rows: list[Row]
+    held: list[int]
+    room: int
+    budget: int
+    prompt: int
+    heads: list[list[Row]]
+    model: list[list[list[Row]]]
+    head: int = 0
+    norms: Row = field(default_factory=dict)
+    noise: Row = field(default_factory=dict)
+    evictions: list[int] = field(default_factory=list)
+
+    @property
+    def newest(self) -> int:
+        return max(self.held)
+
+
+Oracle = Callable[[Past], set[int]]
+
+
+def total(rows: Iterable[Row], p: int) -> float:
+    return sum(row.get(p, 0.0) for row in rows)
+
+
+def top(past: Past, value: Callable[[int], float], recent: int = 0, sinks: int = 0) -> set[int]:
+    """The first `sinks` tokens, the newest `recent` less the token to come, then the best values; ties to the newer."""
+    window = set(past.held[len(past.held) - max(0, recent - 1) :]) if recent > 1 else set()
+    must = window | {p for p in past.held if p < sinks}
+    rest = sorted((p for p in past.held if p not in must), key=lambda p: (value(p), p), reverse=True)
+    return must | set(rest[: max(0, past.room - len(must))])
+
+
+def full(past: Past) -> set[int]:
+    return set(past.held)
+
+
+def window(past: Past) -> set[int]:
+    return set(past.held[-past.room :]) if past.room else set()
+
+
+def dilated_window(past: Past) -> set[int]:
+    return top(past, lambda p: p + 10_000 * (p % 2 == 0))
+
+
+def streaming_llm(past: Past) -> set[int]:
+    return {p for p in past.held if p < 2} | set(past.held[-(past.room - 2) :])
+
+
+def key_attention(past: Past) -> set[int]:
+    return top(past, lambda p: total(past.rows, p))
+
+
+def h2o(past: Past) -> set[int]:
+    return top(past, lambda p: total(past.rows, p), recent=past.budget // 2)
+
+
+def h2o_damping(past: Past) -> set[int]:
+    def damped(p: int) -> float:
+        fades = [sum(at >= q for at in past.evictions) for q in range(len(past.rows))]
+        return sum(0.5**n * row.get(p, 0.0) for n, row in zip(fades, past.rows, strict=True))
+
+    return top(past, damped, recent=past.budget // 5)
+
+
+def keyformer(past: Past) -> set[int]:
+    """The rows are already those of the noised, tempered logits."""
+    return top(past, lambda p: total(past.rows, p), recent=past.budget * 3 // 10)
+
+
+def keyformer_shared(past: Past) -> set[int]:
+    return top(past, lambda p: sum(total(rows[past.head], p) for rows in past.model), recent=past.budget * 3 // 10)
+
+
+def forgetting(alpha: float) -> Oracle:
+    def a2sf(past: Past) -> set[int]:
+        last = len(past.rows) - 1
+        return top(past, lambda p: sum(alpha ** (last - q) * row.get(p, 0.0) for q, row in enumerate(past.rows)))
+
+    return a2sf
+
+
+def keyformer_a2sf(past: Past) -> set[int]:
+    last = len(past.rows) - 1
+    return top(
+        past,
+        lambda p: sum(0.9 ** (last - q) * row.get(p, 0.0) for q, row in enumerate(past.rows)),
+        recent=past.budget * 3 // 10,
+    )
+
+
+def tova(past: Past) -> set[int]:
+    return top(past, lambda p: sum(rows[-1].get(p, 0.0) for rows in past.heads))
+
+
+def spatten(past: Past) -> set[int]:
+    return top(past, lambda p: sum(total(rows, p) for heads in past.model for rows in heads))
+
+
+def snapkv(past: Past) -> set[int]:
+    """Window 2, max pooling over 3 neighbours, chosen once: all of the observing window stays."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    edge = past.prompt - 2
+    votes = [total(past.rows[edge:], p) if p < edge else 0.0 for p in range(past.prompt)]
+    pooled = [max(votes[max(0, p - 1) : p + 2]) for p in range(past.prompt)]
+    return top(past, lambda p: pooled[p], recent=3)  # the 2 observers and the token to come
+
+
+def knorm(past: Past) -> set[int]:
+    return top(past, lambda p: -past.norms[p])
+
+
+def random(past: Past) -> set[int]:
+    return top(past, lambda p: past.noise[p])
+
+
+def tempered(row: Row, noise: Row, tau: float) -> Row:
+    """softmax((x + noise) / tau) of one query head, from its softmax(x)."""
+    x = {p: (math.log(a) + noise.get(p, 0.0)) / tau if a > 0 else -math.inf for p, a in row.items()}
+    most = max(x.values())
+    e = {p: math.exp(v - most) for p, v in x.items()}
+    return {p: v / sum(e.values()) for p, v in e.items()}

@@ -1,0 +1,323 @@
+"""Kept sets against `oracles`, whose attention rows come from stock Hugging Face models with masks put in by hand.
+
+The stock model sees the whole sequence at every step; layer by layer and head by head, a mask hides what the oracle
+has evicted. So its rows, its hidden states and its logits are those of a model whose cache was really cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import Oracle, Past, Row
+from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvexp.core import Budget, Cadence, Method, Noise
+from kvexp.generate import generate, pad_left
+from kvexp.generate.decoding import Decoding
+from kvexp.methods import (
+    A2SF,
+    H2O,
+    TOVA,
+    DilatedWindow,
+    Full,
+    H2ODamping,
+    KeyAttention,
+    Keyformer,
+    KeyformerA2SF,
+    KNorm,
+    Random,
+    SnapKV,
+    SpAtten,
+    StreamingLLM,
+    Window,
+)
+from kvexp.models import EvictionCache
+
+METHODS: dict[str, tuple[Method, Oracle]] = {
+    "full": (Full(), oracles.full),
+    "window": (Window(), oracles.window),
+    "dilated_window": (DilatedWindow(), oracles.dilated_window),
+    "streaming_llm": (StreamingLLM(n_sinks=2), oracles.streaming_llm),
+    "key_attention": (KeyAttention(), oracles.key_attention),
+    "h2o": (H2O(), oracles.h2o),
+    "h2o_damping": (H2ODamping(damping=0.5), oracles.h2o_damping),
+    "keyformer": (Keyformer(), oracles.keyformer),
+    "keyformer_shared": (Keyformer(score_scope="shared"), oracles.keyformer_shared),
+    "a2sf": (A2SF(), oracles.forgetting(0.1)),
+    "a2sf_0.8": (A2SF(alpha=0.8), oracles.forgetting(0.8)),
+    "keyformer_a2sf": (KeyformerA2SF(), oracles.keyformer_a2sf),
+    "tova": (TOVA(), oracles.tova),
+    "snapkv": (SnapKV(window=2, kernel=3), oracles.snapkv),
+    "knorm": (KNorm(), oracles.knorm),
+    "random": (Random(), oracles.random),
+    "spatten": (SpAtten(), oracles.spatten),
+}
+FAMILIES = ("llama", "gptj", "mpt", "gpt2")
+LENGTHS, NEW = (17, 13, 11), 7
+RATIO = (1, 2)  # kv_ratio 1/2: budgets 8, 6 and 5
+SEEDS = (3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """kept[step][layer][head] and logits[step] [V]; step 0 is the end of the prompt."""
+
+    kept: list[list[list[list[int]]]]
+    logits: list[Tensor]
+
+
+@contextmanager
+def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor]) -> Iterator[None]:
+    """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`."""
+    attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    assert len(attentions) == visible.shape[0]
+    hooks = []
+    for i, module in enumerate(attentions):
+
+        def before(_: Any, args: Any, kwargs: Any, mask: Tensor = visible[i]) -> Any:
+            assert "attention_mask" in kwargs
+            as_bool = model.config.model_type == "mpt"
+            hidden = ~mask[None] if as_bool else torch.zeros(mask.shape)[None].masked_fill(~mask[None], -1e30)
+            return args, kwargs | {"attention_mask": hidden}
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            seen.append(output[1][0].double())
+
+        hooks += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Witness:
+    """Steps one unpadded row through a stock model, deciding with an oracle what each head may still see."""
+
+    def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
+        self.model, (self.method, self.oracle) = stock(family), METHODS[name]
+        self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
+        self.budget = len(prompt) * RATIO[0] // RATIO[1]
+        count = len(self.ids)
+        self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
+        heads = CONFIGS[family].get("num_attention_heads", 3)
+        self.group = heads // self.kv_heads
+        self.visible = torch.ones(count, count).tril().bool().expand(LAYERS, heads, count, count).clone()
+        self.held: list[list[list[int]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
+        self.rows: list[list[list[Row]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
+        self.evictions: list[list[list[int]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
+
+    @torch.inference_mode()
+    def run(self) -> Truth:
+        kept, logits = [], []
+        for end in range(self.prompt, len(self.ids) + 1):
+            probabilities: list[Tensor] = []
+            cache = DynamicCache()
+            with masks_by_hand(self.model, self.visible[:, :, :end, :end], probabilities):
+                ids = torch.tensor([self.ids[:end]])
+                logits.append(self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1])
+            fresh = range(0 if end == self.prompt else end - 1, end)
+            for layer in range(LAYERS):
+                self.layer(layer, fresh, probabilities[layer], cache.layers[layer].keys[0])
+            kept.append([[list(head) for head in heads] for heads in self.held])
+        return Truth(kept, logits)
+
+    def layer(self, layer: int, fresh: range, probabilities: Tensor, keys: Tensor) -> None:
+        noise = self.noise(layer, fresh)
+        for h in range(self.kv_heads):
+            self.held[layer][h] += fresh
+            self.rows[layer][h] += [self.row(layer, h, q, probabilities, noise) for q in fresh]
+        decided = []
+        for h in range(self.kv_heads):
+            past = Past(
+                self.rows[layer][h], self.held[layer][h], self.budget - 1, self.budget, self.prompt,
+                heads=self.rows[layer], model=self.rows, head=h,
+                norms=dict(enumerate(keys[h].norm(dim=-1).tolist())), noise=self.births(layer, h),
+                evictions=self.evictions[layer][h],
+            )  # fmt: skip
+            decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
+        for h, stay in enumerate(decided):
+            if len(stay) < len(self.held[layer][h]):
+                self.evictions[layer][h].append(fresh[-1])
+            gone = [p for p in range(fresh[-1] + 1) if p not in stay]
+            self.visible[layer, h * self.group : (h + 1) * self.group, fresh[-1] + 1 :, gone] = False
+            self.held[layer][h] = stay
+
+    def row(self, layer: int, h: int, q: int, probabilities: Tensor, noise: Tensor | None) -> Row:
+        """One row, summed over the query heads of a kv head, as the method's score sees it."""
+        result: Row = {}
+        view = self.method.view
+        for i in range(h * self.group, (h + 1) * self.group):
+            row = {p: float(probabilities[i, q, p]) for p in self.held[layer][h] if p <= q}
+            if noise is not None and isinstance(self.method, Keyformer):
+                step = max(0, q - self.prompt + 1)
+                adjust = {p: float(noise[i, q, p]) for p in row}
+                row = oracles.tempered(row, adjust, 1.0 + step * (2.0 - 1.0) / self.new)
+            for p, a in row.items():
+                result[p] = result.get(p, 0.0) + a
+        assert view is None or abs(sum(result.values()) - self.group) < 1e-4
+        return result
+
+    def noise(self, layer: int, fresh: range) -> Tensor | None:
+        if not isinstance(self.method, Keyformer):
+            return None
+        at = torch.arange(fresh[-1] + 1)[None]
+        return Noise().draw(torch.tensor([self.seed]), layer, self.kv_heads * self.group, at, at[:, None])[0]
+
+    def births(self, layer: int, h: int) -> Row:
+        if not isinstance(self.method, Random):
+            return {}
+        at = torch.arange(len(self.ids))[None]
+        born = self.method.birth(torch.zeros(1, self.kv_heads, len(self.ids), 1), at, torch.tensor([self.seed]), layer)
+        return dict(enumerate(born[0, h].tolist()))
+
+
+SEQUENCES = distinct(11, len(LENGTHS), max(LENGTHS) + NEW)
+PROMPTS = [SEQUENCES[row, NEW : NEW + n].tolist() for row, n in enumerate(LENGTHS)]
+CONTINUATION = SEQUENCES[:, :NEW]
+
+
+@functools.cache
+def truth(family: str, name: str, row: int) -> Truth:
+    return Witness(family, name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row]).run()
+
+
+def cache_of(family: str, name: str, rows: Sequence[int], **options: Any) -> EvictionCache:
+    method = METHODS[name][0]
+    place = {"positions": "original"} | options
+    budget = Budget(kv_ratio=RATIO[0] / RATIO[1]) if method.evicts else None
+    seeds = [SEEDS[row] for row in rows]
+    return EvictionCache(tiny(family), method, budget, max_new_tokens=NEW, seeds=seeds, **place)  # type: ignore[arg-type]
+
+
+def agree(fed: Fed, family: str, name: str, rows: Sequence[int]) -> None:
+    for i, row in enumerate(rows):
+        want = truth(family, name, row)
+        for step in range(NEW + 1):
+            for layer in range(LAYERS):
+                assert fed.kept[step][layer][i] == want.kept[step][layer], f"row {row}, step {step}, layer {layer}"
+            torch.testing.assert_close(fed.logits[step][i], want.logits[step], rtol=1e-4, atol=1e-4)
+
+
+def evict_batch(family: str, name: str, rows: Sequence[int], *, chunk: int | None = None, **options: Any) -> Fed:
+    prompt, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
+    cache = cache_of(family, name, rows, prompt_tokens=prompt.shape[1], **options)
+    return feed(cache, tiny(family), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_row(family: str, name: str) -> None:
+    agree(evict_batch(family, name, [1]), family, name, [1])
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padded_batch_in_chunks(family: str, name: str) -> None:
+    """Chunks of 5 columns: the short row's first chunk is mostly padding."""
+    agree(evict_batch(family, name, [0, 2, 1], chunk=5), family, name, [0, 2, 1])
+
+
+@pytest.mark.parametrize("mode", ["compact", "mask"])
+@pytest.mark.parametrize("name", METHODS)
+def test_other_modes(name: str, mode: str) -> None:
+    agree(evict_batch("llama", name, [2, 0], mode=mode, chunk=7), "llama", name, [2, 0])
+
+
+def test_the_budget_bites() -> None:
+    """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
+    names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
+    for family in FAMILIES:
+        kept = [repr(truth(family, name, 0).kept) for name in names]
+        assert len(set(kept)) == len(kept), family
+
+
+# -- how peers go wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
+def test_slot_order_is_scrambled_but_keys_values_and_scores_stay_with_their_position(mode: str) -> None:
+    """Every slot's key and value are those of a full cache at the position the slot claims."""
+    everything = evict_batch("llama", "full", [0, 1]).cache.states[0].slots
+    assert everything is not None
+    scrambled = False
+    for name in ("h2o", "keyformer", "a2sf", "knorm", "window"):
+        cut = evict_batch("llama", name, [0, 1], mode=mode).cache.states[0].slots
+        assert cut is not None
+        for b, h in product(range(2), range(3)):
+            where = {int(p): s for s, p in enumerate(everything.positions[b, h, : everything.used]) if p >= 0}
+            at = cut.positions[b, h, : cut.used].tolist()
+            scrambled |= [p for p in at if p >= 0] != sorted(p for p in at if p >= 0)
+            for s, p in enumerate(at):
+                if p >= 0:  # layer 0: keys depend on nothing that was evicted
+                    torch.testing.assert_close(cut.keys[b, h, s], everything.keys[b, h, where[p]])
+                    torch.testing.assert_close(cut.values[b, h, s], everything.values[b, h, where[p]])
+    assert scrambled == (mode == "overwrite")  # else this test shows nothing
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "full"])
+def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
+    padded, alone = evict_batch("llama", name, [0, 2]), evict_batch("llama", name, [2])
+    for step in range(NEW + 1):
+        for layer in range(LAYERS):
+            kept = padded.kept[step][layer][1]
+            assert kept == alone.kept[step][layer][0]
+            assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
+            room = LENGTHS[2] // 2 - 1 + (step if name == "snapkv" else 0)  # snapkv evicts at prefill only
+            assert all(len(head) == room for head in kept)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 16, 17])
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv", "tova", "knorm", "streaming_llm"])
+def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
+    fed = evict_batch("llama", name, [0], chunk=chunk)
+    assert all(len(head) == LENGTHS[0] // 2 - 1 for layer in fed.kept[0] for head in layer[0])
+    agree(fed, "llama", name, [0])
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13])
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv"])
+def test_chunked_prefill_under_generate_does_not_stop_evicting(name: str, chunk: int) -> None:
+    model, (method, _) = tiny("llama"), METHODS[name]
+    runs = [
+        generate(
+            model, PROMPTS, method, Budget(kv_ratio=0.5), seeds=SEEDS,
+            decoding=Decoding(max_new_tokens=NEW, eos=None, prefill_chunk=size),
+        )
+        for size in (None, chunk)
+    ]  # fmt: skip
+    assert runs[0].tokens == runs[1].tokens
+    for layer in range(LAYERS):
+        assert runs[0].cache.kept(layer) == runs[1].cache.kept(layer)
+        if name != "snapkv":
+            assert all(
+                len(h) == n // 2 - 1 for n, row in zip(LENGTHS, runs[1].cache.kept(layer), strict=True) for h in row
+            )
+
+
+def test_chunks_never_evict_before_the_last_one() -> None:
+    """Everything is there until the prompt has ended: the first chunk alone exceeds the budget."""
+    prompt = torch.tensor([PROMPTS[0]])
+    cache = cache_of("llama", "h2o", [0], prompt_tokens=17)
+    model = tiny("llama")
+    with torch.inference_mode():
+        for end, start in ((11, 0), (16, 11)):
+            model(prompt[:, start:end], past_key_values=cache, use_cache=True)
+            assert cache.kept(0)[0][0] == list(range(end))
+        model(prompt[:, 16:], past_key_values=cache, use_cache=True)
+    assert [len(h) for h in cache.kept(0)[0]] == [7, 7, 7]
+
+
+def test_cadence_none_after_prefill_only() -> None:
+    fed = evict_batch("llama", "h2o", [0], cadence=Cadence(every=None))
+    assert [len(step[0][0][0]) for step in fed.kept] == [7 + j for j in range(NEW + 1)]
