@@ -182,11 +182,13 @@ def check(name: str, mode: str, widths: tuple[int, ...], budget: int, dtype: tor
     score = 1e-5 if rule.attention or isinstance(method, Random) else None
     if isinstance(method, KNorm):
         score = 2e-5  # the core rounds key norms to 16 bits, on purpose
+    # Outputs follow the streams' precision; scores are float32 always.
+    out = 1e-9 if dtype == torch.float64 else 1e-5
     for row in range(len(LENGTHS)):
         want = truth_of(name, row, widths, budget=budget, **world)
         if not rule.decode_evicts:  # scores mean nothing once nothing is chosen by them
-            compare(seen, row, want[:1], out=1e-5, score=score)
-        compare(seen, row, want, out=1e-5, score=score if rule.decode_evicts else None)
+            compare(seen, row, want[:1], out=out, score=score)
+        compare(seen, row, want, out=out, score=score if rule.decode_evicts else None)
 
 
 STEPS = (17,) + (1,) * NEW

@@ -88,16 +88,16 @@ class Sight:
         else:
             key, query = self.places[0][:, :, None, :slots], self.places[1][:, :, rows, None]
         heads, groups = self.query.shape[1:3]
-        return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(torch.float32)
+        return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(torch.float32)  # whole numbers: exact
 
     def logits(self, rows: slice, slots: int, *, everything: bool = False) -> Tensor:
-        """Masked logits [B, H, G, rows, slots] in float32, -inf where a row does not look."""
+        """Masked logits [B, H, G, rows, slots] in float32 (or float64), -inf where a row does not look."""
         query, keys = self.query[..., rows, :], self.keys[:, :, :slots]
         if self.geometry.upcast:
             query, keys = query.float(), keys.float()
         b, h, g, q, d = query.shape
         x = torch.matmul(query.reshape(b, h, g * q, d), keys.transpose(-1, -2)).view(b, h, g, q, slots)
-        x = x.float() * self.geometry.scale
+        x = (x if x.dtype == torch.float64 else x.float()) * self.geometry.scale
         bias = self.bias(rows, slots)
         x = x if bias is None else x + bias
         return x.masked_fill_(~self.allowed(rows, slots, everything=everything)[:, :, None], -torch.inf)

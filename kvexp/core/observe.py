@@ -45,8 +45,8 @@ def observed(sight: Sight, view: Attention, rows: slice, slots: int, taus: Tenso
 def weighted_columns(probabilities: Tensor, weights: Tensor) -> Tensor:
     """Sum [B, H, G, Q, S] over group and query rows with row weights [B, Q]: [B, H, S]."""
     b, h, g, q, s = probabilities.shape
-    row = weights[:, None, None, :].expand(b, h, g, q).reshape(b * h, 1, g * q)
-    return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s)
+    row = weights[:, None, None, :].expand(b, h, g, q).reshape(b * h, 1, g * q).to(probabilities.dtype)
+    return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)
 
 
 def naive(sight: Sight, view: Attention, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int) -> Tensor:

@@ -109,9 +109,10 @@ class Slots:
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder batch rows (beams, batch_select_indices)."""
         rows = rows.to(self.keys.device)
-        if rows.shape[0] == self.keys.shape[0]:
-            for tensor in self.tensors.values():
-                tensor.copy_(tensor.index_select(0, rows))  # in place: buffers keep their addresses
-        else:
-            for name, tensor in self.tensors.items():
-                self._replace(name, tensor.index_select(0, rows))
+        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        for name, tensor in self.tensors.items():
+            chosen = tensor.index_select(0, rows)
+            if rows.shape[0] == tensor.shape[0] and not frozen:
+                tensor.copy_(chosen)  # in place: buffers keep their addresses
+            else:
+                self._replace(name, chosen)
