@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import SHARED
 
 from experiments.window_nll import METHODS, interval, nll, table, windows
@@ -33,14 +34,13 @@ def test_everything_kept_is_full_and_ideal_is_nearly(texts):
     some = [story[:96] for story in stories[:3]]
     full = nll(model, some, Full(), None, 3)
     for name, (method, plan) in METHODS.items():
-        assert nll(model, some, method, 96, 3, **plan) == pytest.approx(full, abs=1e-5), name
+        torch.testing.assert_close(nll(model, some, method, 96, 3, **plan), full, atol=1e-5, rtol=0, msg=name)
     scarce = {name: nll(model, some, METHODS[name][0], 8, 3, **METHODS[name][1]).mean() for name in ("ideal", "random")}
-    assert full.mean() < scarce["ideal"] < scarce["random"]
+    assert abs(scarce["ideal"] - full.mean()) < 0.1
+    assert scarce["random"] > full.mean() + 0.5
 
 
 def test_interval_covers_the_mean():
-    import torch
-
     low, high = interval(torch.arange(100, dtype=torch.float64))
     assert 40 < low < 49.5 < high < 59
 
