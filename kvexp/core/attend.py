@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from kvexp.core.select import LAST
 
 ROWS = 256  # query rows attended at a time when a mask has to be materialised
 
@@ -88,7 +90,9 @@ class Sight:
         else:
             key, query = self.places[0][:, :, None, :slots], self.places[1][:, :, rows, None]
         heads, groups = self.query.shape[1:3]
-        return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(torch.float32)  # whole numbers: exact
+        return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(
+            torch.float32
+        )  # whole numbers: exact
 
     def logits(self, rows: slice, slots: int, *, everything: bool = False) -> Tensor:
         """Masked logits [B, H, G, rows, slots] in float32 (or float64), -inf where a row does not look."""
@@ -150,3 +154,18 @@ def attend_with(probabilities: Tensor, values: Tensor) -> Tensor:
     b, h, g, q, s = probabilities.shape
     out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
     return out.view(b, h, g, q, values.shape[-1])
+
+
+def renumbered(sight: Sight, positions: Tensor) -> Sight:
+    """Give survivors the positions 0..n-1 in their order, for RoPE (by turning keys) and ALiBi."""
+    live = positions >= 0 if sight.visible is None else (positions >= 0) & sight.visible
+    place = positions.masked_fill(~live, LAST).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+    query = sight.query_positions[:, None, :, None]
+    query_place = (live[:, :, None] & (positions[:, :, None] < query)).sum(-1)
+    keys = sight.keys
+    rotation = sight.geometry.rotation
+    if rotation is not None:
+        # Only differences matter: move each key by its own change of place less the query's.
+        moved = query_place[:, :, :1] - sight.query_positions[:, None, :1]
+        keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
+    return replace(sight, keys=keys, places=(place, query_place))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from kvexp.core import observe
-from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with
+from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with, renumbered
 from kvexp.core.evict import Quota, mode_of, protected, ranked
 from kvexp.core.ledger import Ledger
 from kvexp.core.method import Moment
 from kvexp.core.plan import Plan
-from kvexp.core.select import LAST
 from kvexp.core.shared import SharedScore
 from kvexp.core.slots import Slots
 from kvexp.core.timeline import Timeline
 from kvexp.core.view import Attention
+from kvexp.core.watch import Watched
 from kvexp.errors import CacheError, ConfigError
 
 
@@ -37,6 +35,8 @@ class LayerState:
         self.quota: Quota | None = None
         self.columns = 0
         self.evicted = False
+        self.first_eviction: list[int | None] = []  # per batch row: decode tokens seen when it first lost one
+        self.attention_kept: Tensor | None = None  # [B], see Watched
         self.mode = mode_of(self.plan.mode, self.plan.cadence.every)
         self.ledger.set(self.index, 0)
 
@@ -56,7 +56,10 @@ class LayerState:
         out, probabilities = self._attend(sight)
         self._score(slots, sight, probabilities)
         if self._due():
+            watched = Watched.of(sight, slots) if time.in_prompt else None
             self._evict(slots, geometry)
+            if watched is not None:
+                self.attention_kept = watched.kept(slots)
         self.ledger.set(self.index, slots.kv_bytes, slots.take_peak_bytes())
         return out.flatten(1, 2)
 
@@ -100,7 +103,7 @@ class LayerState:
             padded=self.timeline.padded or (self.timeline.in_prompt and not self.timeline.prompt_complete),
         )
         if self.plan.positions == "renumbered" and self.evicted:
-            sight = _renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
+            sight = renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
         return sight
 
     def _attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
@@ -118,6 +121,7 @@ class LayerState:
         """Let the method choose, row by row, what each query of a decode step may see of x [B, H, G, Q, S]."""
         assert self.slots is not None and self.quota is not None
         full = torch.softmax(x, dim=-1).sum(2)
+        self._note_first_eviction(self.quota.slots)
         newest = self.timeline.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
@@ -219,6 +223,18 @@ class LayerState:
         reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
         slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
+        self._note_first_eviction(self.quota.kept)
+
+    def _note_first_eviction(self, limits: list[int]) -> None:
+        """limits: tokens a row may have without losing one."""
+        time = self.timeline
+        self.first_eviction = self.first_eviction or [None] * len(time.prompt_lengths)
+        if None not in self.first_eviction:
+            return
+        decoded = time.end - (time.prompt_columns or 0)
+        for row, (length, kept) in enumerate(zip(time.prompt_lengths, limits, strict=True)):
+            if self.first_eviction[row] is None and length + decoded > kept:
+                self.first_eviction[row] = decoded
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -230,6 +246,10 @@ class LayerState:
             self.ledger.set(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
         if self.quota is not None:
             self.quota.select_rows(rows, same_prompts=same_prompts)
+        if not same_prompts:
+            self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
+            if self.attention_kept is not None:
+                self.attention_kept = self.attention_kept[rows.to(self.attention_kept.device)]
 
     def kept(self) -> list[list[list[int]]]:
         """Position ids held, per batch row and kv head, ascending (in mask mode: those still visible)."""
@@ -240,18 +260,3 @@ class LayerState:
         if slots.visible is not None:
             positions = positions.masked_fill(~slots.visible[:, :, : slots.used], -1)
         return [[sorted(p for p in head if p >= 0) for head in row] for row in positions.tolist()]
-
-
-def _renumbered(sight: Sight, positions: Tensor) -> Sight:
-    """Give survivors the positions 0..n-1 in their order, for RoPE (by turning keys) and ALiBi."""
-    live = positions >= 0 if sight.visible is None else (positions >= 0) & sight.visible
-    place = positions.masked_fill(~live, LAST).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
-    query = sight.query_positions[:, None, :, None]
-    query_place = (live[:, :, None] & (positions[:, :, None] < query)).sum(-1)
-    keys = sight.keys
-    rotation = sight.geometry.rotation
-    if rotation is not None:
-        # Only differences matter: move each key by its own change of place less the query's.
-        moved = query_place[:, :, :1] - sight.query_positions[:, None, :1]
-        keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
-    return replace(sight, keys=keys, places=(place, query_place))

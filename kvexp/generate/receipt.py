@@ -1,0 +1,53 @@
+"""What eviction really did to each row of a batch: slots and bytes held, when it began, what was kept."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kvexp.models import EvictionCache
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """slots: live slots per kv head at the end, mean over layers and heads; bytes: this row's share of the batch's.
+
+    first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
+    kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
+    attention whose slots survived the first eviction, mean over layers and heads (None: nothing evicted at prefill).
+    """
+
+    slots: float
+    slots_by_layer: list[float]
+    kv_bytes: int
+    peak_kv_bytes: int
+    first_eviction_step: int | None
+    kept_digest: str
+    attention_kept: float | None
+
+
+def receipts(cache: EvictionCache) -> list[Receipt]:
+    """One receipt per sample of the batch; of a sample's beams, the first stands for all."""
+    beams = cache.timeline.num_beams
+    layers = [state.kept() for state in cache.states]
+    rows = len(layers[0]) // beams
+    watched = [s.attention_kept.tolist() for s in cache.states if s.attention_kept is not None]
+    result = []
+    for sample in range(rows):
+        row = sample * beams
+        held = [layer[row] for layer in layers]
+        by_layer = [sum(map(len, heads)) / len(heads) for heads in held]
+        starts = [s.first_eviction[row] for s in cache.states if s.first_eviction]
+        steps = [step for step in starts if step is not None]
+        result.append(
+            Receipt(
+                slots=sum(by_layer) / len(by_layer),
+                slots_by_layer=by_layer,
+                kv_bytes=cache.ledger.bytes // rows,
+                peak_kv_bytes=cache.ledger.peak_bytes // rows,
+                first_eviction_step=min(steps) if steps else None,
+                kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
+                attention_kept=sum(w[row] for w in watched) / len(watched) if watched else None,
+            )
+        )
+    return result
