@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods,$(if $(wildcard kvexp/$(part)/*.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup test test-slow test-all lint typecheck format check peers clean
+.PHONY: help setup demo smoke test test-slow test-all lint typecheck format check peers clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -40,8 +40,14 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,eval]'
 	@touch $@
+
+demo: $(VENV)/.stamp ## a sweep of three methods at three budgets, ending in a table
+	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7
+
+smoke: $(VENV)/.stamp ## the smallest run that goes through every part
+	@$(BIN)/python run.py limit=1 outputs_dir=outputs/smoke
 
 test: $(VENV)/.stamp ## the tests to run before every commit (neither slow nor peers)
 	@$(PYTEST) -m 'not slow and not peers' $(ARGS)

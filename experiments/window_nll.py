@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,17 @@ def table(
     return result
 
 
-def main() -> None:
+def main() -> int:
+    """Exit code 0, or 2 with one line on stderr for what cannot work."""
+    try:
+        _main()
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True, type=Path)
@@ -104,6 +115,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     options = parser.parse_args()
+    for name, least in (("windows", 2), ("batch", 1), ("length", 8)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     model = load_model(options.model)
     if options.length > longest(model.config):
         raise ConfigError(f"--length {options.length} is more than the model holds ({longest(model.config)})")
@@ -113,9 +127,9 @@ def main() -> None:
     print("| method | " + " | ".join(f"{s} slots" for s in options.slots) + " |")
     print("|---|" + "---|" * len(options.slots))
     for name in dict.fromkeys(name for name, _ in result if name != "full"):
-        cells = (f"{v:.3f} (+{low:.3f} … +{high:.3f})" for v, low, high in (result[name, s] for s in options.slots))
+        cells = (f"{v:.3f} ({low:+.3f} … {high:+.3f})" for v, low, high in (result[name, s] for s in options.slots))
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -103,7 +103,7 @@ def test_learned_positions_cannot_be_renumbered_or_exceeded(family):
     with pytest.raises(ConfigError, match="positions=renumbered cannot work"):
         EvictionCache(tiny(family), StreamingLLM(), Budget(tokens=8))
     EvictionCache(tiny(family), StreamingLLM(), Budget(tokens=8), positions="original")
-    with pytest.raises(ConfigError, match="learned positions for 211 tokens"):
+    with pytest.raises(ConfigError, match="table of positions for 211 tokens"):
         EvictionCache(tiny(family), Full(), beyond_context=True)
 
 

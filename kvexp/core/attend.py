@@ -75,7 +75,12 @@ class Sight:
         query, key = self.query_positions[:, None, rows, None], self.positions[:, :, None, :slots]
         ok = (key >= 0) & (key <= query)
         if self.geometry.sliding_window is not None:
-            ok = ok & (key > query - self.geometry.sliding_window)
+            if self.places is None:
+                ok = ok & (key > query - self.geometry.sliding_window)
+            else:  # renumbered survivors are as near as their places
+                ok = ok & (
+                    self.places[0][:, :, None, :slots] > self.places[1][:, :, rows, None] - self.geometry.sliding_window
+                )
         if self.visible is not None and not everything:
             ok = ok & self.visible[:, :, None, :slots]
         return ok | (query < 0)
@@ -166,6 +171,7 @@ def renumbered(sight: Sight, positions: Tensor) -> Sight:
     rotation = sight.geometry.rotation
     if rotation is not None:
         # Only differences matter: move each key by its own change of place less the query's.
-        moved = query_place[:, :, :1] - sight.query_positions[:, None, :1]
+        # The last query is never padding.
+        moved = query_place[:, :, -1:] - sight.query_positions[:, None, -1:]
         keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
     return replace(sight, keys=keys, places=(place, query_place))

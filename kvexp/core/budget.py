@@ -21,8 +21,10 @@ class Budget:
     `counts_self`: the token being generated occupies one of the slots, so a query attends to exactly k keys
     (Keyformer, arXiv:2403.09054, Fig. 2d). False is the habit of the real-drop releases: k kept, k + 1 attended.
 
+    Because of that `kv_ratio=1` still evicts one prompt token: its slot is the next token's.
+
     `pyramid` in [0, 1): layer 0 gets (1 + pyramid) times the budget, the last layer (1 - pyramid) times, linearly in
-    between, so the mean over layers stays the budget (after PyramidKV, arXiv:2406.02069).
+    between and floored, so the mean over layers is the budget or just below it (after PyramidKV, arXiv:2406.02069).
     """
 
     kv_ratio: float | None = None
@@ -36,9 +38,11 @@ class Budget:
             raise ConfigError(
                 f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}"
             )
-        if self.kv_ratio is not None and not 0 < self.kv_ratio <= 1:
-            raise ConfigError(f"kv_ratio must be in (0, 1], got {self.kv_ratio:g}")
-        if self.tokens is not None and (isinstance(self.tokens, bool) or self.tokens != int(self.tokens)):
+        ratio = self.kv_ratio
+        if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1):
+            shown = f"{ratio:g}" if isinstance(ratio, float) else repr(ratio)
+            raise ConfigError(f"kv_ratio must be in (0, 1], got {shown}")
+        if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
             raise ConfigError(f"tokens must be a whole number of slots, got {self.tokens!r}")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
@@ -70,7 +74,7 @@ class Budget:
         if slots < 1:
             raise ConfigError(
                 f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "
-                "raise kv_ratio or tokens, or lower pyramid"
+                "raise kv_ratio or tokens, or lower pyramid (and pass prompt_tokens= for a prompt fed in chunks)"
             )
         return slots
 
@@ -83,5 +87,7 @@ class Cadence:
     every: int | None = 1
 
     def __post_init__(self) -> None:
+        if self.every is not None and (not isinstance(self.every, int) or isinstance(self.every, bool)):
+            raise ConfigError(f"cadence.every must be a whole number of decode steps or null, got {self.every!r}")
         if self.every is not None and self.every < 1:
             raise ConfigError(f"cadence.every must be at least 1 decode step or null, got {self.every}")

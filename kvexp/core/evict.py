@@ -28,10 +28,13 @@ class Quota:
         recents = []
         for k in slots:
             recent = method.recent(k)
-            if method.sinks + recent > k:
+            itself = 1 if counts_self and method.sinks and not recent else 0
+            if method.sinks + recent + itself > k:
                 raise ConfigError(
-                    f"budget of {k} slots cannot hold sink={method.sinks} + recent={recent} of {method.name}; "
-                    "raise kv_ratio (or tokens), or lower the method's sinks / recent_ratio"
+                    f"budget of {k} slots cannot hold sink={method.sinks} + recent={recent}"
+                    + (" + the token being generated" if itself else "")
+                    + f" of {method.name}; raise kv_ratio (or tokens), or lower what the method protects "
+                    "(n_sinks, recent_ratio, protect_recent or window)"
                 )
             # The token being generated is one of the recent ones where it is one of the budget.
             recents.append(max(recent - 1, 0) if counts_self else recent)
@@ -55,8 +58,8 @@ def protected(method: Method, now: Moment, quota: Quota) -> Tensor:
 
 
 def ranked(method: Method, now: Moment, sliding_window: int | None) -> Tensor:
-    """The method's rank, with slots that a sliding window has already passed put last."""
-    rank = method.rank(now).to(torch.float32)
+    """The method's rank, with slots that a sliding window has already passed put last, and NaN never first."""
+    rank = method.rank(now).to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if sliding_window is not None:
         rank = rank.masked_fill(now.age() + 1 >= sliding_window, -torch.inf)
     return rank

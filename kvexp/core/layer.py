@@ -9,7 +9,7 @@ from kvexp.core import observe
 from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with, renumbered
 from kvexp.core.evict import Quota, mode_of, protected, ranked
 from kvexp.core.ledger import Ledger
-from kvexp.core.method import Moment
+from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
 from kvexp.core.shared import SharedScore
 from kvexp.core.slots import Slots
@@ -48,7 +48,9 @@ class LayerState:
         """
         time = self.timeline
         if self.columns == time.end:
-            time.begin(key.shape[0], key.shape[2], padding, key.device)
+            time.begin(key.shape[0], key.shape[2], padding, key.device, self.layers)
+        elif self.columns != time.seen:
+            raise CacheError("this layer missed a forward: after an interrupted forward start again with a new cache")
         self.columns = time.end
         positions = time.positions(key.device)
         slots = self._store(key, value, positions)
@@ -61,6 +63,7 @@ class LayerState:
             if watched is not None:
                 self.attention_kept = watched.kept(slots)
         self.ledger.set(self.index, slots.kv_bytes, slots.take_peak_bytes())
+        time.arrive()
         return out.flatten(1, 2)
 
     # -- storing ------------------------------------------------------------------------------------------------------
@@ -140,9 +143,7 @@ class LayerState:
         if probabilities is not None and view.plain:
             columns = observe.weighted_columns(probabilities, weights)
         else:
-            taus = torch.tensor(
-                [view.tau_at(step, time.max_new_tokens) for step in time.query_steps], device=weights.device
-            )
+            taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
             seeds = time.seeds.to(weights.device)
             if self.plan.observe == "naive":
                 columns = observe.naive(sight, view, weights, taus, seeds, self.index)
@@ -168,7 +169,7 @@ class LayerState:
         factor: Tensor | None = None
         if view.decay < 1:
             new = (query_positions >= 0).sum(1).float()
-            factor = torch.pow(torch.tensor(view.decay, device=new.device), new)[:, None, None]
+            factor = torch.pow(torch.full((), view.decay, device=new.device), new)[:, None, None]
         shared, in_prompt = self.shared, self.timeline.in_prompt
         if shared is None or in_prompt:
             result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
@@ -216,12 +217,15 @@ class LayerState:
         newest = self.timeline.counts.to(slots.keys.device) - 1
         now = self._moment(slots, newest)
         method = self.plan.method
-        rank = ranked(method, now, geometry.sliding_window)
+        # Renumbered survivors stay within a sliding window whatever their age.
+        window = geometry.sliding_window if self.plan.positions == "original" else None
+        rank = ranked(method, now, window)
         limbo = method.limbo(now)
         self.mode.evict(slots, rank, protected(method, now, self.quota), self.quota, limbo)
         # A row within its budget has lost nothing, whatever its neighbours lose.
-        reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
-        slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
+        if type(method).after_eviction is not Method.after_eviction:
+            reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
+            slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
         self._note_first_eviction(self.quota.kept)
 

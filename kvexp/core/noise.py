@@ -32,8 +32,11 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """int32 bits -> float32 strictly between 0 and 1, on the grid (i + 1/2) / 2**24."""
-    return (((bits >> 8) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
+    """int32 bits -> float32 strictly between 0 and 1, on the grid (i + 1/2) / 2**23.
+
+    23 bits, because 2**24 - 1/2 is no float32: it would round to 1, and a Gumbel draw to infinity.
+    """
+    return (((bits >> 9) & 0x7FFFFF).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def stream(seeds: Tensor, layer: int, heads: int) -> Tensor:

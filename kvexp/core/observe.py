@@ -23,7 +23,7 @@ def row_weights(view: Attention, query_positions: Tensor, rows_left: int | None)
     """
     real = query_positions >= 0
     after = real.flip(1).cumsum(1).flip(1) - real.long()
-    weights = torch.pow(torch.tensor(view.decay, device=real.device, dtype=torch.float32), after.float())
+    weights = torch.pow(torch.full((), view.decay, device=real.device), after.float())
     if view.last_rows is not None and rows_left is not None:
         to_end = torch.arange(real.shape[1] - 1, -1, -1, device=real.device) + rows_left
         real = real & (to_end < view.last_rows)

@@ -35,6 +35,16 @@ class Plan:
         ):
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if self.block is not None and self.block < 1:
+            raise ConfigError(f"block must be at least 1 row or null, got {self.block}")
+        if method.evicts and not method.per_query and not self.cadence.at_prefill and self.cadence.every is None:
+            raise ConfigError(
+                "this cadence never evicts: set evict_at_prefill=true or evict_every to a number of steps"
+            )
+        if not method.evicts_while_decoding and (not self.cadence.at_prefill or (self.cadence.every or 1) > 1):
+            raise ConfigError(
+                f"method {method.name} evicts at the end of prefill and only then: leave the cadence alone"
+            )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         if method.needs_mask and self.mode != "mask":

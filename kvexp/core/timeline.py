@@ -36,10 +36,14 @@ class Timeline:
         self._declared_prompt = prompt_columns
         self.reset()
 
+    def arrive(self) -> None:
+        """A layer has finished the forward in progress."""
+        self.arrived += 1
+
     def reset(self) -> None:
         """Forget the prompt; a new one may follow."""
         self.prompt_columns = self._declared_prompt
-        self.seen = self.end = 0
+        self.seen = self.end = self.arrived = 0
         self.prompt_lengths: list[int] = []
         self.padded = False
         self.counts: Tensor | None = None
@@ -66,25 +70,37 @@ class Timeline:
         width = self.end - self.seen
         return [0] * width if self.in_prompt else [self.steps + 1 + j for j in range(width)]
 
-    def begin(self, batch: int, width: int, mask: Tensor | None, device: torch.device) -> None:
-        """Start the next forward of `width` columns. mask: [B, columns so far] or None; zero marks padding."""
+    def begin(self, batch: int, width: int, mask: Tensor | None, device: torch.device, layers: int = 1) -> None:
+        """Start the next forward of `width` columns. mask: [B, columns so far] or None; zero marks padding.
+
+        layers: how many must have finished the forward before.
+        """
+        if self.end and self.arrived != layers:
+            raise CacheError(
+                f"the last forward reached {self.arrived} of {layers} layers, so their caches are out of step: "
+                "after an interrupted forward start again with a new cache"
+            )
         self.seen = self.end
         if self.counts is None:
             self.counts = torch.zeros(batch, dtype=torch.int64, device=device)
             seeds = self.initial_seeds
             rows = [seeds] * batch if isinstance(seeds, int) else [s for s in seeds for _ in range(self.num_beams)]
+            if batch % self.num_beams:
+                raise ConfigError(
+                    f"a batch of {batch} rows is not a whole number of samples of num_beams={self.num_beams}"
+                )
             if len(rows) != batch:
                 raise ConfigError(f"got {len(rows)} seeds for a batch of {batch} rows: give one, or one per row")
             self.seeds = torch.tensor(rows, dtype=torch.int64, device=device)
             self.prompt_columns = self.prompt_columns or width
         self._check(batch, width)
+        self.arrived = 0
         self.end = self.seen + width
         counts = self.counts
         ahead = torch.arange(width, device=device)
         positions = counts[:, None] + ahead
         new = mask[:, -width:].to(device=device, dtype=torch.bool) if mask is not None and mask.shape[-1] else None
-        # A decode column without padding needs no look at the mask: generate() never pads after the prompt.
-        if new is not None and (self.in_prompt or width > 1 or self.padded):
+        if new is not None:
             if self.in_prompt and bool((~new & ((counts > 0)[:, None] | (new.cumsum(1) > 0))).any()):
                 raise ConfigError("a prompt has padding after its first token: pad on the left (padding_side='left')")
             positions = torch.where(new, counts[:, None] + new.cumsum(1) - 1, -1)
@@ -119,8 +135,8 @@ class Timeline:
         """The error of feeding `width` columns where one new token was due."""
         return CacheError(
             f"this cache already holds a prompt of {self.prompt_columns} columns and got {width} more at once. "
-            "For another prompt make a new cache (or call reset()); for a prompt fed in chunks pass "
-            "prompt_tokens=; to feed several new tokens in one forward call several_tokens()"
+            "For another prompt make a new cache (or call reset()); for a prompt fed in chunks pass prompt_tokens=; "
+            "to feed several new tokens in one forward call several_tokens(). use_cache=False feeds everything again"
         )
 
     def _least_padding(self) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from kvexp.core.noise import Noise
 from kvexp.errors import ConfigError
 
@@ -58,4 +61,17 @@ class Attention:
             return start
         if max_new_tokens is None:
             raise ConfigError("a tau schedule needs max_new_tokens: say how many tokens will be generated")
+        if step > max_new_tokens:
+            raise ConfigError(
+                f"decode step {step} is past max_new_tokens={max_new_tokens}, where the tau schedule ends: "
+                "make the cache with the number of tokens that will really be generated"
+            )
         return start + step * (end - start) / max_new_tokens
+
+    def taus(self, steps: list[int], max_new_tokens: int | None, device: torch.device) -> Tensor:
+        """[Q] float32 tau of consecutive query rows, made on the device so that nothing waits for a copy."""
+        first, last = (self.tau_at(step, max_new_tokens) for step in (steps[0], steps[-1]))
+        if first == last:
+            return torch.full((len(steps),), first, device=device)
+        slope = (last - first) / (len(steps) - 1)
+        return first + slope * torch.arange(len(steps), device=device)

@@ -41,6 +41,10 @@ class Decoding:
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "num_beams", "top_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -53,6 +57,12 @@ class Decoding:
             raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
         if self.sample and self.temperature <= 0:
             raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be at least 1, or 0 for no limit, got {self.top_k}")
+        if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
+            raise ConfigError(f"stop_strings must be a list of texts, got {self.stop_strings!r}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
 

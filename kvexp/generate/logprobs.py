@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
-from kvexp.generate.run import check_length, pad_id, pad_left
+from kvexp.generate.run import check_length, check_request, check_scores, pad_id, pad_left, seeds_of
 from kvexp.models import EvictionCache
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def continuation_logprobs(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -25,17 +25,22 @@ def continuation_logprobs(
     *,
     seeds: int | Sequence[int] = 0,
     beyond_context: bool = False,
+    max_new_tokens: int | None = None,
     **plan: Any,
 ) -> list[list[float]]:
     """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
 
     The first token is judged by the full prefill, every later one by what survived. One list per row.
+    max_new_tokens: the length that tau schedules and budget.of=sequence go by; needed where continuations differ in
+    length, since a row must not depend on its neighbours'.
     """
+    check_request(model, prompts, method, budget)
     if len(prompts) != len(continuations) or not prompts:
         raise ConfigError(f"got {len(prompts)} prompts and {len(continuations)} continuations: give one for each")
     longest_new = max(len(c) for c in continuations)
     if min(len(c) for c in continuations) == 0:
         raise ConfigError("a continuation is empty: every continuation needs at least one token")
+    length = _schedule(method, budget, max_new_tokens, [len(c) for c in continuations])
     check_length(model, max(len(p) for p in prompts), longest_new, beyond_context)
     device = model.get_input_embeddings().weight.device
     ids, mask = pad_left(prompts, pad_id(model, None), device)
@@ -44,11 +49,12 @@ def continuation_logprobs(
         method,
         budget,
         prompt_tokens=ids.shape[1],
-        max_new_tokens=longest_new,
-        seeds=seeds if isinstance(seeds, int) else list(seeds),
+        max_new_tokens=length,
+        seeds=seeds_of(seeds, len(prompts)),
         beyond_context=beyond_context,
         **plan,
     )
+    cache.resolve([len(p) for p in prompts], ids.shape[1])
     targets = torch.zeros(len(prompts), longest_new, dtype=torch.int64)
     for row, continuation in enumerate(continuations):
         targets[row, : len(continuation)] = torch.as_tensor(list(continuation))
@@ -61,7 +67,22 @@ def continuation_logprobs(
         result[:, j] = chosen[:, 0].cpu()
         step = targets[:, j : j + 1]
         step_mask = torch.cat([step_mask, torch.ones_like(step)], dim=1)
+    check_scores(cache)
     return [row[: len(c)].tolist() for row, c in zip(result, continuations, strict=True)]
+
+
+def _schedule(method: Method, budget: Budget | None, asked: int | None, lengths: list[int]) -> int:
+    """The max_new_tokens that schedules go by; ConfigError where it would depend on the batch."""
+    view = method.view
+    matters = (view is not None and view.tau[0] != view.tau[1]) or (budget is not None and budget.of == "sequence")
+    if asked is None and matters and len(set(lengths)) > 1:
+        raise ConfigError(
+            f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or budget.of=sequence needs "
+            "max_new_tokens, else a row would depend on its neighbours"
+        )
+    if asked is not None and asked < max(lengths):
+        raise ConfigError(f"max_new_tokens={asked}, but a continuation has {max(lengths)} tokens")
+    return asked or max(lengths)
 
 
 def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:

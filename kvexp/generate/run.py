@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from kvexp.core import Budget, Ledger, Method
 from kvexp.errors import CacheError, ConfigError
@@ -78,7 +86,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
     return ids.to(device), mask.to(device)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -99,9 +107,8 @@ def generate(
     before the model runs. keep_logits keeps one [B, vocabulary] tensor per step.
     """
     decoding = decoding or Decoding()
-    if not prompts:
-        raise ConfigError("no prompts were given")
-    row_seeds = [seeds] * len(prompts) if isinstance(seeds, int) else list(seeds)
+    check_request(model, prompts, method, budget)
+    row_seeds = seeds_of(seeds, len(prompts))
     device = model.get_input_embeddings().weight.device
     pad = pad_id(model, tokenizer)
     ids, mask = pad_left(prompts, pad, device)
@@ -117,9 +124,10 @@ def generate(
         beyond_context=beyond_context,
         **plan,
     )
+    cache.resolve([len(p) for p in prompts], ids.shape[1])
     stamps, eos = _Stamps(), _eos_ids(model, decoding.eos)
     start = time.perf_counter()
-    output: Any = model.generate(
+    output: Any = without_defaults(model).generate(
         ids,
         attention_mask=mask,
         past_key_values=cache,
@@ -140,9 +148,9 @@ def generate(
         return_dict_in_generate=True,
         output_logits=keep_logits,
         output_scores=decoding.num_beams > 1,
-        **_neutral(),
     )
     _check_columns(cache, ids.shape[1], len(stamps.times))
+    check_scores(cache)
     new = output.sequences[:, ids.shape[1] :]
     return Generation(
         tokens=[_cut(row, eos) for row in new.tolist()],
@@ -155,9 +163,52 @@ def generate(
     )
 
 
-def _neutral() -> dict[str, Any]:
-    """Sampling settings of the model's own generation_config must not leak in: ours come as processors."""
-    return {"temperature": None, "top_k": None, "top_p": None, "repetition_penalty": None, "no_repeat_ngram_size": None}
+def without_defaults(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, weights and all, without its own generation defaults: none of them may change a result unseen."""
+    other = copy.copy(model)
+    other.generation_config = GenerationConfig()
+    return other
+
+
+def seeds_of(seeds: int | Sequence[int], rows: int) -> list[int]:
+    """One seed per row."""
+    try:
+        wanted = [operator.index(seeds)] * rows if not isinstance(seeds, Sequence | range) else list(seeds)
+        result = [operator.index(seed) for seed in wanted]
+    except TypeError as error:
+        raise ConfigError(f"seeds must be a whole number or one per row, got {seeds!r}") from error
+    if len(result) != rows:
+        raise ConfigError(f"got {len(result)} seeds for a batch of {rows} rows: give one, or one per row")
+    if any(not 0 <= seed < 1 << 63 for seed in result):
+        raise ConfigError("seeds must be between 0 and 2**63 - 1")
+    return result
+
+
+def check_request(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], method: Method, budget: Budget | None
+) -> None:
+    """What a caller can get wrong, said before the model runs."""
+    if not isinstance(method, Method):
+        raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
+    if isinstance(prompts, str | Tensor) or any(isinstance(p, str | int) for p in prompts):
+        raise ConfigError(
+            "prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)"
+        )
+    if not prompts:
+        raise ConfigError("no prompts were given")
+    size = model.get_input_embeddings().num_embeddings
+    for row, prompt in enumerate(prompts):
+        wrong = [t for t in prompt if not 0 <= int(t) < size]
+        if wrong:
+            raise ConfigError(f"row {row} holds token id {wrong[0]}, the model knows 0 to {size - 1}")
+
+
+def check_scores(cache: EvictionCache) -> None:
+    """After a run: NaN in a score means that slots were chosen by nothing."""
+    if not cache.scores_are_finite():
+        raise CacheError("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
 
 
 def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -18,10 +18,13 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, seeds: list[int], prompt_columns: int) -> None:
         self.seeds, self.prompt_columns = seeds, prompt_columns
+        self._seeds: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         device = scores.device
-        seeds = torch.tensor(self.seeds, device=device)
+        if self._seeds is None or self._seeds.device != device:
+            self._seeds = torch.tensor(self.seeds, device=device)
+        seeds = self._seeds
         step = torch.full((len(self.seeds), 1), input_ids.shape[1] - self.prompt_columns, device=device)
         tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), 1, -1)
         # Layer -1 keeps these draws apart from the noise inside the model under the same seed.

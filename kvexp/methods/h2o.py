@@ -31,6 +31,7 @@ class H2O(Method):
             raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
         if self.impl not in ("real_drop", "mask"):
             raise ConfigError(f"impl must be real_drop or mask, got {self.impl!r}")
+        _ = self.view  # checks score_batch
 
     @property
     def needs_mask(self) -> bool:

@@ -40,6 +40,7 @@ class Keyformer(Method):
         if self.key_window not in ("paper", "release_frozen"):
             raise ConfigError(f"key_window must be paper or release_frozen, got {self.key_window!r}")
         Noise(self.noise)
+        _ = self.view  # checks tau and score_batch
 
     @property
     def view(self) -> Attention:

@@ -27,6 +27,8 @@ class SnapKV(Method):
     pool: str = "max"
 
     def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConfigError(f"window must be at least 1 query, got {self.window}")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
         if self.pool not in ("max", "avg"):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvexp.core import Attention, Method
+from kvexp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,10 @@ class TOVA(Method):
 
     name: ClassVar[str] = "tova"
     protect_recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.protect_recent < 0:
+            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
 
     @property
     def view(self) -> Attention:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
+from kvexp.core.evict import Quota
 from kvexp.core.shared import SharedScore
 from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
@@ -97,8 +98,8 @@ class EvictionCache(Cache):
                 f"not to the cache. Set positions=original for method={method.name}"
             )
         rotation = rotation_of(model) if place == "renumbered" else None
-        if beyond_context and family.position == "learned":
-            raise ConfigError(f"{family.title} has learned positions for {longest(config)} tokens and no more")
+        if beyond_context and family.finite:
+            raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
         self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
         self.timeline = Timeline(
             prompt_columns=prompt_tokens,
@@ -139,6 +140,13 @@ class EvictionCache(Cache):
         view = self.plan.method.view
         if view is not None and view.batch == "per_sample" and self.timeline.num_beams == 1 and len(beam_idx) > 1:
             raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
+        beams = self.timeline.num_beams
+        if beams > 1 and view is not None and view.batch == "per_sample":
+            home = torch.arange(len(beam_idx), device=beam_idx.device) // beams
+            if bool((beam_idx // beams != home).any()):
+                raise CacheError(
+                    f"rows were reordered across samples of num_beams={beams}: give the number really used"
+                )
         self._select(beam_idx, same_prompts=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -156,6 +164,23 @@ class EvictionCache(Cache):
             state.select_rows(rows, same_prompts=same_prompts)
         if self.shared is not None:
             self.shared.select_rows(rows)
+
+    def resolve(self, prompt_lengths: Sequence[int], padded: int) -> None:
+        """Raise what a layer's budget would raise for prompts of these lengths, before anything runs."""
+        budget, method, time = self.plan.budget, self.plan.method, self.timeline
+        if budget is None or not method.evicts:
+            return
+        view = method.view
+        if view is not None and view.batch == "sum_all" and len(set(prompt_lengths)) > 1:
+            raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+        for layer in range(len(self.layers)):
+            slots = budget.resolve(prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers))
+            Quota.of(method, slots, counts_self=budget.counts_self, device=torch.device("cpu"))
+
+    def scores_are_finite(self) -> bool:
+        """False if any layer remembers NaN: its choices would mean nothing. Waits for the device."""
+        slots = [state.slots for state in self.states if state.slots is not None]
+        return not any(bool((s.score.isnan() & (s.positions >= 0)).any()) for s in slots)
 
     def crop(self, *_: Any) -> None:
         """Refused: slots that were evicted or overwritten cannot come back."""

@@ -18,15 +18,16 @@ class Family:
     title: str
     position: Literal["rope", "learned", "alibi"]
     limit: str = "max_position_embeddings"
+    finite: bool = False  # positions come from a table that ends at the limit
     attention_class: str | None = None  # set where the family ignores Hugging Face's attention interface
 
 
 FAMILIES: dict[str, Family] = {
-    "gptj": Family("GPT-J", "rope", limit="n_positions", attention_class="GPTJAttention"),
-    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions"),
+    "gptj": Family("GPT-J", "rope", limit="n_positions", finite=True, attention_class="GPTJAttention"),
+    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions", finite=True),
     "mpt": Family("MPT", "alibi", limit="max_seq_len", attention_class="MptAttention"),
     "llama": Family("Llama", "rope"),
-    "opt": Family("OPT", "learned"),
+    "opt": Family("OPT", "learned", finite=True),
     "mistral": Family("Mistral", "rope"),
     "qwen2": Family("Qwen2", "rope"),
     "qwen3": Family("Qwen3", "rope"),
@@ -58,12 +59,17 @@ def longest(config: Any) -> int:
 def rotation_of(model: Any) -> Rotation | None:
     """The model's RoPE as inverse frequencies, None for other families.
 
-    Frequencies come from the model's own rotary module, so scaled variants (linear, llama3, yarn …) are as they are.
+    Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are as they are.
     GPT-J makes its table from the base 10000.
     """
     config = model.config
     if family_of(config).position != "rope":
         return None
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"positions=renumbered cannot work with rope_type {kind!r}: its frequencies change with length"
+        )
     if config.model_type == "gptj":
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from kvexp.errors import ConfigError
+from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention import NAME, kvexp_attention, pass_padding
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
@@ -45,7 +45,7 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
                     module.alibi_power = _alibi_power(model)
         model.config._attn_implementation_internal = NAME
     if not getattr(model, "_kvexp_guard", False):
-        model.register_forward_pre_hook(_refuse_nothing, with_kwargs=True)
+        model.register_forward_pre_hook(_guard, with_kwargs=True)
         model._kvexp_guard = True
     # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
     model.config.use_cache = True
@@ -61,12 +61,22 @@ def _alibi_power(model: PreTrainedModel) -> float:
     return float(settings.alibi_bias_max) / 8
 
 
-def _refuse_nothing(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    """generate() cuts a prompt that is shorter than what a used cache has seen down to nothing: say why it fails."""
+def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams."""
     ids = args[0] if args else kwargs.get("input_ids")
-    timeline = getattr(kwargs.get("past_key_values"), "timeline", None)
-    if timeline is not None and ids is not None and ids.shape[1] == 0:
+    cache = kwargs.get("past_key_values")
+    if getattr(cache, "is_compileable", False):
+        raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
+    timeline = getattr(cache, "timeline", None)
+    if timeline is None or ids is None:
+        return
+    if ids.shape[1] == 0:
         raise timeline.occupied(0)
+    beams = timeline.num_beams
+    if beams > 1 and timeline.end == 0 and ids.shape[0] % beams == 0:
+        first = ids.view(-1, beams, ids.shape[1])
+        if bool((first != first[:, :1]).any()):
+            raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
 
 
 def _check_finite(model: PreTrainedModel) -> None:

@@ -32,6 +32,10 @@ def load_model(
     device_map: accelerate's placement over several devices instead.
     """
     torch_dtype = dtype_of(dtype)
+    if device is not None and device_map is not None:
+        raise ConfigError(f"give device={device!r} or device_map={device_map!r}, not both")
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but no CUDA device is available: leave device at null for the CPU")
     config = _from_hub(path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
     family_of(config)
     _check_folder(path, allow_pickle)
@@ -74,6 +78,10 @@ def random_model(
     """
     if family not in FAMILIES:
         raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    known = AutoConfig.for_model(family)
+    for name in config:
+        if not hasattr(known, name):
+            raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
     configuration = AutoConfig.for_model(family, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -93,6 +101,8 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
     folder = Path(path).expanduser()
     if folder.exists():
         path = str(folder)
+        if not folder.is_dir():
+            raise ConfigError(f"{path} is a file: give the folder that holds config.json and the weights")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
@@ -103,10 +113,11 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
         if isinstance(error, ConfigError):
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        where = "in that folder" if folder.exists() else "on the Hugging Face hub (is it reachable, is the id right?)"
+        if folder.exists():
+            raise ConfigError(f"cannot load the model in {path}: {reason}") from error
         raise ConfigError(
-            f"cannot load {path} {where}: {reason}. Give the path of a local folder, or fetch the model once with "
-            "the hub's own client"
+            f"cannot load {path} on the Hugging Face hub (is it reachable, is the id right?): {reason}. Give the path "
+            "of a local folder, or fetch the model once with the hub's own client"
         ) from error
 
 
@@ -122,3 +133,13 @@ def _check_folder(path: str, allow_pickle: bool) -> None:
             f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them: "
             "load once with allow_pickle=true and save_pretrained(), or say allow_pickle=true if you trust the file"
         )
+
+
+def check_source(path: str, allow_pickle: bool = False) -> None:
+    """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
+    folder = Path(path).expanduser()
+    if not folder.exists() and not path.startswith((".", "/", "~")):
+        return
+    config = _from_hub(path, AutoConfig.from_pretrained)
+    family_of(config)
+    _check_folder(path, allow_pickle)

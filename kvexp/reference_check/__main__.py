@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(path)
         try:
             report = run(path)
-        except (ConfigError, OSError, KeyError) as error:
+        except (ConfigError, OSError, KeyError, ValueError) as error:
             print(f"  cannot be compared: {error}")
             failed += 1
             continue

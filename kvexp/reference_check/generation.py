@@ -35,7 +35,8 @@ def setting(archive: Archive) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
         budget = Budget(kv_ratio=c["kv_cache"] / 100, of="padded", counts_self=False)
         return StreamingLLM(), {"budget": budget, "positions": "renumbered"}, modes
     if "kv_cache" not in c or "noise_prefill" not in archive:
-        raise ConfigError(f"{archive.path}: not a recording this script knows (fields: {', '.join(archive)})")
+        fields = ", ".join(list(archive)[:6])
+        raise ConfigError(f"{archive.path}: not a recording this script knows (first fields: {fields})")
     steps = int(c["T"])
     real_drop = "bias" in variant
     frozen = not real_drop and not _keeps_leaving_token(archive)

@@ -24,5 +24,5 @@ def run(path: str) -> Report:
     elif "new_tokens" in archive:
         generation.check(archive, report)
     else:
-        raise ConfigError(f"{path}: not a recording this script knows (fields: {', '.join(archive)})")
+        raise ConfigError(f"{path}: not a recording this script knows (first fields: {', '.join(list(archive)[:6])})")
     return report

@@ -1,0 +1,92 @@
+"""Configuration nodes to objects: `_target_` within kvexp only, every field known, every value of its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from kvexp.errors import ConfigError
+
+
+def build(node: Mapping[str, Any], where: str, *, within: str) -> Any:
+    """The dataclass named by node["_target_"] (in package `within`), made from the other fields.
+
+    where: the node's place in the configuration, for messages. ConfigError names the field, what was found, what is
+    allowed.
+    """
+    fields = dict(node)
+    target = fields.pop("_target_", None)
+    cls = _class(target, where, within)
+    hints = typing.get_type_hints(cls)
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name, value in fields.items():
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
+        fields[name] = typed(value, hints[name], f"{where}.{name}")
+    try:
+        return cls(**fields)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _class(target: Any, where: str, within: str) -> Any:
+    if not isinstance(target, str) or not target.startswith(f"{within}."):
+        raise ConfigError(f"{where}._target_ must name a class of {within}, got {target!r}")
+    module, _, name = target.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}._target_: there is no {target}") from error
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ConfigError(f"{where}._target_: {target} cannot be configured")
+    return cls
+
+
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """`value` if it fits `hint`, whole numbers passing for floats and lists for tuples."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return typed(value, option, where)
+            except ConfigError:
+                continue
+        raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
+    if origin is typing.Literal:
+        fits = value in arguments
+    elif hint in (tuple, list) or origin in (tuple, list):
+        if isinstance(value, list | tuple):
+            inner = arguments[0] if arguments else Any
+            return tuple(typed(item, inner, f"{where}[{i}]") for i, item in enumerate(value))
+        fits = False
+    elif hint is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        fits = False
+    elif hint is int:
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    elif hint is Any:
+        fits = True
+    else:
+        fits = isinstance(value, hint) if isinstance(hint, type) else True
+    if not fits:
+        raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
+    return value
+
+
+def _words(hint: Any) -> str:
+    """A type in the words of a configuration file."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    if hint in names:
+        return names[hint]
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(str(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_words(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) in (tuple, list):
+        return "a list"
+    return getattr(hint, "__name__", str(hint))

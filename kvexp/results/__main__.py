@@ -1,0 +1,84 @@
+"""python -m kvexp.results outputs/: print the table of whatever has been run, and write it to files."""
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from kvexp.errors import ConfigError
+
+from . import print_table, table, to_markdown
+from .render import X_AXES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
+    args = parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        warnings.simplefilter("always")
+        try:
+            df = table(args.outputs, where(args.where))
+            if df.empty:
+                print(f"no runs under {args.outputs}{' match' if args.where else '; run: python run.py'}")
+                return 1
+            write(df, args)
+            print_table(df, Console(), args.x)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m kvexp.results", description=__doc__)
+    result.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    result.add_argument(
+        *("--where", "-w"),
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="LABEL=VALUE",
+        help="only these runs: method=h2o,keyformer kv_ratio=0.5 status=done",
+    )
+    result.add_argument("--x", choices=X_AXES, default=X_AXES[0], help="what orders the rows (default: kv_ratio)")
+    result.add_argument("--csv", type=Path, metavar="FILE", help="write every column as CSV")
+    result.add_argument("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
+    result.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
+    return result
+
+
+def where(pairs: Sequence[str]) -> dict[str, Any]:
+    """["method=h2o,tova"] -> {"method": ["h2o", "tova"]}."""
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, values = pair.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--where takes LABEL=VALUE, got {pair!r}; name the outputs folder before --where")
+        result.setdefault(name, []).extend(values.split(","))
+    return result
+
+
+def write(df: pd.DataFrame, args: argparse.Namespace) -> None:
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (args.csv, lambda path: df.to_csv(path, index=False)),
+        (args.parquet, lambda path: df.to_parquet(path, index=False)),
+        (args.markdown, lambda path: path.write_text(to_markdown(df, args.x), encoding="utf-8")),
+    ]
+    for path, writer in writers:
+        if path is None:
+            continue
+        try:
+            writer(path)
+        except (OSError, ImportError) as error:
+            raise ConfigError(f"cannot write {path}: {error}; choose another file") from error
+        print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

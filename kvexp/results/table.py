@@ -1,0 +1,147 @@
+"""One row per run: means, percentages of the baseline, verdicts, memory and speed, and why something is missing."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from . import stats
+from .compare import SUFFIX, Comparison, compare, quality, resample
+from .read import Folder, Row, chosen, evicted, folders, number
+
+FIRST = ("experiment", "model", "task", "method", "kv_ratio")
+COUNTS = ("n", "skipped", "prompt_cut", "evicted", "paired", "changed")
+VERDICTS = (
+    "verdict99",
+    "verdict999",
+    "needed",
+    "needed999",
+    "comparisons",
+    "confidence",
+    "length_of_full",
+    "length_ok",
+)
+COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s")
+LAST = ("status", "note", "headline", "numerics", "baseline", "hash")
+
+
+def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None) -> pd.DataFrame:
+    """The runs under outputs_dir, one row each; `where` keeps those whose label has (one of) the given value(s).
+
+    A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs in this
+    table: choosing runs by their results, with a narrower `where`, takes that protection away.
+    """
+    found = folders(outputs_dir)
+    known = {folder.run.hash: folder for folder in found}
+    shown = chosen(found, where or {})
+    number_compared = sum(not folder.is_baseline and not folder.void for folder in shown)
+    level = stats.corrected_level(number_compared)
+    sides = [(folder, known.get(folder.run.baseline or "")) for folder in shown]
+    pairs = [compare(*side) for side in sides]
+    resample([pair for pair in pairs if pair], level)
+    rows = [_row(*side, pair, level) for side, pair in zip(sides, pairs, strict=True)]
+    metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
+    labels = {name for folder in shown for name in folder.labels}
+    return _tidy([row | {"comparisons": number_compared, "confidence": level} for row in rows], labels, metrics)
+
+
+def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
+    obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
+    row: Row = {**folder.labels, **_counts(folder), **_means(folder), **_cost(folder)}
+    fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
+    row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
+    if pair is not None:
+        row |= quality(pair, level, decidable=not obstacle)
+    row |= {"status": folder.status, "note": obstacle or folder.problem}
+    row |= {"headline": folder.metrics[0] if folder.metrics else None, "numerics": folder.run.numerics}
+    return row | {"baseline": folder.run.baseline, "hash": folder.run.hash}
+
+
+def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) -> str:
+    """Why a run cannot have a verdict ("" if it can), in the order in which to repair it."""
+    if folder.status != "done":
+        return folder.problem
+    if folder.void:
+        return "void: no example evicted anything; a lower kv_ratio or longer prompts would"
+    if baseline is None:
+        return f"baseline {folder.run.baseline} is not here" if folder.run.baseline else "no baseline was recorded"
+    if baseline.run.numerics != folder.run.numerics:
+        return f"NUMERICS is {folder.run.numerics}, the baseline's is {baseline.run.numerics}: run it again"
+    if baseline.status != "done":
+        return f"baseline {baseline.problem}"
+    if pair is not None and (nothing := pair.without_percent):
+        return f"the baseline scores 0 in {', '.join(nothing)}: no percentage of that"
+    if pair is None or pair.pairs < stats.MIN_PAIRS:
+        return f"{pair.pairs if pair else 0} paired examples; a verdict needs at least {stats.MIN_PAIRS}"
+    if set(pair.metrics) != set(baseline.metrics):
+        return f"scored {', '.join(folder.metrics)}, the baseline {', '.join(baseline.metrics)}"
+    return ""
+
+
+def _counts(folder: Folder) -> dict[str, int]:
+    scored = folder.scored.values()
+    counts = {"n": len(scored), "skipped": len(folder.rows) - len(scored)}
+    return counts | {
+        "prompt_cut": sum(bool(row.get("prompt_cut")) for row in scored),
+        "evicted": sum(evicted(row) for row in scored),
+    }
+
+
+def _means(folder: Folder) -> dict[str, float]:
+    rows = folder.scored.values()
+    return {name: _over(np.mean, (row["metrics"].get(name) for row in rows)) for name in folder.metrics}
+
+
+def _cost(folder: Folder) -> dict[str, float]:
+    """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time."""
+    rows = folder.scored.values()
+    receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
+    new = np.array([number(row.get("new_tokens")) for row in rows])
+    ttft, tpot = (np.array([number(timed.get(name)) for timed in seconds]) for name in ("ttft", "tpot"))
+    spent = ttft + np.where(new > 1, tpot * (new - 1), 0.0)  # a single token has no time per further token
+    timed = np.isfinite(spent) & np.isfinite(new)
+    total = float(spent[timed].sum())
+    return {
+        "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
+        "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
+        "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),
+        "ttft_s": _over(np.median, ttft),
+        "tpot_s": _over(np.median, tpot),
+        "tokens_per_s": float(new[timed].sum()) / total if total > 0 else math.nan,
+    }
+
+
+def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
+    finite = [value for value in map(number, values) if math.isfinite(value)]
+    return float(reduce(finite)) if finite else math.nan
+
+
+def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame:
+    """Columns in reading order, one type each; rows by experiment, model, task, baseline first, method, kv_ratio."""
+    own = {*COUNTS, *VERDICTS, *COST, *LAST}
+    names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
+    each = ("", "_of_full", "_low", "_high", "_low_corrected", "_high_corrected", "_verdict99", "_verdict999")
+    quality = [f"{metric}{ending}" for metric in metrics for ending in each]
+    frame = pd.DataFrame(rows, columns=[*names, *COUNTS, *quality, *VERDICTS, *COST, *LAST])
+    for name in names:
+        frame[name] = _label(frame[name])
+    for name in ("paired", "changed"):
+        frame[name] = frame[name].astype("Int64")
+    frame["length_ok"] = frame["length_ok"].astype("boolean")
+    frame["_later"] = frame["verdict99"] != "baseline"
+    order = ("experiment", "model", "task", "_later", "method", "kv_ratio", "hash")
+    keys = [name for name in order if name in frame]
+    return frame.sort_values(keys, kind="stable", ignore_index=True).drop(columns="_later")
+
+
+def _label(column: "pd.Series[Any]") -> "pd.Series[Any]":
+    """Numbers stay numbers if all are; anything mixed or nested becomes text, so that it sorts and fits parquet."""
+    present = [value for value in column if value is not None and value == value]
+    if all(isinstance(value, bool) for value in present) and len(present) == len(column):
+        return column
+    if present and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
+        return pd.to_numeric(column)
+    return column.map(lambda value: None if value is None or value != value else str(value))

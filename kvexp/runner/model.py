@@ -1,0 +1,108 @@
+"""Which model a run uses, and the one model a process holds at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvexp.build import typed
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The `model` node. kind: pretrained (path) or random (family, seed, config)."""
+
+    kind: str
+    path: str | None = None
+    family: str | None = None
+    seed: int = 0
+    config: str = "{}"  # JSON, so that the whole can be a cache key
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    chat: bool = False
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> ModelSpec:
+        """Check the node; a folder must exist, hold a model of a known family and weights."""
+        from kvexp.models.load import check_source, dtype_of
+
+        node = dict(node)
+        kind = node.get("kind")
+        allowed = {
+            "pretrained": {"path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"},
+            "random": {"family", "seed", "config"},
+        }
+        if kind not in allowed:
+            raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
+        for name in node:
+            if name not in allowed[kind] | {"kind", "dtype", "device", "chat"}:
+                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
+        if "config" in node:
+            node["config"] = json.dumps(node["config"], sort_keys=True)
+        kinds = {"seed": int, "trust_remote_code": bool, "allow_pickle": bool, "chat": bool}
+        for name, value in node.items():
+            wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
+            node[name] = typed(value, wanted, f"model.{name}")
+        spec = cls(**node)
+        dtype_of(spec.dtype)
+        if kind == "pretrained":
+            if not spec.path:
+                raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
+            check_source(spec.path, spec.allow_pickle)
+        return spec
+
+    def identity(self) -> dict[str, Any]:
+        """What of the model can change a number. A folder is known by its absolute path and its weights' size."""
+        known = {k: v for k, v in asdict(self).items() if k != "device_map"}
+        known["device"] = self.resolved_device().split(":")[0]
+        folder = Path(self.path).expanduser() if self.path else None
+        if folder is not None and folder.is_dir():
+            known["path"] = str(folder.resolve())
+            known["bytes"] = sum(p.stat().st_size for p in sorted(folder.glob("*.safetensors")))
+        return known
+
+    def label(self, choice: str) -> str:
+        """The configuration's name for it, or the folder's for `local`."""
+        return Path(self.path).name if choice in ("local", "") and self.path else choice
+
+    def resolved_device(self) -> str:
+        import torch
+
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.lru_cache(maxsize=1)
+def load(spec: ModelSpec) -> tuple[Any, Any]:
+    """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
+    from kvexp.models import load_model, load_tokenizer, random_model
+    from kvexp.models.byte_tokenizer import byte_tokenizer
+
+    if spec.kind == "random":
+        config = json.loads(spec.config)
+        model = random_model(
+            str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
+        )
+        return model, byte_tokenizer()
+    assert spec.path is not None
+    model = load_model(
+        spec.path,
+        dtype=spec.dtype,
+        device=spec.device,
+        device_map=spec.device_map,
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        allow_pickle=spec.allow_pickle,
+    )
+    tokenizer = load_tokenizer(
+        spec.tokenizer or spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    )
+    return model, tokenizer

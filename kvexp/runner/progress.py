@@ -1,0 +1,50 @@
+"""Progress of one run: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+EVERY_S = 10.0  # between plain lines
+
+
+class Progress:
+    """Context manager around the examples of a run; `advance` after each row."""
+
+    def __init__(self, title: str, total: int, done: int) -> None:
+        self.title, self.total, self.done, self.first = title, total, done, done
+        self.start = self.last = time.monotonic()
+        self.bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self.bar.start()
+            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")
+        else:
+            print(f"{self.title}: {self.total - self.done} examples", flush=True)
+        return self
+
+    def advance(self, row: dict[str, Any]) -> None:
+        """One more row is on disk."""
+        self.done += 1
+        now = time.monotonic()
+        rate = (self.done - self.first) / max(now - self.start, 1e-9)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done, rate=f"{rate:.2g}/s")
+        elif now - self.last > EVERY_S:
+            self.last = now
+            left = (self.total - self.done) / rate
+            print(f"{self.title}: {self.done}/{self.total}, {rate:.2g}/s, {left:.0f} s left", flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()

@@ -1,0 +1,61 @@
+"""What a person reads at the end: the table of what this command ran, and the list of what failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+
+
+@dataclass
+class _Session:
+    """The runs of this process, in the order they were asked for."""
+
+    hashes: list[str] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)
+
+
+SESSION = _Session()
+
+
+def note(*hashes: str | None) -> None:
+    """These runs belong to what the command shows."""
+    SESSION.hashes += [h for h in hashes if h is not None and h not in SESSION.hashes]
+
+
+def note_failure(job: str, error: BaseException) -> None:
+    SESSION.failures.append((job, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+
+
+def exit_code() -> int:
+    """Non-zero if any job of this process failed."""
+    return 1 if SESSION.failures else 0
+
+
+def show(outputs_dir: str | Path) -> None:
+    """Print the table of this command's runs and their baselines, then the failures."""
+    from rich.console import Console
+
+    from kvexp.results import print_table, table
+
+    console = Console()
+    if SESSION.hashes:
+        frame = table(outputs_dir, {"hash": SESSION.hashes})
+        print_table(frame, console)
+        console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
+    if SESSION.failures:
+        console.print(f"\n{len(SESSION.failures)} run(s) failed:", highlight=False)
+        for job, message in SESSION.failures:
+            console.print(f"  {job}\n    {message}", highlight=False, markup=False)
+
+
+class SweepTable(Callback):  # type: ignore[misc]
+    """Hydra callback: prints the table when a sweep or a single run has ended."""
+
+    def on_run_end(self, config: Any, **_: Any) -> None:
+        show(config.outputs_dir)
+
+    def on_multirun_end(self, config: Any, **_: Any) -> None:
+        show(config.outputs_dir)

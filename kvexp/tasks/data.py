@@ -1,0 +1,177 @@
+"""Rows of a data set, from local files or from the hub, through `datasets`. Sets nothing global, changes no cache."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from kvexp.errors import ConfigError
+
+KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+SAMPLES = ("first", "shuffled", "with_replacement")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where rows come from: `data_files` if given, else the hub. `Task` documents the fields."""
+
+    data_files: str | None = None
+    hub_id: str = ""
+    hub_config: str | None = None
+    revision: str | None = None
+    split: str = "validation"
+    streaming: bool = True
+
+    def __str__(self) -> str:
+        if self.data_files is not None:
+            return f"task.data_files={self.data_files}"
+        config = f"/{self.hub_config}" if self.hub_config else ""
+        return f"{self.hub_id}{config}, split {self.split}, revision {self.revision or 'main'}"
+
+    def files(self) -> list[Path]:
+        """The local files, a glob's in the order of their names; ConfigError if there is none or one is no data."""
+        assert self.data_files is not None
+        named = Path(self.data_files).expanduser()
+        found = [named] if named.exists() else [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]
+        if not found:
+            raise ConfigError(
+                f"task.data_files={self.data_files}: there is no such file (seen from {Path.cwd()}); "
+                "give the path of a .json, .jsonl or .parquet file, or a glob that matches some"
+            )
+        for path in found:
+            if path.is_dir():
+                raise ConfigError(f"task.data_files: {path} is a folder; name its files, as in '{path}/*.jsonl'")
+            if path.suffix not in KINDS:
+                raise ConfigError(f"task.data_files: {path} must end in .json, .jsonl or .parquet")
+        return found
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """("row 3 of rows.jsonl", row) for all rows in order, counted from 1 within a file."""
+        if self.data_files is None:
+            yield from _hub_rows(self)
+            return
+        for path in self.files():
+            for number, row in enumerate(_file_rows(path), start=1):
+                yield f"row {number} of {path}", row
+
+    def choose(self, limit: int | None, sample: str, seed: int) -> Iterator[tuple[str, Row]]:
+        """The rows a task uses, in the order in which it uses them; a larger limit only adds rows at the end.
+
+        sample=with_replacement repeats numpy's legacy stream, the one `np.random.seed` and `randint` draw from.
+        """
+        if sample == "first":
+            yield from islice(self.rows(), limit)
+            return
+        assert limit is not None
+        source = replace(self, streaming=False)  # of no effect on files; of the hub a copy to pick rows from
+        total = sum(1 for _ in source.rows())
+        if total == 0:
+            return
+        draws = np.random.RandomState(seed)
+        if sample == "with_replacement":
+            order = draws.randint(total, size=limit).tolist()
+        else:
+            order = draws.permutation(total)[:limit].tolist()
+        wanted = set(order)
+        picked = {number: found for number, found in enumerate(source.rows()) if number in wanted}
+        for number in order:
+            yield picked[number]
+
+    def fingerprint(self) -> str:
+        """Names the data: digest of the files' bytes (not of their names), or hub id, config, revision and split."""
+        if self.data_files is None:
+            return f"hub:{self}"
+        digest = hashlib.sha256()
+        for path in self.files():
+            try:
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+            except OSError as error:
+                raise _unreadable(path, error) from error
+        return f"files:{digest.hexdigest()[:16]}"
+
+
+def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> str:
+    """The text in a field of a row; ConfigError naming row, field and the option that renames it, if there is none.
+
+    A field that only some rows have comes out of `datasets` as None in the others, so missing and null read the same.
+    """
+    value = row.get(field)
+    if value is None:
+        has = ", ".join(key for key, other in row.items() if other is not None) or "nothing"
+        raise ConfigError(
+            f"{where} has no field {field!r} (or null there), it has: {has}; "
+            f"correct the row, or name the field that holds it with task.{option}"
+        )
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: field {field!r} must be a text, got {type(value).__name__} {str(value)[:60]!r}")
+    if not empty and not value.strip():
+        raise ConfigError(f"{where}: field {field!r} is empty; correct or remove the row")
+    return value
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    from datasets import load_dataset
+
+    try:
+        if path.stat().st_size == 0:
+            raise ConfigError(f"task.data_files: {path} is empty; name a file with at least one row")
+        with path.open("rb"):
+            pass  # `datasets` reports a file it may not read as one that is not there
+        name = glob.escape(str(path))  # `datasets` would take [ and * for a pattern
+        with TemporaryDirectory() as cache:  # for the lock it takes: the rows themselves come straight from the file
+            loaded = load_dataset(KINDS[path.suffix], data_files=[name], split="train", streaming=True, cache_dir=cache)
+        yield from loaded
+    except ConfigError:
+        raise
+    except StopIteration:  # what `datasets` says when a file holds no row: `[]`
+        return
+    except Exception as error:  # pyarrow's, pandas' and datasets' own: no common base
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    if path.suffix == ".jsonl" and not isinstance(error, OSError):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    json.loads(line or "{}") if line.strip() else None
+                except json.JSONDecodeError as wrong:
+                    return ConfigError(f"line {number} of {path} is not JSON: {wrong}; correct or remove the line")
+    return ConfigError(
+        f"task.data_files: cannot read {path}: {error}; give one object per line (.jsonl), "
+        "a list of objects (.json) or a table (.parquet)"
+    )
+
+
+def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset
+
+    if not source.hub_id:
+        raise ConfigError("the task names no data: set task.data_files=PATH or task.hub_id=OWNER/NAME")
+    try:
+        loaded = load_dataset(
+            source.hub_id,
+            source.hub_config,
+            split=source.split,
+            revision=source.revision,
+            streaming=source.streaming,
+        )
+        for number, row in enumerate(loaded, start=1):
+            yield f"row {number} of {source}", row
+    except Exception as error:  # huggingface_hub's, httpx', fsspec's and datasets' own: no common base
+        raise ConfigError(
+            f"cannot load {source} from the Hugging Face hub: {error}. Either make the hub reachable (network, no "
+            "HF_HUB_OFFLINE=1, or task.streaming=false where it is in the cache already), or give local files with "
+            "the same fields: task.data_files=PATH (.json, .jsonl or .parquet)"
+        ) from error

@@ -1,0 +1,73 @@
+"""What the summarization tasks share: an instruction around a document, one reference, ROUGE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvexp.errors import ConfigError
+
+from .base import Example, Task, row_id
+from .data import text
+
+# name -> the text around {instruction} and {input}; model_task may also give such a text of its own as task.template.
+TEMPLATES = {
+    # Stanford Alpaca's, which MLPerf's GPT-J and Keyformer's summarization scripts use
+    "alpaca": (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+    ),
+    # HELM's for XSum, which H2O's summarization script uses (with task.stop='###')
+    "helm": "###\nArticle: {input}\n\nSummarize the above article in 1 sentence.\n",
+    "plain": "{instruction}\n\n{input}\n\n",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarization(Task):
+    """Summarize a document: prefix = instruction, body = document, suffix = where the summary starts.
+
+    `template` is a name in TEMPLATES or a text with {input} once (and {instruction} at most once). `stop`: an answer
+    is scored up to the first occurrence of this text. `join_lines`: newlines of answer and reference become spaces
+    before sentences are split for rougeLsum, as in the Keyformer release; false keeps a newline as a sentence's end.
+    """
+
+    instruction: str = ""
+    template: str = "alpaca"
+    input_field: str = ""
+    reference_field: str = ""
+    id_field: str = "id"
+    stop: str | None = None
+    join_lines: bool = False
+
+    def around(self) -> tuple[str, str]:
+        """(prefix, suffix) of every prompt."""
+        before, _, after = TEMPLATES.get(self.template, self.template).partition("{input}")
+        return before.replace("{instruction}", self.instruction), after.replace("{instruction}", self.instruction)
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        body = text(row, self.input_field, where, "input_field", empty=True)
+        reference = text(row, self.reference_field, where, "reference_field")
+        prefix, suffix = self.around()
+        name = row_id(row, self.id_field, body, reference)
+        return Example(name, prefix + body + suffix, reference, "", prefix, body, suffix)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
+        from .rouge import lines, rouge
+
+        if self.stop is not None:
+            output = output.partition(self.stop)[0]
+        return rouge(lines(output, self.join_lines), lines(reference, self.join_lines))
+
+    def check_options(self) -> None:
+        super().check_options()
+        template = TEMPLATES.get(self.template, self.template)
+        if template.count("{input}") != 1 or template.count("{instruction}") > 1:
+            raise ConfigError(
+                f"task.template must be one of {', '.join(TEMPLATES)} or a text with {{input}} once and "
+                f"{{instruction}} at most once, got {self.template!r}"
+            )
+        if self.stop == "":
+            raise ConfigError("task.stop must be null or a text that is not empty, got ''")

@@ -1,0 +1,200 @@
+"""wandb offline: what is published is read back from the record on disk."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvexp.errors import ConfigError
+from kvexp.log import default_mode, publish
+from kvexp.record import Run
+from kvexp.results import table
+
+pytest.importorskip("wandb", reason="comes with kvexp[eval]")
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK, HEAD = (
+    32768,
+    7,
+)  # LevelDB's log format: blocks of records, each crc32, length, type (1 whole, 2 first, 3 middle, 4 last)
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """The payloads of a .wandb file; every checksum is verified."""
+    data, at, parts = file.read_bytes(), HEAD, b""  # wandb's own head: ":W&B", magic, version
+    assert data[:4] == b":W&B"
+    while at + HEAD <= len(data):
+        if BLOCK - at % BLOCK < HEAD:  # the rest of a block is padding
+            at += BLOCK - at % BLOCK
+            continue
+        crc, length, kind = struct.unpack_from("<IHB", data, at)
+        payload = data[at + HEAD : at + HEAD + length]
+        assert crc == zlib.crc32(bytes([kind]) + payload)
+        parts, at = (payload if kind in (1, 2) else parts + payload), at + HEAD + length
+        if kind in (1, 4):
+            yield parts
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Project, group, job_type, config, summary and history of a published run."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("run-*.wandb")
+    found: dict[str, Any] = {"config": {}, "summary": {}, "history": {}}
+    for payload in records(file):
+        record = wandb_internal_pb2.Record.FromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found |= {name: getattr(record.run, name) for name in ("project", "run_group", "job_type", "run_id")}
+        for part, items in (
+            ("config", [*record.run.config.update, *record.config.update]),
+            ("summary", [*record.run.summary.update, *record.summary.update]),
+            ("history", record.history.item),
+        ):
+            for item in items:
+                found[part][item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return found
+
+
+def row(index: int, score: float, evicts: bool) -> dict[str, Any]:
+    receipt = {"slots": 5.0, "kv_bytes": 100, "peak_kv_bytes": 200, "first_eviction_step": 0 if evicts else None}
+    found = {"example": f"e{index}", "index": index, "metrics": {"rouge1": score}, "prompt_tokens": 10}
+    found |= {"new_tokens": 3, "skipped": None, "seconds": {"ttft": 0.1, "tt2t": 0.2, "tpot": 0.1}, "receipt": receipt}
+    return found | {"output": f"output {index}\n{'words ' * 2000}", "reference": f"reference {index}"}
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A baseline, a run that loses 10 %, a void one and a failed one. Long outputs: the record spans blocks."""
+    folder, baseline = tmp_path / "outputs", None
+    for method, ratio, factor in (("full", 1.0, 1.0), ("h2o", 0.5, 0.9), ("window", 0.9, 1.0), ("tova", 0.2, None)):
+        labels = {"experiment": "first", "model": "tiny", "task": "xsum", "method": method, "kv_ratio": ratio}
+        config = {"method": {"name": method}, "kv_ratio": ratio, "limit": 30}
+        run = Run.open(folder, config, labels, baseline=baseline)
+        if factor is None:
+            run.fail(RuntimeError("out of memory"))
+            continue
+        for index in range(30):
+            run.append(row(index, factor * (index + 1.0), evicts=method == "h2o"))
+        run.finish(30)
+        baseline = run.hash if method == "full" else baseline
+    return folder
+
+
+def command(outputs: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a process and a home of its own: no account, and nothing outside the test's folder."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    env |= {"HOME": str(home), "TMPDIR": str(home), "XDG_CACHE_HOME": str(home), "XDG_CONFIG_HOME": str(home)}
+    done = [sys.executable, "-m", "kvexp.log", str(outputs), *options]
+    return subprocess.run(done, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_what_is_published_can_be_read_back(outputs: Path, tmp_path: Path) -> None:
+    done = command(outputs, tmp_path, "--project", "trial")
+    assert done.returncode == 0, done.stderr
+    assert "published 4 runs to project trial, offline" in done.stdout
+    folders = [path for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
+    published = {found["run_id"]: found for found in map(read, folders)}
+    rows = {each["hash"]: each for each in table(outputs).to_dict("records")}
+    assert {found["job_type"] for found in published.values()} == {"full", "h2o", "window", "tova", "sweep"}
+    assert {(found["project"], found["run_group"]) for found in published.values()} == {("trial", "first")}
+    for key, expected in rows.items():
+        check_run(published[key], expected, Run.load(outputs / key))
+    (sweep,) = (found for found in published.values() if found["job_type"] == "sweep")
+    check_sweep(sweep, next(folder for folder in folders if folder.name.endswith(sweep["run_id"])))
+    (h2o,) = (key for key, each in rows.items() if each["method"] == "h2o")
+    check_samples(next(folder for folder in folders if folder.name.endswith(h2o)))
+
+
+def check_run(found: dict[str, Any], expected: dict[str, Any], run: Run) -> None:
+    assert {name: found["config"][name] for name in run.config} == run.config
+    assert found["config"]["kvexp"]["hash"] == run.hash and found["config"]["kvexp"]["labels"] == run.labels
+    summary = found["summary"]
+    assert summary["verdict99"] == expected["verdict99"] and summary["status"] == expected["status"]
+    for name in ("rouge1", "rouge1_of_full", "rouge1_low", "needed", "kv_bytes", "tokens_per_s", "paired"):
+        missing = expected[name] is None or expected[name] != expected[name] or str(expected[name]) == "<NA>"
+        assert summary.get(name) == (None if missing else pytest.approx(expected[name]))
+    if expected["method"] == "h2o":
+        assert summary["rouge1_of_full"] == pytest.approx(90) and summary["verdict99"] == "fail"
+    if expected["method"] == "window":
+        assert summary["verdict99"] == "void" and "rouge1_of_full" not in summary
+
+
+def check_samples(folder: Path) -> None:
+    (file,) = (folder / "files" / "media" / "table").glob("examples_*.json")
+    shown = json.loads(file.read_text(encoding="utf-8"))
+    assert shown["columns"][:2] == ["example", "skipped"] and shown["columns"][-2:] == ["output", "reference"]
+    assert len(shown["data"]) == 20
+    assert shown["data"][3][-1] == "reference 3" and shown["data"][3][shown["columns"].index("rouge1")] == 3.6
+
+
+def check_sweep(found: dict[str, Any], folder: Path) -> None:
+    assert found["history"]["runs/_type"] == "table-file"
+    assert found["summary"]["n_runs"] == 4 and found["summary"]["verdict99.void"] == 1
+    assert any("quality vs kv_ratio: tiny / xsum" in key for key in found["history"])
+    tables = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.table.json")]
+    (chart,) = (each for each in tables if each["columns"] == ["method", "kv_ratio", "rouge1_of_full"])
+    points = [tuple(point) for point in chart["data"] if "mark" not in point[0]]
+    assert points == [("h2o", 0.5, pytest.approx(90.0))]  # neither the void nor the failed run
+    assert {point[0] for point in chart["data"]} == {"h2o", "99 % mark", "99.9 % mark"}
+    (whole,) = (each for each in tables if "hash" in each["columns"])
+    assert len(whole["data"]) == 4
+
+
+def test_published_again_it_is_the_same_run(outputs: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert command(outputs, tmp_path).returncode == 0
+    folders = [path for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert {read(folder)["run_id"] for folder in folders} >= {path.parent.name for path in outputs.glob("*/done.json")}
+    assert len({read(folder)["run_id"] for folder in folders}) == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "expected"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_API_KEY": "x"}, "", "online"),
+        ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "", "offline"),
+        ({}, "machine api.wandb.ai login user password x", "online"),
+        ({}, "machine example.org login user password x", "offline"),
+        ({"WANDB_BASE_URL": "https://example.org"}, "machine example.org login user password x", "online"),
+    ],
+)
+def test_offline_unless_an_account_is_configured(
+    variables: dict[str, str], netrc: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "netrc"
+    file.write_text(netrc, encoding="utf-8")
+    monkeypatch.setenv("NETRC", str(file))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert default_mode() == expected
+
+
+def test_nothing_to_publish(tmp_path: Path) -> None:
+    done = command(tmp_path / "nothing", tmp_path)
+    assert done.returncode == 1 and "no runs under" in done.stdout
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        publish([tmp_path / "nothing"], mode="offline")
+
+
+def test_without_wandb_the_error_says_what_to_install(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    paths = [path.parent for path in outputs.glob("*/config.json")]
+    with pytest.raises(ConfigError, match="pip install"):
+        publish(paths, mode="offline")
+
+
+def test_disabled_writes_nothing(outputs: Path) -> None:
+    paths = [path.parent for path in outputs.glob("*/config.json")]
+    assert publish(paths, mode="disabled") == []
+    assert not (outputs / "wandb").exists()

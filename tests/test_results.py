@@ -1,0 +1,549 @@
+"""The results table: tiny cases by hand, honest counting, verdicts, coverage of the bootstrap, what is printed."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvexp.errors import ConfigError
+from kvexp.record import Run
+from kvexp.results import n_needed, print_table, stats, table, to_markdown
+from kvexp.results.__main__ import main
+from kvexp.results.render import count, seconds, size
+
+SEED = 7
+
+
+def row(index: int, score: float | dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
+    """A row of examples.jsonl; score None: skipped."""
+    metrics = score if isinstance(score, dict) else {} if score is None else {"rouge1": score}
+    receipt = {"slots": 50.0, "kv_bytes": 1000, "peak_kv_bytes": 2000, "first_eviction_step": 0}
+    receipt |= changes.pop("receipt", {})
+    found: dict[str, Any] = {"example": f"e{index}", "index": index, "metrics": metrics, "prompt_tokens": 100}
+    found |= {"new_tokens": 11, "prompt_cut": False, "skipped": "too long" if score is None else None}
+    found |= {"seconds": {"ttft": 0.5, "tt2t": 0.6, "tpot": 0.05}, "receipt": receipt, "output": "o", "reference": "r"}
+    return found | changes
+
+
+def write(
+    outputs: Path,
+    method: str,
+    scores: Sequence[float | dict[str, Any] | None],
+    baseline: str | None = None,
+    done: bool = True,
+    changes: dict[str, Any] | None = None,
+    **labels: Any,
+) -> Run:
+    named = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": 0.5} | labels
+    run = Run.open(outputs, named, named, baseline=baseline)
+    shared = {"receipt": {"first_eviction_step": None}} if method == "full" else {}
+    for index, score in enumerate(scores):
+        run.append(row(index, score, **(shared | (changes or {}))))
+    if done:
+        run.finish(len(scores))
+    return run
+
+
+def one(outputs: Path, method: str) -> dict[str, Any]:
+    (found,) = table(outputs, {"method": method}).to_dict("records")
+    return found
+
+
+def noisy(n: int = 100, seed: int = SEED) -> list[float]:
+    return [float(value) for value in np.random.default_rng(seed).gamma(4, 8, n)]
+
+
+# --- by hand
+
+
+def test_percent_is_over_the_examples_both_have(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [10.0, 30.0, None, 500.0])
+    write(tmp_path, "h2o", [10.0, 10.0, 70.0, None], base.hash)
+    found = one(tmp_path, "h2o")
+    assert found["rouge1_of_full"] == pytest.approx(100 * (10 + 10) / (10 + 30))  # e2 and e3 have no partner
+    assert (found["n"], found["skipped"], found["paired"], found["changed"]) == (3, 1, 2, 1)
+    assert found["rouge1"] == pytest.approx((10 + 10 + 70) / 3)
+    assert found["verdict99"] == "undecided" and "2 paired examples" in found["note"]
+
+
+def test_pairs_are_by_id_and_not_by_place(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [10.0, 30.0])
+    run = write(tmp_path, "h2o", [], base.hash, done=False)
+    run.append(row(1, 30.0))
+    run.append(row(0, 10.0))
+    run.finish(2)
+    found = one(tmp_path, "h2o")
+    assert found["changed"] == 0 and found["rouge1_low"] == found["rouge1_high"] == pytest.approx(100)
+
+
+def test_a_skipped_row_has_no_score_even_if_it_says_so(tmp_path: Path) -> None:
+    run = write(tmp_path, "full", [10.0, 30.0], done=False)
+    run.append(row(2, 0.0, skipped="too long"))
+    run.append(row(3, None, skipped=None))  # not skipped by name, and nothing to count either
+    found = one(tmp_path, "full")
+    assert (found["n"], found["skipped"], found["rouge1"]) == (2, 2, 20)
+
+
+def test_percent_and_spread_by_hand() -> None:
+    base, scores = np.array([10.0, 20.0, 30.0]), np.array([10.0, 16.0, 22.0])
+    assert stats.percent("rouge1", scores.mean(), base.mean()) == pytest.approx(80.0)
+    # residuals scores - 0.8 * base = 2, 0, -2: their deviation is 2, over a mean of 20, in percent
+    assert stats.spread("rouge1", scores, base) == pytest.approx(10.0)
+    assert stats.percent("nll", 2.1, 2.0) == pytest.approx(90.48374180359595)  # 100 * exp(-0.1): a higher NLL is worse
+    assert stats.percent("rouge1", 3.0, 0.0) != stats.percent("rouge1", 3.0, 0.0)  # NaN
+
+
+def test_nll_spread_by_hand() -> None:
+    base, scores = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.5, 2.5])  # means are equal; differences 0, .5, -.5
+    assert stats.spread("nll", scores, base) == pytest.approx(100 * 0.5)
+
+
+def test_n_needed_by_hand() -> None:
+    # (1.959964 + 0.841621)^2 = 7.848879, times (10 / 1)^2
+    assert n_needed(gap=1.0, sd=10.0) == 785
+    assert n_needed(gap=2.0, sd=10.0) == 197  # twice the gap, a quarter of the examples
+    assert n_needed(gap=1.0, sd=10.0, power=0.5) == math.ceil(1.959964**2 * 100)
+    assert n_needed(gap=1.0, sd=10.0, level=stats.corrected_level(15)) > 785
+    assert n_needed(gap=0.0, sd=10.0) == math.inf
+    assert n_needed(gap=50.0, sd=1.0) == stats.MIN_PAIRS
+    assert math.isnan(n_needed(gap=math.nan, sd=1.0))
+
+
+def test_two_examples_resample_like_two_coins() -> None:
+    means = stats.resampled_means(np.array([[0.0, 10.0], [1.0, 30.0]]), 40_000)
+    values, seen = np.unique(means[:, 0], return_counts=True)
+    assert values.tolist() == [0.0, 0.5, 1.0]
+    assert np.abs(seen / 40_000 - [0.25, 0.5, 0.25]).max() < 4 * math.sqrt(0.25 / 40_000)
+    assert np.array_equal(means[:, 1], 10 + 20 * means[:, 0])  # columns share their draws: pairs stay together
+
+
+def test_bootstrap_error_is_the_error_of_the_mean() -> None:
+    sample = np.random.default_rng(SEED).normal(50, 10, 101)
+    means = stats.resampled_means(sample[:, None], 10_000)
+    assert means.std() == pytest.approx(sample.std() / math.sqrt(101), rel=0.03)
+    low, high = stats.interval(means[:, 0], 101, 0.95)
+    half = 1.984 * sample.std(ddof=1) / math.sqrt(101)  # the t interval
+    assert (low, high) == pytest.approx((sample.mean() - half, sample.mean() + half), abs=0.1 * half)
+
+
+@pytest.mark.parametrize(
+    ("p", "df", "expected"), [(0.975, 19, 2.0930), (0.975, 60, 2.0003), (0.995, 30, 2.7500), (0.9995, 19, 3.8834)]
+)
+def test_t_quantile_equals_the_printed_tables(p: float, df: int, expected: float) -> None:
+    assert stats.t_quantile(p, df) == pytest.approx(expected, abs=1e-3)
+
+
+def test_correction_is_bonferroni() -> None:
+    assert stats.corrected_level(1) == pytest.approx(0.95)
+    assert stats.corrected_level(10) == pytest.approx(0.995)
+    assert stats.corrected_level(0) == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(99.0, 101, "pass"), (98.9, 99.0, "undecided"), (90, 98.99, "fail"), (98, 100, "undecided")],
+)
+def test_an_interval_decides(low: float, high: float, expected: str) -> None:
+    assert stats.decide(low, high, 99.0) == expected
+    assert stats.decide(math.nan, math.nan, 99.0) == "undecided"
+
+
+def test_a_resample_without_a_baseline_score_may_be_anything() -> None:
+    values = np.array([100.0] * 50 + [np.nan] * 50)
+    assert stats.interval(values, 30, 0.95) == (0.0, math.inf)
+
+
+# --- verdicts
+
+
+def test_pass_fail_and_undecided(tmp_path: Path) -> None:
+    scores = noisy()
+    base = write(tmp_path, "full", scores)
+    write(tmp_path, "same", scores, base.hash)
+    write(tmp_path, "half", [0.5 * score for score in scores], base.hash)
+    shaken = [score + noise for score, noise in zip(scores, np.random.default_rng(1).normal(0, 6, 100), strict=True)]
+    write(tmp_path, "shaken", [float(score) for score in shaken], base.hash)
+    found = {method: one(tmp_path, method) for method in ("full", "same", "half", "shaken")}
+    assert {method: each["verdict99"] for method, each in found.items()} == {
+        **{"full": "baseline", "same": "pass", "half": "fail", "shaken": "undecided"}
+    }
+    assert found["half"]["rouge1_low"] == pytest.approx(50) and found["half"]["rouge1_high"] == pytest.approx(50)
+    shaken_row = found["shaken"]
+    assert shaken_row["rouge1_low"] < shaken_row["rouge1_of_full"] < shaken_row["rouge1_high"]
+    assert shaken_row["needed"] > 100 and math.isnan(found["same"]["needed"])
+
+
+def test_the_mark_is_met_at_99_and_missed_at_999(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    write(tmp_path, "h2o", [0.995 * score for score in noisy()], base.hash)
+    found = one(tmp_path, "h2o")
+    assert (found["verdict99"], found["verdict999"]) == ("pass", "fail")
+
+
+def test_one_failing_metric_fails_the_run(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [{"rouge1": score, "rouge2": score} for score in noisy()])
+    write(tmp_path, "h2o", [{"rouge1": score, "rouge2": 0.9 * score} for score in noisy()], base.hash)
+    found = one(tmp_path, "h2o")
+    assert (found["rouge1_verdict99"], found["rouge2_verdict99"], found["verdict99"]) == ("pass", "fail", "fail")
+    assert found["headline"] == "rouge1"
+
+
+def test_short_answers_fail_whatever_they_score(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())  # 11 tokens each
+    write(tmp_path, "h2o", noisy(), base.hash, changes={"new_tokens": 9})
+    write(tmp_path, "tova", noisy(), base.hash, changes={"new_tokens": 10})
+    h2o, tova = one(tmp_path, "h2o"), one(tmp_path, "tova")
+    assert h2o["length_of_full"] == pytest.approx(100 * 9 / 11) and not h2o["length_ok"]
+    assert (h2o["rouge1_verdict99"], h2o["verdict99"]) == ("pass", "fail")
+    assert tova["length_ok"] and tova["verdict99"] == "pass"
+
+
+def test_a_higher_nll_fails(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [{"nll": score / 10} for score in noisy()])
+    write(tmp_path, "worse", [{"nll": score / 10 + 0.1} for score in noisy()], base.hash)
+    write(tmp_path, "better", [{"nll": score / 10 - 0.1} for score in noisy()], base.hash)
+    assert one(tmp_path, "worse")["nll_of_full"] == pytest.approx(100 * math.exp(-0.1))
+    assert (one(tmp_path, "worse")["verdict99"], one(tmp_path, "better")["verdict999"]) == ("fail", "pass")
+
+
+def test_a_budget_that_never_bit_is_void(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    write(tmp_path, "h2o", noisy(), base.hash, changes={"receipt": {"first_eviction_step": None}})
+    found = one(tmp_path, "h2o")
+    assert (found["verdict99"], found["verdict999"], found["evicted"]) == ("void", "void", 0)
+    assert pd.isna(found.get("rouge1_of_full")) and found["comparisons"] == 0
+    assert "void" in found["note"]
+
+
+def test_one_eviction_is_enough_not_to_be_void(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [*noisy(), 20.0])
+    run = write(tmp_path, "h2o", noisy(), base.hash, done=False, changes={"receipt": {"first_eviction_step": None}})
+    run.append(row(100, 20.0))
+    run.finish(101)
+    assert one(tmp_path, "h2o")["evicted"] == 1 and one(tmp_path, "h2o")["verdict99"] == "pass"
+
+
+def test_verdicts_are_corrected_for_the_compared_runs_of_the_table(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    for index in range(5):
+        shaken = np.random.default_rng(index).normal(0, 3, 100)
+        write(tmp_path, "h2o", [float(a + b) for a, b in zip(noisy(), shaken, strict=True)], base.hash, kv_ratio=index)
+    every, alone = table(tmp_path), table(tmp_path, {"method": ["h2o"], "kv_ratio": 2})
+    assert set(every["comparisons"]) == {5} and set(alone["comparisons"]) == {1}
+    assert every["confidence"].iloc[0] == pytest.approx(0.99)
+    wide, narrow = every[every["kv_ratio"] == 2].iloc[0], alone.iloc[0]
+    assert wide["rouge1_low"] == narrow["rouge1_low"] == narrow["rouge1_low_corrected"]
+    assert wide["rouge1_low_corrected"] < wide["rouge1_low"] and wide["rouge1_high_corrected"] > wide["rouge1_high"]
+
+
+def test_a_rerun_gives_the_same_table(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    write(tmp_path, "h2o", noisy(100, SEED + 1), base.hash)
+    pd.testing.assert_frame_equal(table(tmp_path), table(tmp_path))
+
+
+# --- runs that are not whole
+
+
+def test_partial_and_failed_runs_are_listed_and_not_judged(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    write(tmp_path, "going", noisy(40), base.hash, done=False)
+    write(tmp_path, "broken", noisy(40), base.hash, done=False).fail(RuntimeError("out of memory\nat line 3"))
+    write(tmp_path, "never", [], base.hash, done=False).fail(ValueError("no such file"))
+    going, broken, never = (one(tmp_path, method) for method in ("going", "broken", "never"))
+    assert [each["status"] for each in (going, broken, never)] == ["partial", "failed", "failed"]
+    assert [each["verdict99"] for each in (going, broken, never)] == ["undecided"] * 3
+    assert going["paired"] == 40 and going["rouge1_of_full"] == pytest.approx(100)
+    assert broken["note"] == "failed: RuntimeError: out of memory"
+    assert never["n"] == 0 and math.isnan(never["slots"])
+
+
+def test_no_verdict_against_a_baseline_that_is_missing_or_partial(tmp_path: Path) -> None:
+    partial = write(tmp_path, "full", noisy(50), done=False)
+    write(tmp_path, "h2o", noisy(), partial.hash)
+    write(tmp_path, "tova", noisy(), "0123456789abcdef")
+    write(tmp_path, "knorm", noisy())
+    h2o, tova, knorm = (one(tmp_path, method) for method in ("h2o", "tova", "knorm"))
+    assert h2o["paired"] == 50 and h2o["verdict99"] == "undecided" and "baseline partial" in h2o["note"]
+    assert tova["verdict99"] == "undecided" and "0123456789abcdef is not here" in tova["note"]
+    assert knorm["verdict99"] == "undecided" and knorm["note"] == "no baseline was recorded"
+
+
+def test_numbers_of_other_numerics_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = write(tmp_path, "full", noisy())
+    monkeypatch.setattr("kvexp.NUMERICS", 10**6)
+    write(tmp_path, "h2o", noisy(), base.hash)
+    found = one(tmp_path, "h2o")
+    assert found["verdict99"] == "undecided" and pd.isna(found.get("rouge1_of_full"))
+    assert "NUMERICS is 1000000" in found["note"]
+
+
+def test_few_pairs_decide_nothing(tmp_path: Path) -> None:
+    for n, verdict in ((stats.MIN_PAIRS - 1, "undecided"), (stats.MIN_PAIRS, "pass")):
+        base = write(tmp_path, "full", noisy(n), limit=n)
+        write(tmp_path, "h2o", noisy(n), base.hash, limit=n)
+        assert table(tmp_path, {"limit": n, "method": "h2o"})["verdict99"].tolist() == [verdict]
+
+
+def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [20.0])
+    write(tmp_path, "h2o", [10.0], base.hash)
+    found = one(tmp_path, "h2o")
+    assert found["rouge1_of_full"] == 50 and math.isnan(found["rouge1_low"])
+
+
+def test_a_baseline_that_scores_nothing_gives_no_percentage(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [0.0] * 30)
+    write(tmp_path, "h2o", [1.0] * 30, base.hash)
+    found = one(tmp_path, "h2o")
+    assert math.isnan(found["rouge1_of_full"]) and found["verdict99"] == "undecided"
+    assert found["note"] == "the baseline scores 0 in rouge1: no percentage of that"
+
+
+def test_the_print_takes_a_metric_that_has_percentages(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [{"rouge1": 0.0, "nll": 2.0}] * 30)
+    write(tmp_path, "h2o", [{"rouge1": 0.0, "nll": 2.1}] * 30, base.hash)
+    text = "\n".join(printed(table(tmp_path), 200))
+    assert "nll %" in text and "90.5..90.5" in text
+
+
+def test_runs_with_the_same_trouble_share_a_line(sweep: Path) -> None:
+    few = {"task": "xsum", "method": "h2o"}
+    for path in sweep.glob("*/done.json"):
+        path.unlink()
+    lines = [line for line in printed(table(sweep, few), 1000) if "partial: 30 rows" in line]
+    assert len(lines) == 1 and re.match(r"tiny / xsum: h2o 0\.2 \(\w{6}\), h2o 0\.5 \(\w{6}\): partial", lines[0])
+
+
+def test_a_missing_score_drops_the_pair(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [{"rouge1": 10.0}, {"rouge1": 30.0}])
+    write(tmp_path, "h2o", [{"rouge1": None}, {"rouge1": 15.0}], base.hash)
+    assert one(tmp_path, "h2o")["paired"] == 1 and one(tmp_path, "h2o")["rouge1_of_full"] == 50
+
+
+# --- memory and speed
+
+
+def test_cost_by_hand(tmp_path: Path) -> None:
+    run = write(tmp_path, "h2o", [], done=False)
+    receipts = [{"slots": 10.0, "kv_bytes": 100, "peak_kv_bytes": 300}, {"slots": 20.0, "kv_bytes": 200}]
+    run.append(row(0, 1.0, new_tokens=1, seconds={"ttft": 1.0, "tt2t": None, "tpot": None}, receipt=receipts[0]))
+    run.append(row(1, 1.0, new_tokens=5, seconds={"ttft": 2.0, "tt2t": 2.5, "tpot": 0.5}, receipt=receipts[1]))
+    run.append(row(2, None, seconds={}, receipt={"slots": 1e9, "kv_bytes": 10**9}))  # skipped: in none of these
+    run.finish(3)
+    found = one(tmp_path, "h2o")
+    assert (found["slots"], found["kv_bytes"], found["peak_kv_bytes"]) == (15, 150, 2000)
+    assert (found["ttft_s"], found["tpot_s"]) == (1.5, 0.5)
+    assert found["tokens_per_s"] == pytest.approx((1 + 5) / (1.0 + 2.0 + 4 * 0.5))
+
+
+# --- choosing, printing, writing
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    outputs = tmp_path / "outputs"
+    for task in ("xsum", "cnn_dailymail"):
+        metrics = [{name: score for name in ("rouge1", "rouge2", "rougeL", "rougeLsum")} for score in noisy(30)]
+        base = write(outputs, "full", metrics, task=task, kv_ratio=1.0)
+        for method in ("h2o", "keyformer"):
+            for index, ratio in enumerate((0.5, 0.2)):
+                worse = [{name: score * (0.9 + ratio / 9) for name, score in each.items()} for each in metrics]
+                receipt = {"kv_bytes": 10**6 * (index + 1), "peak_kv_bytes": 10**7}
+                write(outputs, method, worse, base.hash, task=task, kv_ratio=ratio, changes={"receipt": receipt})
+    return outputs
+
+
+def test_where_takes_values_lists_and_numbers(sweep: Path) -> None:
+    assert len(table(sweep)) == 10
+    assert len(table(sweep, {"method": "h2o"})) == 4
+    assert len(table(sweep, {"method": ["h2o", "full"], "task": "xsum"})) == 3
+    assert len(table(sweep, {"kv_ratio": "0.50"})) == 4
+    assert table(sweep, {"status": "failed"}).empty
+    with pytest.raises(ConfigError, match=r"cannot choose runs by metod; their labels are .*method"):
+        table(sweep, {"metod": "h2o"})
+
+
+def test_rows_come_baseline_first_then_by_method_and_ratio(sweep: Path) -> None:
+    found = table(sweep, {"task": "xsum"})
+    assert list(zip(found["method"], found["kv_ratio"], strict=True)) == [
+        *(("full", 1.0), ("h2o", 0.2), ("h2o", 0.5), ("keyformer", 0.2), ("keyformer", 0.5))
+    ]
+
+
+def printed(df: pd.DataFrame, width: int, x: str = "kv_ratio") -> list[str]:
+    out = io.StringIO()
+    print_table(df, Console(file=out, width=width), x)
+    return out.getvalue().splitlines()
+
+
+def test_a_wide_console_gets_one_table_per_task(sweep: Path) -> None:
+    lines = printed(table(sweep), 200)
+    assert [line for line in lines if re.match(r"tiny / \S+$", line)] == ["tiny / cnn_dailymail", "tiny / xsum"]
+    heads = [line.split() for line in lines if line.startswith("method")]
+    assert len(heads) == 2
+    assert {"kv_ratio", "R-1", "R-2", "R-L", "R-Lsum", "slots", "peak", "TTFT", "TPOT", "tokens/s"} <= set(heads[0])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_narrow_console_gets_every_column_whole(sweep: Path, width: int) -> None:
+    tables = [line for line in printed(table(sweep), width) if line.startswith(("method", "h2o", "keyformer", "full"))]
+    assert max(map(len, tables)) <= width
+    rows = [line for line in tables if line.startswith("h2o ")]
+    assert len(rows) % 4 == 0  # no row is wrapped
+    assert sum(line.count("9.54 MiB") for line in rows) == 4
+    assert sum(line.count("R-Lsum") for line in tables) == 2
+
+
+def test_bytes_can_be_the_axis(sweep: Path) -> None:
+    lines = printed(table(sweep, {"task": "xsum"}), 200, x="bytes")
+    ordered = [line.split()[:3] for line in lines if line.startswith(("h2o", "keyformer"))]
+    assert [(method, f"{amount} {unit}") for method, amount, unit in ordered] == [
+        *(("h2o", "977 KiB"), ("keyformer", "977 KiB"), ("h2o", "1.91 MiB"), ("keyformer", "1.91 MiB"))
+    ]
+    with pytest.raises(ConfigError, match="x must be one of kv_ratio, bytes"):
+        print_table(table(sweep), x="slots")
+
+
+def test_a_label_that_varies_is_shown(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        write(tmp_path, "random", noisy(), seed=seed, dtype="float32")
+    head = next(line for line in printed(table(tmp_path), 200) if line.startswith("method"))
+    assert "seed" in head and "dtype" not in head
+
+
+def test_a_hidden_cause_of_failure_is_named(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", [{"rouge1": score, "rouge2": score} for score in noisy()])
+    write(tmp_path, "h2o", [{"rouge1": score, "rouge2": 0.9 * score} for score in noisy()], base.hash)
+    write(tmp_path, "tova", [{"rouge1": s, "rouge2": s} for s in noisy()], base.hash, changes={"new_tokens": 1})
+    text = "\n".join(printed(table(tmp_path), 200))
+    assert "fail (R-2)" in text and "fail (length)" in text
+
+
+def test_the_print_says_what_the_verdicts_rest_on(sweep: Path) -> None:
+    text = "\n".join(printed(table(sweep), 1000))
+    assert "99.38 % intervals, corrected (Bonferroni) for 8 compared runs" in text
+    assert "(8 runs)" in text
+
+
+def test_markdown_has_the_same_cells(sweep: Path) -> None:
+    lines = to_markdown(table(sweep)).splitlines()
+    rows = [line for line in lines if line.startswith("| h2o")]
+    assert len(rows) == 4 and len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert "9.54 MiB" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (size(0), "0 B"),
+        (size(1023), "1023 B"),
+        (size(1536), "1.5 KiB"),
+        (size(1000 * 1024), "1000 KiB"),
+        (size(1024**3), "1 GiB"),
+        (size(math.nan), "-"),
+        (seconds(0.0000123), "12 us"),
+        (seconds(0.0213), "21.3 ms"),
+        (seconds(0.9996), "1 s"),
+        (seconds(1234.5), "1234 s"),
+        (count(9999), "9999"),
+        (count(44_400), "44k"),
+        (count(999_600), "1M"),
+        (count(math.inf), ">1G"),
+    ],
+)
+def test_numbers_for_people(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_command_prints_and_writes(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {kind: tmp_path / f"table.{kind}" for kind in ("csv", "parquet", "markdown")}
+    options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
+    assert main([str(sweep), "--where", "method=h2o,keyformer", "task=xsum", *options]) == 0
+    assert "keyformer" in capsys.readouterr().out
+    expected = table(sweep, {"method": ["h2o", "keyformer"], "task": "xsum"})
+    read = pd.read_csv(files["csv"])
+    assert list(read.columns) == list(expected.columns)
+    assert read["rouge1_low"].to_numpy() == pytest.approx(expected["rouge1_low"].to_numpy())
+    pd.testing.assert_frame_equal(pd.read_parquet(files["parquet"]), expected, check_dtype=False)
+    assert files["markdown"].read_text(encoding="utf-8").startswith("**tiny / xsum**")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--where", "method=none"], 1, "match"),
+        (["--where", "metod=h2o"], 2, "cannot choose runs by metod"),
+        (["--where", "h2o"], 2, "LABEL=VALUE"),
+        (["--csv", "/no/such/folder/t.csv"], 2, "cannot write /no/such/folder/t.csv"),
+    ],
+)
+def test_command_explains(
+    sweep: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main([str(sweep), *arguments]) == code
+    found = capsys.readouterr()
+    assert message in found.out + found.err
+
+
+def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "no folder" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    assert "no runs under" in capsys.readouterr().out
+    assert table(tmp_path).empty
+
+
+def test_a_damaged_line_is_a_warning_and_not_the_end(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = next(sweep.glob("*/examples.jsonl"))
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join([lines[0], "{broken\n", *lines[1:]]), encoding="utf-8")
+    assert main([str(sweep)]) == 0
+    assert f"warning: {file}:2: not a row" in capsys.readouterr().err
+
+
+# --- the statistics keep their promise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "level"), [(20, 0.95), (50, 0.95), (200, 0.95), (50, 0.99)])
+def test_intervals_cover_the_truth_as_often_as_they_say(n: int, level: float) -> None:
+    """Skewed, correlated pairs with many ties, like ROUGE: 40 % unchanged, the others scaled, some lucky."""
+    rng, hits, rounds = np.random.default_rng([SEED, n]), 0, 1000
+    truth = 100 * (0.4 * 24 + 0.6 * (24 * 0.95 + 1)) / 24
+    for _ in range(rounds):
+        base = rng.gamma(2, 12, n)
+        changed = base * rng.gamma(4, 0.95 / 4, n) + rng.gamma(1, 1, n)
+        scores = np.where(rng.random(n) < 0.4, base, changed)
+        means = stats.resampled_means(np.stack([scores, base], axis=1), 2000)
+        low, high = stats.interval(stats.percent("rouge1", means[:, 0], means[:, 1]), n, level)
+        hits += low <= truth <= high
+    miss = 1 - level
+    slack = 4 * math.sqrt(miss * level / rounds)
+    assert miss - slack < 1 - hits / rounds < (2.0 if n == 20 else 1.6) * miss + slack
+
+
+@pytest.mark.slow
+def test_n_needed_examples_decide_about_as_often_as_promised() -> None:
+    """True quality 95 %, mark 99 %: with the number asked for, about 80 % of the samples say fail."""
+    rng = np.random.default_rng(SEED)
+
+    def sample(n: int) -> tuple[stats.Floats, stats.Floats]:
+        base = rng.gamma(4, 8, n)
+        return base * rng.normal(0.95, 0.3, n), base
+
+    wanted = int(n_needed(gap=4.0, sd=stats.spread("rouge1", *sample(200_000))))
+    failed = 0
+    for _ in range(400):
+        scores, base = sample(wanted)
+        means = stats.resampled_means(np.stack([scores, base], axis=1), 2000)
+        low, high = stats.interval(stats.percent("rouge1", means[:, 0], means[:, 1]), wanted, 0.95)
+        failed += stats.decide(low, high, 99.0) == "fail"
+    assert 0.72 < failed / 400 < 0.88
