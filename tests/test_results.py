@@ -16,7 +16,7 @@ from kvexp.errors import ConfigError
 from kvexp.record import Run
 from kvexp.results import n_needed, print_table, stats, table, to_markdown
 from kvexp.results.__main__ import main
-from kvexp.results.render import count, seconds, size
+from kvexp.results.units import count, seconds, size
 
 SEED = 7
 

@@ -15,6 +15,7 @@ from kvexp.errors import ConfigError
 
 from . import stats
 from .table import COUNTS, FIRST, LAST, VERDICTS
+from .units import absent, count, fixed, seconds, short, size
 
 Row = Mapping[str, Any]
 
@@ -51,11 +52,10 @@ def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_r
 def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
     """The same tables as GitHub-flavoured Markdown."""
     lines = []
-    for title, rows, columns, keys in _groups(df, x):
-        shown = [*columns[:keys], *columns[keys:]]
-        lines += [f"**{title}**", "", _line(column.head.replace("\n", " ") for column in shown)]
-        lines += [_line("---:" if column.right else "---" for column in shown)]
-        lines += [_line(column.cell(row) for column in shown) for row in rows] + [""]
+    for title, rows, columns, _ in _groups(df, x):
+        heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
+        lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
+        lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
     return "\n".join([*lines, *(f"- {line}" for line in notes(df)), ""])
 
 
@@ -93,7 +93,7 @@ def notes(df: pd.DataFrame) -> list[str]:
 
 def _name(row: Row) -> str:
     """A run within its table: the hash tells apart what method and kv_ratio do not, and finds the folder."""
-    parts = [_plain(label, "").cell(row) for label in ("method", "kv_ratio") if not _absent(row.get(label))]
+    parts = [_plain(label, "").cell(row) for label in ("method", "kv_ratio") if not absent(row.get(label))]
     return " ".join([*parts, f"({row['hash'][:6]})"])
 
 
@@ -116,7 +116,7 @@ def _groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]
 
 
 def _title(row: Row) -> str:
-    return " / ".join(str(row[name]) for name in ("model", "task") if not _absent(row.get(name))) or "runs"
+    return " / ".join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
 
 
 def _keys(rows: Sequence[Row], x: str) -> list[Column]:
@@ -132,15 +132,15 @@ def _columns(rows: Sequence[Row], x: str) -> list[Column]:
     metrics = [
         name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
     ]
-    metrics = [name for name in metrics if any(not _absent(row[name]) for row in rows)]
+    metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
     runs = f"({rows[0]['comparisons']} runs)"
     columns = [_metric(name) for name in metrics]
     if metrics:
         headline = next(
-            (name for name in metrics if any(not _absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
+            (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
         )
         columns += [
-            Column(f"{short(headline)} %\nof full", lambda row: _fixed(row[f"{headline}_of_full"], 1)),
+            Column(f"{short(headline)} %\nof full", lambda row: fixed(row[f"{headline}_of_full"], 1)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
         ]
     columns += [
@@ -148,14 +148,14 @@ def _columns(rows: Sequence[Row], x: str) -> list[Column]:
         Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
         Column("n to\ndecide", lambda row: _needed(row)),
         Column("n", lambda row: str(row["n"])),
-        Column("paired", lambda row: "-" if _absent(row["paired"]) else str(row["paired"])),
+        Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
         Column("skip-\nped", lambda row: str(row["skipped"])),
         Column("status", lambda row: str(row["status"]), right=False),
-        Column("slots", lambda row: _fixed(row["slots"], 1)),
+        Column("slots", lambda row: fixed(row["slots"], 1)),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
         Column("TTFT", lambda row: seconds(row["ttft_s"])),
         Column("TPOT", lambda row: seconds(row["tpot_s"])),
-        Column("tokens/s", lambda row: _fixed(row["tokens_per_s"], 1)),
+        Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
     ]
     return [*([_plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
 
@@ -179,13 +179,13 @@ def _fit(columns: list[Column], keys: int, rows: Sequence[Row], width: int) -> I
 def _plain(name: str, head: str, right: bool = True) -> Column:
     def cell(row: Row) -> str:
         value = row.get(name)
-        return "-" if _absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
 
     return Column(head, cell, right)
 
 
 def _metric(name: str) -> Column:
-    return Column(short(name), lambda row: _fixed(row[name], 3 if stats.lower_is_better(name) else 2))
+    return Column(short(name), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
 
 
 def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
@@ -200,55 +200,11 @@ def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
 
 
 def _needed(row: Row) -> str:
-    if _absent(row["needed"]) and _absent(row["needed999"]):
+    if absent(row["needed"]) and absent(row["needed999"]):
         return "-"
     return f"{count(row['needed'])} / {count(row['needed999'])}"
 
 
 def _interval(row: Row, metric: str) -> str:
     low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-    return "-" if _absent(low) else f"{low:.1f}..{high:.1f}"
-
-
-def _absent(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def _fixed(value: Any, digits: int) -> str:
-    return "-" if _absent(value) else f"{value:.{digits}f}"
-
-
-def short(metric: str) -> str:
-    return metric.replace("rouge", "R-") if metric.startswith("rouge") else metric
-
-
-def count(value: float) -> str:
-    """1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M; never more than five characters."""
-    if _absent(value):
-        return "-"
-    if math.isinf(value) or value >= 1e9:
-        return ">1G"
-    if value < 10_000:
-        return f"{value:.0f}"
-    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M" if value < 999.5e6 else "1G"
-
-
-def size(value: float) -> str:
-    """Bytes in binary units: 1536 -> 1.50 KiB."""
-    if _absent(value):
-        return "-"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1023.5:
-            return (
-                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-            )
-        value /= 1024
-    return f"{value:.3g} TiB"
-
-
-def seconds(value: float) -> str:
-    if _absent(value):
-        return "-"
-    if value < 1e-3:
-        return f"{value * 1e6:.0f} us"
-    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
+    return "-" if absent(low) else f"{low:.1f}..{high:.1f}"

@@ -1,0 +1,50 @@
+"""Numbers the way people read them; what is missing is a dash."""
+
+import math
+from typing import Any
+
+import pandas as pd
+
+
+def absent(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def fixed(value: Any, digits: int) -> str:
+    return "-" if absent(value) else f"{value:.{digits}f}"
+
+
+def short(metric: str) -> str:
+    return metric.replace("rouge", "R-") if metric.startswith("rouge") else metric
+
+
+def count(value: float) -> str:
+    """1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M; never more than five characters."""
+    if absent(value):
+        return "-"
+    if math.isinf(value) or value >= 1e9:
+        return ">1G"
+    if value < 10_000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M" if value < 999.5e6 else "1G"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units: 1536 -> 1.50 KiB."""
+    if absent(value):
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1023.5:
+            return (
+                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+            )
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def seconds(value: float) -> str:
+    if absent(value):
+        return "-"
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} us"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
