@@ -1,0 +1,252 @@
+"""The command line end to end on the tiny model: rows, baselines, resuming, failures, exit codes, what a user reads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from kvexp.record import runs
+from kvexp.runner.prompts import tokenise
+from kvexp.runner.run import run
+from kvexp.runner.settings import settings_of
+from kvexp.tasks import Example, Stories
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3"]
+
+
+def settings(outputs, *overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose(
+            "config", [*SMALL, f"outputs_dir={outputs}", f"task.data_files={ROOT}/conf/task/sample.jsonl", *overrides]
+        )
+    plain = OmegaConf.to_container(config, resolve=True)
+    choices = {"method": "h2o", "model": "tiny", "task": "sample", "budget": "ratio"}
+    choices |= dict(o.split("=", 1) for o in overrides if "." not in o.split("=")[0])
+    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+
+
+def command(*arguments, cwd=ROOT):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "0", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "run.py", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_run_makes_its_baseline_and_rows(tmp_path):
+    record = run(settings(tmp_path, "kv_ratio=0.3"))
+    assert record.finished
+    both = {r.hash: r for r in runs(tmp_path)}
+    assert set(both) == {record.hash, record.baseline}
+    baseline = both[record.baseline]
+    assert [r["example"] for r in record.rows()] == [r["example"] for r in baseline.rows()] == ["sample-0", "sample-1"]
+    for row, full in zip(record.rows(), baseline.rows(), strict=True):
+        assert row["receipt"]["first_eviction_step"] == 0
+        assert full["receipt"]["first_eviction_step"] is None
+        assert row["receipt"]["slots"] == int(0.3 * row["prompt_tokens"]) - 1 + (row["new_tokens"] == 0)
+        assert 0 < row["receipt"]["attention_kept"] < 1
+        assert row["receipt"]["peak_kv_bytes"] >= row["receipt"]["kv_bytes"] > 0
+        assert set(row["metrics"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum", "nll"}
+        assert row["seconds"]["ttft"] > 0
+    assert baseline.labels["method"] == "full"
+    assert record.env["transformers"]
+
+
+def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path, capsys):
+    first = run(settings(tmp_path))
+    before = (first.path / "examples.jsonl").read_bytes()
+    capsys.readouterr()
+    run(settings(tmp_path))
+    assert "2 of 2 rows are there already" in capsys.readouterr().out
+    assert (first.path / "examples.jsonl").read_bytes() == before
+    more = run(settings(tmp_path, "limit=3"))
+    assert more.hash == first.hash
+    assert (first.path / "examples.jsonl").read_bytes().startswith(before)
+    assert len(more.rows()) == 3
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
+    one, two = (run(settings(tmp_path / b, "method=keyformer", f"batch_size={b}")) for b in ("1", "2"))
+    ones, twos = without_times(one.rows()), without_times(two.rows())
+    for a, b in zip(ones, twos, strict=True):
+        for bytes_ in ("kv_bytes", "peak_kv_bytes"):  # padding is memory too
+            a["receipt"].pop(bytes_), b["receipt"].pop(bytes_)
+        assert a["receipt"].pop("attention_kept") == pytest.approx(b["receipt"].pop("attention_kept"), abs=1e-5)
+        assert a["metrics"].pop("nll") == pytest.approx(b["metrics"].pop("nll"), abs=1e-4)
+        assert a == b
+    again = run(settings(tmp_path / "again", "method=keyformer"))
+    assert without_times(again.rows()) == without_times(one.rows())
+
+
+def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
+    import kvexp.runner.run as module
+
+    good = module._generate
+    calls = []
+
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of luck")
+        return good(*arguments)
+
+    monkeypatch.setattr(module, "_generate", breaks)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run(settings(tmp_path))
+    failed = next(r for r in runs(tmp_path) if r.labels["method"] == "h2o")
+    assert failed.failure()["message"] == "out of luck"
+    assert len(failed.rows()) == 1
+    record = run(settings(tmp_path))
+    assert record.failure() is None
+    assert len(record.rows()) == 2
+
+
+def test_prompts_are_cut_as_the_task_says():
+    class Words:
+        def __call__(self, text, add_special_tokens=True):
+            words = text.split()
+            return type("Encoding", (), {"input_ids": (["<s>"] if add_special_tokens else []) + words})
+
+    example = Example("a", "do this: one two three four five so", "", "", "do this: ", "one two three four five", " so")
+    base = {"prompt_share": 0.5}
+    middle = tokenise(example, Stories(**base), Words(), 99, chat=False)
+    assert (middle.cut, middle.tokens) == (False, 9)
+    object.__setattr__(task := Stories(**base), "truncate", "middle")
+    cut = tokenise(example, task, Words(), 6, chat=False)
+    assert (cut.ids, cut.cut) == (["<s>", "do", "this:", "one", "two", "so"], True)
+    assert tokenise(example, task, Words(), 4, chat=False).skipped == "too long"
+    object.__setattr__(task, "truncate", "right")
+    assert tokenise(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
+    object.__setattr__(task, "truncate", "skip")
+    assert tokenise(example, task, Words(), 8, chat=False).skipped == "too long"
+
+
+@pytest.mark.slow
+def test_a_sweep_from_the_command_line(tmp_path):
+    done = command("-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert len(list(runs(tmp_path))) == 5
+    for word in ("a2sf", "h2o", "full", "baseline", "99.9 %", "TPOT"):
+        assert word in done.stdout
+    line = [sys.executable, "-m", "kvexp.results", str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
+    table = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert table.returncode == 0
+    assert len((tmp_path / "t").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failing_job(tmp_path):
+    done = command("-m", "kv_ratio=0.5,1.5,0.2", *SMALL, f"outputs_dir={tmp_path}")
+    assert done.returncode == 1
+    assert "1 run(s) failed" in done.stdout
+    assert "kv_ratio must be in (0, 1], got 1.5" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(r.finished for r in runs(tmp_path)) == 3
+
+
+def test_help_is_quick_and_complete():
+    import time
+
+    start = time.perf_counter()
+    done = command("--help")
+    assert done.returncode == 0
+    assert "method: a2sf" in done.stdout
+    assert "torch" not in done.stderr
+    assert time.perf_counter() - start < 20  # 2 s on an idle machine; this guards against importing torch
+
+
+BAD = {
+    "method": (["method=h20"], "Available options in 'method'"),
+    "task": (["task=cnn"], "Available options in 'task'"),
+    "model": (["model=gpt5"], "Available options in 'model'"),
+    "unknown key": (["kvratio=0.5"], "Could not override 'kvratio'"),
+    "unknown method setting": (["method.alpha=0.5"], "Could not override 'method.alpha'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_misspelt(case, tmp_path):
+    arguments, message = BAD[case]
+    done = command(*arguments, f"outputs_dir={tmp_path}")
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+VALUES = {
+    "kv_ratio=0": r"kv_ratio must be in \(0, 1\], got 0",
+    "kv_ratio=1.5": r"kv_ratio must be in \(0, 1\], got 1.5",
+    "kv_ratio=-0.1": "got -0.1",
+    "kv_ratio=half": "budget.kv_ratio must be a number or null, got 'half'",
+    "kv_ratio=null": "exactly one of kv_ratio and tokens",
+    "limit=0": "limit must be at least 1",
+    "limit=two": "limit must be a whole number or null, got 'two'",
+    "batch_size=0": "batch_size must be at least 1, got 0",
+    "batch_size=1.5": "batch_size must be a whole number, got 1.5",
+    "seed=x": "seed must be a whole number, got 'x'",
+    "cache.mode=drop": "overwrite, compact, mask, got 'drop'",
+    "cache.positions=new": "original, renumbered, got 'new'",
+    "cache.evict_every=0": "at least 1 decode step or null, got 0",
+    "cache.evict_at_prefill=maybe": "cache.evict_at_prefill must be true or false, got 'maybe'",
+    "cache.observe=all": "blocked, naive, got 'all'",
+    "budget.tokens=8": "exactly one of kv_ratio and tokens",
+    "budget.of=words": "one of prompt, padded, sequence, got 'words'",
+    "budget.pyramid=2": r"pyramid must be in \[0, 1\), got 2",
+    "method.recent_ratio=2": r"recent_ratio must be in \[0, 1\], got 2",
+    "method.recent_ratio=x": "method.recent_ratio must be a number, got 'x'",
+    "method.impl=fast": "one of real_drop, mask, got 'fast'",
+    "method._target_=os.system": "must name a class of kvexp.methods",
+    "method._target_=kvexp.methods.Nothing": "there is no kvexp.methods.Nothing",
+    "+method.alpha=1": "method.alpha is not a setting of H2O",
+    "generation.num_beams=0": "num_beams must be at least 1, got 0",
+    "generation.max_new_tokens=0": "max_new_tokens must be at least 1, got 0",
+    "generation.max_new_tokens=many": "generation.max_new_tokens must be a whole number, got 'many'",
+    "generation.top_p=2": r"top_p must be in \(0, 1\], got 2",
+    "generation.min_new_tokens=99": "min_new_tokens must be between 0 and max_new_tokens",
+    "task.prompt_share=1": "task.prompt_share must be between 0 and 1",
+    "+task.split=3": "task.split must be a text",
+    "+task.colour=red": "task.colour is not a setting",
+    "task.truncate=left": "task.truncate",
+    "model.dtype=int4": "float32, bfloat16, float16, got 'int4'",
+    "model.kind=magic": "model.kind must be pretrained or random, got 'magic'",
+    "model.seed=x": "model.seed must be a whole number, got 'x'",
+    "+model.colour=red": "model.colour is not a setting of a random model",
+    "+cache.colour=red": "cache.colour is not a setting of cache",
+    "task.data_files=/nowhere.jsonl": "/nowhere.jsonl",
+}
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatch):
+    import kvexp.runner.run as module
+    from kvexp.errors import ConfigError
+
+    monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=VALUES[override]):
+        run(settings(tmp_path, *(["+task.truncate=left"] if override == "task.truncate=left" else [override])))
+
+
+def test_rows_of_the_wrong_shape_are_named(tmp_path):
+    from kvexp.errors import ConfigError
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "one two three four"}) + "\n" + json.dumps({"story": "x y z"}) + "\n")
+    with pytest.raises(ConfigError, match=r"row 2 .*'text'"):
+        run(settings(tmp_path / "out", f"task.data_files={path}"))
+
+
+def test_outputs_that_cannot_be_written(tmp_path):
+    from kvexp.errors import ConfigError
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another outputs_dir"):
+        run(settings(tmp_path / "file" / "out"))
