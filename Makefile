@@ -21,7 +21,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOU
 
 # The strictly typed parts, as far as they exist.
 TYPED := $(strip $(foreach part,core methods,$(if $(wildcard kvexp/$(part)/*.py),kvexp/$(part))) \
-                 $(wildcard kvexp/record.py kvexp/results.py))
+                 $(if $(wildcard kvexp/results/*.py),kvexp/results) $(wildcard kvexp/record.py))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -193,9 +193,7 @@ def check_request(
     if budget is not None and not isinstance(budget, Budget):
         raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
     if isinstance(prompts, str | Tensor) or any(isinstance(p, str | int) for p in prompts):
-        raise ConfigError(
-            "prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)"
-        )
+        raise ConfigError("prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)")
     if not prompts:
         raise ConfigError("no prompts were given")
     size = model.get_input_embeddings().num_embeddings

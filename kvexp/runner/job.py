@@ -19,7 +19,7 @@ def job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     overrides = " ".join(hydra.overrides.task) or "(defaults)"
     try:
-        _run(_resolved(config), dict(hydra.runtime.choices), config.log)
+        _run(_resolved(config), dict(hydra.runtime.choices))
     except (ConfigError, CacheError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         note_failure(overrides, error)
@@ -36,13 +36,9 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 
-def _run(config: dict[str, Any], choices: dict[str, str], log: Any) -> None:
+def _run(config: dict[str, Any], choices: dict[str, str]) -> None:
     from kvexp.runner.run import run
     from kvexp.runner.settings import settings_of
 
     record = run(settings_of(config, choices))
     note(record.baseline, record.hash)
-    if log.wandb:
-        from kvexp.log import publish
-
-        publish([record.path], project=log.project, mode=log.mode)

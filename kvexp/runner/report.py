@@ -55,7 +55,17 @@ class SweepTable(Callback):  # type: ignore[misc]
     """Hydra callback: prints the table when a sweep or a single run has ended."""
 
     def on_run_end(self, config: Any, **_: Any) -> None:
-        show(config.outputs_dir)
+        self._end(config)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
+        self._end(config)
+
+    def _end(self, config: Any) -> None:
         show(config.outputs_dir)
+        if config.log.wandb and SESSION.hashes:
+            from kvexp.log import publish
+
+            # All at once: the verdicts are corrected for the number of runs compared.
+            folders = [Path(config.outputs_dir) / name for name in SESSION.hashes]
+            written = publish(folders, config.log.project, None if config.log.mode == "auto" else config.log.mode)
+            print(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
