@@ -95,6 +95,42 @@ def table(
     return result
 
 
+def draw(result: dict[tuple[str, int], tuple[float, float, float]], slots: list[int], path: Path) -> None:
+    """NLL against slots, one line per method with its interval, full attention as the black line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    full = result["full", 0][0]
+    names = list(dict.fromkeys(name for name, _ in result if name not in ("full", "knorm", "random")))
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
+    axes.axhline(full, color="black", linewidth=1.2, label="full attention")
+    marks = "osD^vP*X"
+    for i, name in enumerate(names):
+        cells = [result[name, s] for s in slots]
+        errors = [[value - full - low for value, low, _ in cells], [high - (value - full) for value, _, high in cells]]
+        colour = matplotlib.colormaps["tab10"](i) if name != "ideal" else "grey"
+        axes.errorbar(
+            slots,
+            [c[0] for c in cells],
+            yerr=errors,
+            label=name,
+            color=colour,
+            marker=marks[i],
+            markersize=4,
+            capsize=2,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(slots, [str(s) for s in slots])
+    axes.set_xlabel("slots per kv head")
+    axes.set_ylabel("nats per token, last quarter of 512")
+    axes.legend(fontsize=7, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+    pyplot.close(figure)
+
+
 def main() -> int:
     """Exit code 0, or 2 with one line on stderr for what cannot work."""
     try:
@@ -114,6 +150,7 @@ def _main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--methods", nargs="+", choices=METHODS)
+    parser.add_argument("--figure", type=Path, help="draw the table: a file ending in .png, .svg or .pdf")
     options = parser.parse_args()
     for name, least in (("windows", 2), ("batch", 1), ("length", 8)):
         if getattr(options, name) < least:
@@ -129,6 +166,8 @@ def _main() -> None:
     for name in dict.fromkeys(name for name, _ in result if name != "full"):
         cells = (f"{v:.3f} ({low:+.3f} … {high:+.3f})" for v, low, high in (result[name, s] for s in options.slots))
         print(f"| {name} | " + " | ".join(cells) + " |")
+    if options.figure:
+        draw(result, options.slots, options.figure)
 
 
 if __name__ == "__main__":

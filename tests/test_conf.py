@@ -75,6 +75,22 @@ def test_models(model, tmp_path):
     assert spec.family in (None, *FAMILIES)
 
 
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_experiments(experiment):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
+    assert config.hydra.mode.name == "MULTIRUN"
+    assert config.hydra.sweeper.params
+
+
+@pytest.mark.parametrize("pair", GROUPS["model_task"])
+def test_pairs_name_a_model_and_a_task(pair):
+    model = next(m for m in GROUPS["model"] if pair.startswith(f"{m}_") and pair[len(m) + 1 :] in GROUPS["task"])
+    config, _ = composed(f"model={model}", f"task={pair[len(model) + 1 :]}")
+    assert config["task"]["template"] == "plain"
+    assert config["model"]["chat"] is True
+
+
 def test_identity_leaves_out_what_cannot_change_a_number():
     one = settings_of(*composed("kv_ratio=0.3", "batch_size=4", "outputs_dir=elsewhere", "limit=2")).identity
     two = settings_of(*composed("kv_ratio=0.3")).identity

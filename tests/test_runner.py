@@ -153,6 +153,21 @@ def test_a_sweep_goes_on_after_a_failing_job(tmp_path):
     assert sum(r.finished for r in runs(tmp_path)) == 3
 
 
+@pytest.mark.slow
+def test_two_processes_share_a_sweep(tmp_path):
+    line = [sys.executable, "run.py", "-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    both = [subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "ab"]
+    outputs = [process.communicate(timeout=240)[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    found = list(runs(tmp_path))
+    assert len(found) == 5
+    for record in found:
+        assert record.finished
+        lines = (record.path / "examples.jsonl").read_text().splitlines()
+        assert len(lines) == 2, "no row was made twice"
+
+
 def test_help_is_quick_and_complete():
     import time
 
