@@ -14,7 +14,11 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\ninterrupted: the rows written so far are kept; the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
     from kvexp.runner.report import exit_code
 
     sys.exit(exit_code())

@@ -112,7 +112,7 @@ def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
 
 def test_prompts_are_cut_as_the_task_says():
     class Words:
-        def __call__(self, text, add_special_tokens=True):
+        def __call__(self, text, add_special_tokens=True, verbose=True):
             words = text.split()
             return type("Encoding", (), {"input_ids": (["<s>"] if add_special_tokens else []) + words})
 
@@ -128,6 +128,73 @@ def test_prompts_are_cut_as_the_task_says():
     assert tokenise(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
     object.__setattr__(task, "truncate", "skip")
     assert tokenise(example, task, Words(), 8, chat=False).skipped == "too long"
+
+
+def test_a_continuation_is_tokenised_where_it_stands(stories260k):
+    """SentencePiece gives a text that starts with a space one token more than the same words inside a text have."""
+    from kvexp.models import load_tokenizer
+    from kvexp.runner.prompts import Prompt, continuation
+
+    tokenizer = load_tokenizer(stories260k)
+    text, words = "Once upon a time", " there was a girl named Lily."
+    prompt = Prompt(Example("a", text, words, words), text, tokenizer(text).input_ids)
+    ids = continuation(prompt, tokenizer, chat=False)
+    assert prompt.ids + ids == tokenizer(text + words).input_ids
+    assert len(ids) < len(tokenizer(words, add_special_tokens=False).input_ids)
+
+
+def test_a_cut_prompt_is_tokenised_as_one_text(stories260k):
+    from kvexp.models import load_tokenizer
+    from kvexp.tasks import XSum
+
+    tokenizer = load_tokenizer(stories260k)
+    parts = ("Summarize:\n", "Lily went to the park. " * 30, "\nSummary:")
+    example = Example("a", "".join(parts), "x", "", *parts)
+    cut = tokenise(example, XSum(), tokenizer, 60, chat=False)
+    assert cut.cut
+    assert cut.ids == tokenizer(cut.text).input_ids
+    assert 50 < len(cut.ids) <= 60
+    assert cut.text.startswith(parts[0])
+    assert cut.text.endswith(parts[2])
+
+
+def test_a_chat_prompt_is_what_the_template_makes():
+    class Chat:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return f"[INST] {messages[0]['content'].strip()} [/INST]"
+
+        def __call__(self, text, add_special_tokens, verbose):
+            assert not add_special_tokens
+            return type("Encoding", (), {"input_ids": text.split()})
+
+    example = Example("a", "do: so much \n", "x", "", "do: ", "so much", " \n")
+    assert tokenise(example, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST]"
+
+
+def test_weights_replaced_in_place_are_another_model(tmp_path):
+    from tiny import stock
+
+    from kvexp.runner.model import ModelSpec
+
+    stock("gpt2").save_pretrained(tmp_path)
+    node = {"kind": "pretrained", "path": str(tmp_path)}
+    before = ModelSpec.of(node).identity()
+    assert ModelSpec.of(node).identity() == before
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert ModelSpec.of(node).identity() != before
+
+
+def test_what_was_set_by_hand_is_shown_and_the_baseline_shows_its_own():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = ["method.recent_ratio=0.2", "seed=3", "generation.num_beams=2", "kv_ratio=0.4", "budget=tokens"]
+        config = OmegaConf.to_container(compose("config", words), resolve=True)
+    plain = {k: v for k, v in config.items() if k not in ("log", "experiment")}
+    made = settings_of(plain, {"method": "h2o"}, words)
+    assert made.labels["setting"] == "budget=tokens generation.num_beams=2 method.recent_ratio=0.2 seed=3"
+    full = made.baseline().labels
+    assert (full["setting"], full["tokens"], full["kv_ratio"]) == ("generation.num_beams=2", None, None)
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ class Decoding:
             raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
         if self.sample and self.temperature <= 0:
             raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
+        if isinstance(self.eos, str) and self.eos != "model":
+            raise ConfigError(f"eos must be a token id, a list of them, 'model' or null, got {self.eos!r}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
         if self.top_k < 0:

@@ -19,7 +19,7 @@ def job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     overrides = " ".join(hydra.overrides.task) or "(defaults)"
     try:
-        _run(_resolved(config), dict(hydra.runtime.choices))
+        _run(_resolved(config), dict(hydra.runtime.choices), list(hydra.overrides.task))
     except (ConfigError, CacheError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         note_failure(overrides, error)
@@ -32,13 +32,16 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        place = getattr(error, "full_key", None) or "a setting"
+        raise ConfigError(
+            f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
+        ) from error
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 
-def _run(config: dict[str, Any], choices: dict[str, str]) -> None:
+def _run(config: dict[str, Any], choices: dict[str, str], overrides: list[str]) -> None:
     from kvexp.runner.run import run
     from kvexp.runner.settings import settings_of
 
-    record = run(settings_of(config, choices))
+    record = run(settings_of(config, choices, overrides))
     note(record.baseline, record.hash)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,13 +62,13 @@ class ModelSpec:
         return spec
 
     def identity(self) -> dict[str, Any]:
-        """What of the model can change a number. A folder is known by its absolute path and its weights' size."""
+        """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
         known = {k: v for k, v in asdict(self).items() if k != "device_map"}
         known["device"] = self.resolved_device().split(":")[0]
-        folder = Path(self.path).expanduser() if self.path else None
-        if folder is not None and folder.is_dir():
-            known["path"] = str(folder.resolve())
-            known["bytes"] = sum(p.stat().st_size for p in sorted(folder.glob("*.safetensors")))
+        for name in ("path", "tokenizer"):
+            folder = Path(known[name] or "").expanduser()
+            if known[name] and folder.is_dir():
+                known[name] = _digest(folder)
         return known
 
     def label(self, choice: str) -> str:
@@ -78,6 +79,24 @@ class ModelSpec:
         import torch
 
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _digest(folder: Path) -> str:
+    """Changes whenever a file of a model folder does: small files whole, weights by size, header and sampled blocks."""
+    total = hashlib.sha256()
+    patterns = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
+    for path in sorted({p for pattern in patterns for p in folder.glob(pattern)}):
+        size = path.stat().st_size
+        total.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= 1 << 24:
+                total.update(file.read())
+                continue
+            total.update(file.read(1 << 20))
+            for block in range(256):
+                file.seek(size * block // 256)
+                total.update(file.read(4096))
+    return total.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1)

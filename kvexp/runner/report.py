@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ class SweepTable(Callback):  # type: ignore[misc]
         self._end(config)
 
     def _end(self, config: Any) -> None:
+        try:
+            self._show_and_publish(config)
+        except Exception as error:  # Hydra would turn it into a warning and exit code 0
+            print(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
+            note_failure("table and publishing", error)
+
+    def _show_and_publish(self, config: Any) -> None:
         show(config.outputs_dir)
         if config.log.wandb and SESSION.hashes:
             from kvexp.log import publish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import platform
@@ -15,7 +16,7 @@ from kvexp.errors import ConfigError
 from kvexp.record import Run
 from kvexp.runner.model import load
 from kvexp.runner.progress import Progress
-from kvexp.runner.prompts import Prompt, tokenise
+from kvexp.runner.prompts import Prompt, continuation, tokenise
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example
 
@@ -39,7 +40,7 @@ def run(settings: Settings) -> Run:
     with record.claim(waiting=_waiting(record)):
         try:
             _fill(settings, record)
-        except BaseException as error:
+        except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
             record.fail(error)
             raise
         record.clear_failure()
@@ -116,9 +117,8 @@ def _generate(
     )
     logprobs: list[list[float]] | None = None
     if settings.task.needs_nll:
-        continuations = [
-            tokenizer(prompt.example.continuation, add_special_tokens=False).input_ids for _, prompt in batch
-        ]
+        chat = settings.model.chat
+        continuations = [continuation(prompt, tokenizer, chat=chat) for _, prompt in batch]
         # One by one: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
         logprobs = []
         for prompt_ids, words, seed in zip(ids, continuations, seeds, strict=True):
@@ -172,11 +172,15 @@ def _environment() -> dict[str, Any]:
     import kvexp
 
     where = Path(__file__).resolve().parents[2]
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True)
+    commit = None
+    with contextlib.suppress(OSError):  # no git, or not in a checkout
+        if (where / ".git").exists():
+            line = ["git", "describe", "--always", "--dirty"]
+            commit = subprocess.run(line, cwd=where, capture_output=True, text=True).stdout.strip() or None
     return {
         "kvexp": kvexp.__version__,
         "numerics": kvexp.NUMERICS,
-        "commit": git.stdout.strip() or None,
+        "commit": commit,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from kvexp.methods import Full
 from kvexp.runner.model import ModelSpec
 from kvexp.tasks import Task
 
-_TOP = {"kv_ratio", "limit", "seed", "batch_size", "outputs_dir"}
+# Known by the data's fingerprint, by the generation settings, or unable to change a number.
+_NOT_THE_TASK = (
+    *("limit", "data_files", "streaming", "hub_id", "hub_config", "revision", "split"),
+    *("max_new_tokens", "min_new_tokens"),
+)
+# Overrides that have a label of their own or change no number.
+_NOT_A_SETTING = ("kv_ratio", "limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -58,13 +66,15 @@ class Settings:
         full = dataclasses.replace(
             self, method=Full(), budget=None, cadence=Cadence(), mode="overwrite", positions="original"
         )
-        return full.identified({**self.labels, "method": "full", "kv_ratio": None, "setting": ""})
+        own = [w for w in self.labels["setting"].split() if not w.startswith(("method.", "budget", "cache.", "seed="))]
+        labels = {**self.labels, "method": "full", "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
+        return full.identified(labels)
 
     def identified(self, labels: dict[str, Any]) -> Settings:
         """Fill in labels and identity. Settings that cannot matter are left out, so that equal runs are one run."""
         identity: dict[str, Any] = {
             "model": self.model.identity(),
-            "task": {"name": self.task.name, **_plain(self.task, without=("limit", "data_files", "streaming"))},
+            "task": {"name": self.task.name, **_plain(self.task, without=_NOT_THE_TASK)},
             "data": self.task.fingerprint(),
             "generation": _plain(self.decoding),
             "method": {"name": self.method.name, **_plain(self.method)},
@@ -79,8 +89,17 @@ class Settings:
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 
-def settings_of(config: dict[str, Any], choices: dict[str, str]) -> Settings:
-    """Check a resolved configuration; choices: group -> the option taken (for labels). ConfigError names the key."""
+def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequence[str] = ()) -> Settings:
+    """Check a resolved configuration; ConfigError names the key.
+
+    choices: group -> the option taken; overrides: what was set by hand; both for labels only.
+    """
+    for group in ("cache", "task", "method", "budget", "generation", "model"):
+        if not isinstance(config.get(group), dict):
+            raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
+    typed(config["outputs_dir"], str, "outputs_dir")
+    if "limit" in config["task"]:
+        raise ConfigError("task.limit is set by limit=N, without task. in front")
     method: Method = build(config["method"], "method", within="kvexp.methods")
     budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
     cache = dict(config["cache"])
@@ -92,7 +111,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str]) -> Settings:
     observe, beyond = cache.pop("observe"), cache.pop("beyond_context")
     if cache:
         raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
-    task: Task = build({**config["task"], "limit": config["limit"]}, "task", within="kvexp.tasks")
+    task: Task = build({**_located(config["task"]), "limit": config["limit"]}, "task", within="kvexp.tasks")
     settings = Settings(
         model=ModelSpec.of(config["model"]),
         method=method,
@@ -109,12 +128,21 @@ def settings_of(config: dict[str, Any], choices: dict[str, str]) -> Settings:
         seed=typed(config["seed"], int, "seed"),
         limit=typed(config["limit"], int | None, "limit"),
         batch_size=typed(config["batch_size"], int, "batch_size"),
-        outputs_dir=Path(config["outputs_dir"]),
+        outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
     )
     _check(settings)
-    return settings.identified(_labels(settings, config, choices))
+    settings = settings.identified(_labels(settings, choices, overrides))
+    return settings.baseline() if settings.is_baseline else settings
+
+
+def _located(task: dict[str, Any]) -> dict[str, Any]:
+    """Data files that come with kvexp are found from any folder."""
+    path = task.get("data_files")
+    if isinstance(path, str) and not Path(path).exists() and (ROOT / path).is_file():
+        return {**task, "data_files": str(ROOT / path)}
+    return task
 
 
 def _decoding(node: dict[str, Any], task: Task) -> Decoding:
@@ -129,6 +157,8 @@ def _decoding(node: dict[str, Any], task: Task) -> Decoding:
 
 def _check(settings: Settings) -> None:
     """What can be wrong without a model or data at hand."""
+    if settings.seed < 0:
+        raise ConfigError(f"seed must be at least 0, got {settings.seed}")
     if settings.batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {settings.batch_size}")
     if settings.limit is not None and settings.limit < 1:
@@ -145,26 +175,21 @@ def _check(settings: Settings) -> None:
     )
 
 
-def _labels(settings: Settings, config: dict[str, Any], choices: dict[str, str]) -> dict[str, Any]:
-    """What a table shows of a run: short names, the x axis, and every method or cache setting that is not default."""
+def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str]) -> dict[str, Any]:
+    """What a table shows of a run: short names, the x axis, and every setting made by hand that has no column."""
     budget = settings.budget
-    node = {k: v for k, v in config["method"].items() if k != "_target_"}
-    default = _plain(type(settings.method)())
-    changed = {k: v for k, v in node.items() if default.get(k) != v}
-    if settings.positions != settings.method.positions:
-        changed["positions"] = settings.positions
-    if budget is not None and (budget.of != "prompt" or budget.pyramid or not budget.counts_self):
-        changed["budget"] = choices.get("budget", "custom")
-    if settings.cadence != Cadence():
-        changed["every"] = settings.cadence.every
+    groups = ("model", "task", "method", "model_task")
+    words = [o.lstrip("+~") for o in overrides]
+    shown = [w for w in words if w.partition("=")[0] not in (*groups, *_NOT_A_SETTING)]
+    shown = [w for w in shown if not w.startswith("log.") and w != "budget=ratio"]
+    shown = [f"{k}={Path(v).name}" if k == "task.data_files" else w for w in shown for k, _, v in [w.partition("=")]]
     return {
         "model": settings.model.label(choices.get("model", "")),
-        "task": choices.get("task", type(settings.task).__name__),
+        "task": choices.get("task", settings.task.name),
         "method": choices.get("method", settings.method.name),
         "kv_ratio": budget.kv_ratio if budget is not None else None,
         "tokens": budget.tokens if budget is not None else None,
-        "setting": " ".join(f"{k}={v}" for k, v in sorted(changed.items())),
-        "generation": choices.get("generation", ""),
+        "setting": " ".join(sorted(shown)),
     }
 
 

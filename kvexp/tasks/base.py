@@ -109,11 +109,16 @@ class Task:
         """The examples of the task in their order, ids unique and the same in every run on the same data."""
         self.check_options()
         seen: Counter[str] = Counter()
+        given: set[str] = set()
         for where, row in self.source.choose(self.limit, self.sample, self.seed):
             made = self.example(row, where)
-            seen[made.id] += 1
-            again = f"#{seen[made.id]}" if seen[made.id] > 1 else ""
-            yield Example(made.id + again, made.prompt, made.reference, made.continuation, *made.prompt_parts)
+            name, again = made.id, seen[made.id]
+            while name in given:  # a row drawn again, or another row of the same id
+                again += 1
+                name = f"{made.id}#{again}" if again > 1 else made.id
+            seen[made.id] = max(again, 1)
+            given.add(name)
+            yield Example(name, made.prompt, made.reference, made.continuation, *made.prompt_parts)
 
     def check(self) -> None:
         """Raise ConfigError for all that could go wrong later: options, files, rows, metrics. Call before weights load.
