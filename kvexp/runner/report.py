@@ -11,28 +11,28 @@ from hydra.experimental.callback import Callback
 
 
 @dataclass
-class _Session:
+class _Command:
     """The runs of this process, in the order they were asked for."""
 
     hashes: list[str] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
 
 
-SESSION = _Session()
+COMMAND = _Command()
 
 
 def note(*hashes: str | None) -> None:
     """These runs belong to what the command shows."""
-    SESSION.hashes += [h for h in hashes if h is not None and h not in SESSION.hashes]
+    COMMAND.hashes += [h for h in hashes if h is not None and h not in COMMAND.hashes]
 
 
 def note_failure(job: str, error: BaseException) -> None:
-    SESSION.failures.append((job, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+    COMMAND.failures.append((job, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
 
 
 def exit_code() -> int:
     """Non-zero if any job of this process failed."""
-    return 1 if SESSION.failures else 0
+    return 1 if COMMAND.failures else 0
 
 
 def show(outputs_dir: str | Path) -> None:
@@ -42,13 +42,13 @@ def show(outputs_dir: str | Path) -> None:
     from kvexp.results import print_table, table
 
     console = Console()
-    if SESSION.hashes:
-        frame = table(outputs_dir, {"hash": SESSION.hashes})
+    if COMMAND.hashes:
+        frame = table(outputs_dir, {"hash": COMMAND.hashes})
         print_table(frame, console)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
-    if SESSION.failures:
-        console.print(f"\n{len(SESSION.failures)} run(s) failed:", highlight=False)
-        for job, message in SESSION.failures:
+    if COMMAND.failures:
+        console.print(f"\n{len(COMMAND.failures)} run(s) failed:", highlight=False)
+        for job, message in COMMAND.failures:
             console.print(f"  {job}\n    {message}", highlight=False, markup=False)
 
 
@@ -70,10 +70,10 @@ class SweepTable(Callback):  # type: ignore[misc]
 
     def _show_and_publish(self, config: Any) -> None:
         show(config.outputs_dir)
-        if config.log.wandb and SESSION.hashes:
+        if config.log.wandb and COMMAND.hashes:
             from kvexp.log import publish
 
             # All at once: the verdicts are corrected for the number of runs compared.
-            folders = [Path(config.outputs_dir) / name for name in SESSION.hashes]
+            folders = [Path(config.outputs_dir) / name for name in COMMAND.hashes]
             written = publish(folders, config.log.project, None if config.log.mode == "auto" else config.log.mode)
             print(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
