@@ -65,7 +65,25 @@ def ranked(method: Method, now: Moment, sliding_window: int | None) -> Tensor:
     return rank
 
 
-class Overwrite:
+class Mode:
+    """How slots are dropped. As it stands here a mode keeps no state and appends every newcomer."""
+
+    def place(self) -> Tensor | None:
+        """The slot [B, H, 1] that the next single newcomer takes, or None: append."""
+        return None
+
+    def loosen(self) -> None:
+        """Several tokens come at once: they are appended, and the next eviction gathers again."""
+
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+        """Bring every row down to its quota. rank, guard, limbo [B, H, S]."""
+        raise NotImplementedError
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+
+
+class Overwrite(Mode):
     """Fixed capacity: kept slots plus `every` free ones that newcomers fill; then as many are freed. No gather, no cat.
 
     Until the first row runs out of budget, slots simply grow; that moment gathers once, into the fixed layout.
@@ -78,14 +96,12 @@ class Overwrite:
         self.cursor = 0
 
     def place(self) -> Tensor | None:
-        """The slot [B, H, 1] that the next single newcomer takes, or None: append."""
         if self.free is None or self.cursor >= self.free.shape[-1]:
             return None
         self.cursor += 1
         return self.free[..., self.cursor - 1 : self.cursor]
 
     def loosen(self) -> None:
-        """Several tokens come at once: they are appended, and the next eviction gathers again."""
         self.free = self.closed = None
 
     def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
@@ -111,30 +127,15 @@ class Overwrite:
             self.free, self.closed = self.free[rows], self.closed[rows]
 
 
-class Compact:
+class Compact(Mode):
     """Gather the kept slots, in order of position, at every eviction: slow, obvious."""
-
-    def place(self) -> Tensor | None:
-        return None
-
-    def loosen(self) -> None:
-        pass
 
     def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
         gather(slots, rank, guard, quota, 0)
 
-    def select_rows(self, rows: Tensor) -> None:
-        pass
 
-
-class Mask:
+class Mask(Mode):
     """Simulate: nothing is dropped, evicted slots are no longer visible and their score is -inf for good."""
-
-    def place(self) -> Tensor | None:
-        return None
-
-    def loosen(self) -> None:
-        pass
 
     def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
         score, positions = slots.score[:, :, : slots.used], slots.positions[:, :, : slots.used]
@@ -150,9 +151,6 @@ class Mask:
         stays = visible if limbo is None else visible | (limbo & (score > -torch.inf))
         score.masked_fill_(~stays, -torch.inf)
 
-    def select_rows(self, rows: Tensor) -> None:
-        pass
-
 
 def gather(slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, spare: int) -> None:
     """Keep every row's best slots in order of position, with `spare` dead slots behind the longest row."""
@@ -161,7 +159,7 @@ def gather(slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, spare: int) 
     slots.gather(index, keep, spare)
 
 
-def mode_of(name: str, every: int | None) -> Overwrite | Compact | Mask:
+def mode_of(name: str, every: int | None) -> Mode:
     """The mode called `name`; `every` is the cadence in decode steps."""
     if name == "overwrite":
         return Overwrite(every)

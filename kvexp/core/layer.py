@@ -16,7 +16,7 @@ from kvexp.core.slots import Slots
 from kvexp.core.timeline import Timeline
 from kvexp.core.view import Attention
 from kvexp.core.watch import Watched
-from kvexp.errors import CacheError, ConfigError
+from kvexp.errors import CacheError
 
 
 class LayerState:
@@ -80,10 +80,10 @@ class LayerState:
         if place is not None:
             slots.write(place, key, value, positions, score)
         else:
-            slots.append(key, value, positions, score, room=self._room(slots))
+            slots.append(key, value, positions, score, room=self._room())
         return slots
 
-    def _room(self, slots: Slots) -> int:
+    def _room(self) -> int:
         """The final size of a cache that only grows, so that it is allocated once; 0 where that is not known."""
         time = self.timeline
         if self.plan.method.evicts or time.max_new_tokens is None or time.prompt_columns is None:
@@ -158,8 +158,7 @@ class LayerState:
             columns = columns.sum(1, keepdim=True).expand(b, h, s)
         group = {"per_beam": 1, "per_sample": self.timeline.num_beams, "sum_all": b}[view.batch]
         if group > 1:
-            if view.batch == "sum_all" and len(set(self.timeline.prompt_lengths)) > 1:
-                raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+            view.check_lengths(self.timeline.prompt_lengths)
             columns = columns.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
             columns = columns.reshape(b, h, s)
         return columns

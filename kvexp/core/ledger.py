@@ -7,6 +7,12 @@ class Ledger:
     """Counts key and value bytes of all layers as buffers come and go. Python integers only: no host sync."""
 
     def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is held, and nothing ever was."""
+        layers = self.layers
         self.layer_bytes = [0] * layers
         self.layer_peak_bytes = [0] * layers
         self.bytes = 0

@@ -18,6 +18,10 @@ class SharedScore:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every score."""
         self.buffer: Tensor | None = None
         self._decayed_at = -1
 

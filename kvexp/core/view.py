@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +49,11 @@ class Attention:
             raise ConfigError(f"score_source must be survivors or full, got {self.over!r}")
         if self.batch not in ("per_beam", "per_sample", "sum_all"):
             raise ConfigError(f"score_batch must be per_sample, per_beam or sum_all, got {self.batch!r}")
+
+    def check_lengths(self, prompt_lengths: Sequence[int]) -> None:
+        """ConfigError if rows of these prompts cannot be added up."""
+        if self.batch == "sum_all" and len(set(prompt_lengths)) > 1:
+            raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
 
     @property
     def plain(self) -> bool:

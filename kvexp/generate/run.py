@@ -217,9 +217,7 @@ def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def _eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
-    if isinstance(eos, str):
-        if eos != "model":
-            raise ConfigError(f"eos must be a token id, a list of them, 'model' or null, got {eos!r}")
+    if isinstance(eos, str):  # "model": Decoding lets no other word pass
         own: Any = getattr(model.generation_config, "eos_token_id", None)
         eos = own if own is not None else getattr(model.config, "eos_token_id", None)
     if eos is None:

@@ -7,6 +7,7 @@ attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, ge
     if layer is None:
         return _without_cache(query, key, value, padding, geometry)
     if geometry.rotation is None and layer.rotation is not None:
-        geometry = Geometry(
-            geometry.scale, geometry.sliding_window, geometry.alibi, geometry.upcast, rotation=layer.rotation
-        )
+        geometry = replace(geometry, rotation=layer.rotation)
     out: Tensor = layer.state.forward(query, key, value, geometry, padding)
     return out
 

@@ -130,18 +130,17 @@ class EvictionCache(Cache):
     def reset(self) -> None:
         """Empty the cache: another prompt may follow."""
         self.timeline.reset()
-        self.ledger.__init__(len(self.layers))  # type: ignore[misc]
+        self.ledger.reset()
         if self.shared is not None:
-            self.shared.buffer = None
+            self.shared.reset()
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: the state of every row follows its beam."""
-        view = self.plan.method.view
-        if view is not None and view.batch == "per_sample" and self.timeline.num_beams == 1 and len(beam_idx) > 1:
-            raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
-        beams = self.timeline.num_beams
-        if beams > 1 and view is not None and view.batch == "per_sample":
+        view, beams = self.plan.method.view, self.timeline.num_beams
+        if view is not None and view.batch == "per_sample":
+            if beams == 1 and len(beam_idx) > 1:
+                raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
             home = torch.arange(len(beam_idx), device=beam_idx.device) // beams
             if bool((beam_idx // beams != home).any()):
                 raise CacheError(
@@ -170,9 +169,8 @@ class EvictionCache(Cache):
         budget, method, time = self.plan.budget, self.plan.method, self.timeline
         if budget is None or not method.evicts:
             return
-        view = method.view
-        if view is not None and view.batch == "sum_all" and len(set(prompt_lengths)) > 1:
-            raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+        if method.view is not None:
+            method.view.check_lengths(prompt_lengths)
         for layer in range(len(self.layers)):
             slots = budget.resolve(prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers))
             Quota.of(method, slots, counts_self=budget.counts_self, device=torch.device("cpu"))

@@ -26,9 +26,10 @@ def run(settings: Settings) -> Run:
 
     Raises what went wrong, after recording it in the run's folder.
     """
-    settings.task.check()
     baseline: Run | None = None
-    if not settings.is_baseline:
+    if settings.is_baseline:
+        settings.task.check()  # once for a run and its baseline, which comes first and has the same task
+    else:
         baseline = run(settings.baseline())
     record = Run.open(
         settings.outputs_dir,
