@@ -1,0 +1,139 @@
+"""Are the testbed's models good enough to measure with? Runs what decides it, prints it, writes it into their cards.
+
+    python -m experiments.testbed                     all models (about 10 minutes on two cores)
+    python -m experiments.testbed testbed_rope --no-cards
+
+Asked on unseen test documents, as part of the plan of the testbed: full attention finds needles (exact match >= 95),
+chooses (accuracy >= 90), summarizes (ROUGE-2 >= 80) and answers questions (F1 >= 85) on prompts of at least 256 tokens;
+half the window loses at least 25 ROUGE-2 points, so the context is needed; the ideal choice of 30 % of the tokens keeps
+at least 95 % of full while a random choice loses at least 15 points, so it matters which tokens are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from kvexp.results import table
+
+MODELS = ("testbed_rope", "testbed_learned", "testbed_alibi", "testbed_gqa")
+FOLDER = Path(__file__).resolve().parents[1] / "kvexp" / "testbed" / "models"
+SIZE = 120
+
+
+@dataclass(frozen=True)
+class Claim:
+    """words: what is claimed; value: the number from the table of one model; at_least: the mark it must reach."""
+
+    words: str
+    value: Callable[[pd.DataFrame], float]
+    at_least: float
+
+
+def _score(task: str, metric: str, method: str = "full", ratio: float | None = None) -> Callable[[pd.DataFrame], float]:
+    def value(frame: pd.DataFrame) -> float:
+        rows = frame[(frame["task"] == task) & (frame["method"] == method)]
+        rows = rows if ratio is None else rows[rows["kv_ratio"] == ratio]
+        return float(rows[metric].iloc[0]) if len(rows) else float("nan")
+
+    return value
+
+
+_SUMMARY = _score("testbed_summary", "rouge2")
+
+
+def _lost(method: str, ratio: float) -> Callable[[pd.DataFrame], float]:
+    return lambda frame: _SUMMARY(frame) - _score("testbed_summary", "rouge2", method, ratio)(frame)
+
+
+def _kept(method: str, ratio: float) -> Callable[[pd.DataFrame], float]:
+    return lambda frame: 100 * _score("testbed_summary", "rouge2", method, ratio)(frame) / _SUMMARY(frame)
+
+
+CLAIMS = (
+    Claim("needle, exact match, 256 tokens and more", _score("testbed_needle", "exact"), 95),
+    Claim("choice, accuracy", _score("testbed_choice", "acc"), 90),
+    Claim("summary, ROUGE-2", _SUMMARY, 80),
+    Claim("questions, F1", _score("testbed_qa", "f1"), 85),
+    Claim("dialogue, ROUGE-2 (no mark was set)", _score("testbed_dialogue", "rouge2"), 0),
+    Claim("ROUGE-2 points that window loses at kv_ratio 0.5", _lost("window", 0.5), 25),
+    Claim("% of full's ROUGE-2 that ideal keeps at 0.3", _kept("ideal", 0.3), 95),
+    Claim("ROUGE-2 points that random loses at 0.3", _lost("random", 0.3), 15),
+)
+
+
+def sweeps(model: str) -> list[list[str]]:
+    """The overrides of every sweep that the claims about one model need."""
+    asked = "task=testbed_choice,testbed_qa,testbed_dialogue"
+    return [
+        [f"model={model}", "task=testbed_summary", "method=window", "kv_ratio=0.5"],
+        [f"model={model}", "task=testbed_summary", "method=ideal,random", "kv_ratio=0.3"],
+        [f"model={model}", asked, "method=full"],
+        [f"model={model}", "task=testbed_needle", "task.lengths=[256,320,384]", "method=full"],
+    ]
+
+
+def measure(model: str, outputs: Path, size: int) -> pd.DataFrame:
+    """Run the sweeps (resuming what exists) and return the table of this model's runs."""
+    for overrides in sweeps(model):
+        line = [
+            sys.executable,
+            "run.py",
+            "-m",
+            *overrides,
+            f"task.size={size}",
+            f"outputs_dir={outputs}",
+            "batch_size=8",
+        ]
+        subprocess.run(line, cwd=Path(__file__).resolve().parents[1], check=True, stdout=subprocess.DEVNULL)
+    return table(outputs, {"model": [model]})
+
+
+def markdown(frame: pd.DataFrame, size: int) -> str:
+    """The claims about one model as a table: what was found beside what was asked."""
+    lines = [f"Scores on {size} examples of the test split each (`python -m experiments.testbed`):", ""]
+    lines += ["| | found | asked for |", "|---|---|---|"]
+    for claim in CLAIMS:
+        found = claim.value(frame)
+        lines.append(f"| {claim.words} | {found:.1f} | {f'>= {claim.at_least}' if claim.at_least else '-'} |")
+    return "\n".join(lines)
+
+
+def into_card(model: str, text: str) -> None:
+    """Put the scores between the marks of the model's card."""
+    path = FOLDER / model / "README.md"
+    whole = re.sub(
+        r"(<!-- scores -->\n).*?(<!-- /scores -->)", lambda m: f"{m[1]}{text}\n{m[2]}", path.read_text(), flags=re.S
+    )
+    path.write_text(whole)
+
+
+def main() -> int:
+    """0 if every model reaches every mark, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.testbed", description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/testbed"))
+    parser.add_argument("--size", type=int, default=SIZE, help="examples per task")
+    parser.add_argument("--no-cards", action="store_true", help="leave the model cards as they are")
+    args = parser.parse_args()
+    short = 0
+    for model in args.models:
+        frame = measure(model, args.outputs.resolve(), args.size)
+        text = markdown(frame, args.size)
+        print(f"\n{model}\n{text}")
+        short += sum(not claim.value(frame) >= claim.at_least for claim in CLAIMS)
+        if not args.no_cards:
+            into_card(model, text)
+    print(f"\n{short} of {len(CLAIMS) * len(args.models)} marks were missed")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Needle in a haystack as a heat-map: length across, depth down, greener is better.
+
+python -m kvexp.figures.heatmap outputs/HASH needle.png
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvexp.errors import ConfigError
+from kvexp.results.read import folders
+
+
+def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.DataFrame:
+    """Rows of a needle run -> mean of the metric in percent, index depth (percent), columns length (tokens).
+
+    Repeats and questions of a cell are averaged; a cell of which nothing was scored, or skipped as too long, is NaN.
+    """
+    cells = [
+        {**{key: row["info"][key] for key in ("length", "depth")}, metric: row["metrics"].get(metric)}
+        for row in rows
+        if {"length", "depth"} <= set(row.get("info") or {})
+    ]
+    if not cells:
+        raise ConfigError("no row has a length and a depth: a heat-map is of task=needle, needle_multi or passkey")
+    frame = pd.DataFrame(cells).astype({metric: float})
+    if frame[metric].isna().all():
+        raise ConfigError(f"no row has the metric {metric!r}: either all were skipped, or it is word_recall or exact")
+    return frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
+
+
+def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "") -> None:
+    """Draw a `grid` into axes, 0 red to 100 green; a cell without a number stays grey."""
+    axes.set_facecolor("0.8")
+    image = axes.imshow(cells.to_numpy(dtype=float), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    axes.set_xticks(range(cells.shape[1]), [f"{length:g}" for length in cells.columns], rotation=45)
+    axes.set_yticks(range(cells.shape[0]), [f"{depth:g}" for depth in cells.index])
+    axes.set_xlabel("length (tokens)")
+    axes.set_ylabel("depth (%)")
+    axes.set_title(title)
+    assert axes.figure is not None
+    axes.figure.colorbar(image, ax=axes, label=cells.attrs.get("metric", "%"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the run in a folder; 0, or 2 if it cannot be drawn."""
+    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.heatmap", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of a run: outputs/HASH")
+    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
+    parser.add_argument("--metric", default="word_recall", choices=("word_recall", "exact"))
+    args = parser.parse_args(argv)
+    try:
+        found = [folder for folder in folders(args.run.parent) if folder.run.path.name == args.run.name]
+        if not found:
+            raise ConfigError(f"{args.run} is no run; name its folder, as in outputs/HASH")
+        cells = grid(found[0].rows, args.metric)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    figure = Figure(figsize=(1.5 + 0.6 * cells.shape[1], 1.5 + 0.35 * cells.shape[0]), layout="constrained")
+    labels = found[0].labels
+    ratio = labels.get("kv_ratio")
+    cells.attrs["metric"] = f"{args.metric} (%)"
+    heatmap(
+        cells, figure.add_subplot(), f"{labels['method']}{'' if ratio is None else f' {ratio:g}'}, {labels['model']}"
+    )
+    figure.savefig(args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What the testbed's tasks share: documents of the synthetic language, made from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from kvexp.errors import ConfigError
+from kvexp.tasks.base import Task
+from kvexp.testbed import LANGUAGE
+from kvexp.testbed.document import SPLITS, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Task):
+    """Rows made by `kvexp.testbed`; row i depends on split, seed, i and the shape of the documents alone.
+
+    `tokens`: length of a document; `facts` stated in it, of which `marked` by a number (the summary's) and `updated`
+    stated anew later with another value; `size`: rows, of which `limit` takes the first. `split`: train, validation
+    and test share no fact, so nothing asked here was ever seen in training.
+    """
+
+    generated: ClassVar[bool] = True
+
+    size: int = 60
+    split: str = "test"
+    tokens: int = 288
+    facts: int = 14
+    marked: int = 6
+    updated: int = 2
+    truncate: str = "skip"
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number in range(self.size if self.limit is None else min(self.size, self.limit)):
+            yield f"row {number}", {"number": number}
+
+    def random(self, number: int) -> Random:
+        """The generator that makes document `number`."""
+        return Random(f"{self.split} {self.seed} {number}")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.tokens, self.facts, self.marked, self.updated)
+
+    def fingerprint(self) -> str:
+        return f"testbed language {LANGUAGE}, split {self.split}"
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.choice("split", SPLITS)
+        if self.sample != "first":
+            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: its rows are random")
+        for option in ("hub_id", "hub_config", "revision", "data_files"):
+            if getattr(self, option):
+                raise ConfigError(f"task.{option} has no meaning for {self.name}, which makes its own rows")
+        for option in ("size", "tokens"):
+            self.at_least(option, 1)
+        for option in ("facts", "marked", "updated"):
+            self.at_least(option, 0)
+        if not self.marked + self.updated <= self.facts <= MOST_FACTS:
+            raise ConfigError(
+                f"task.facts={self.facts} must be at least task.marked={self.marked} + task.updated={self.updated} "
+                f"and at most {MOST_FACTS}"
+            )
+
+    def at_least(self, option: str, least: int) -> None:
+        if getattr(self, option) < least:
+            raise ConfigError(f"task.{option} must be at least {least}, got {getattr(self, option)}")
+
+
+MOST_FACTS = 40  # (name, attribute) pairs of a split are many more, but not without end

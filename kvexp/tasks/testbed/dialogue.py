@@ -1,0 +1,47 @@
+"""testbed_dialogue: two speakers tell each other facts; the last turn recalls some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvexp.errors import ConfigError
+from kvexp.tasks.base import Example
+from kvexp.tasks.testbed.base import Generated
+from kvexp.testbed.forms import dialogue
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestbedDialogue(Generated):
+    """Reply to the last turn of a conversation, which asks to recall `per_recall` facts said earlier. ROUGE in percent.
+
+    `recalls`: how often a speaker asks so, the last turn included; earlier replies stand in the prompt. Plays SODA.
+    """
+
+    __test__ = False
+    name: ClassVar[str] = "testbed_dialogue"
+
+    marked: int = 0
+    recalls: int = 2
+    per_recall: int = 3
+    max_new_tokens: int = 32
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        shape = self.shape
+        pieces = dialogue(self.random(row["number"]), self.split, shape, self.recalls, self.per_recall)
+        reference = pieces[-1].strip().removesuffix(" ;")
+        return Example(f"{self.split}-{row['number']}", "".join(pieces[:-1]), reference)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
+        from kvexp.tasks.rouge import rouge
+
+        return rouge(output.replace(" . ", "\n"), reference.replace(" . ", "\n"))
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.at_least("facts", 1)
+        for option in ("recalls", "per_recall"):
+            self.at_least(option, 1)
+        if self.per_recall > 4:
+            raise ConfigError(f"task.per_recall must be at most 4, as the models were trained, got {self.per_recall}")

@@ -1,0 +1,49 @@
+"""testbed_summary: report the marked facts of a document in their order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kvexp.errors import ConfigError
+from kvexp.tasks.base import Example
+from kvexp.tasks.testbed.base import Generated
+from kvexp.testbed.document import document
+from kvexp.testbed.forms import SUMMARY, opening, summary
+from kvexp.testbed.words import ORDINALS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestbedSummary(Generated):
+    """Summarize: state every fact that a number marks ("first city alice north ford !"), in order.
+
+    ROUGE F1 in percent, of the facts without their numbers. Plays CNN/DailyMail and, with task.tokens=512 or more,
+    GovReport: what must be said is strewn over the whole text.
+    """
+
+    __test__ = False  # no test of pytest's
+    name: ClassVar[str] = "testbed_summary"
+
+    max_new_tokens: int = 48
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        doc = document(self.random(row["number"]), self.split, self.shape)
+        return Example(f"{self.split}-{row['number']}", opening(doc.text) + SUMMARY, summary(doc.marked))
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
+        from kvexp.tasks.rouge import rouge
+
+        return rouge(_facts(output), _facts(reference))
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.at_least("marked", 1)
+        if self.marked > len(ORDINALS):
+            raise ConfigError(f"task.marked must be at most {len(ORDINALS)}, got {self.marked}")
+
+
+def _facts(summary: str) -> str:
+    """One fact per line, without its number: counting is no merit."""
+    words = [word for word in summary.split() if word not in ORDINALS]
+    return " ".join(words).replace(" ! ", "\n")

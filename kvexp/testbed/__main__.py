@@ -1,0 +1,55 @@
+"""`python -m kvexp.testbed sample`: print a document of the synthetic language, what is asked of it and the answers."""
+
+from __future__ import annotations
+
+import argparse
+from random import Random
+
+from kvexp.testbed.document import SPLITS, Shape, document
+from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
+from kvexp.testbed.needle import needle_document
+from kvexp.testbed.words import vocabulary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m kvexp.testbed", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    sample = commands.add_parser("sample", help="print a document, its tasks and answers")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--split", choices=SPLITS, default="test")
+    sample.add_argument("--tokens", type=int, default=160, help="length of the document")
+    sample.add_argument("--facts", type=int, default=9)
+    asked = parser.parse_args()
+    if asked.facts < 4 or asked.tokens < 1:
+        parser.error("--facts must be at least 4 and --tokens at least 1")
+    show(asked.seed, asked.split, asked.tokens, asked.facts)
+
+
+def show(seed: int, split: str, tokens: int, facts: int) -> None:
+    """Print one document and what every testbed task asks of such a text."""
+    rng = Random(f"sample {split} {seed}")
+    doc = document(rng, split, Shape(tokens, facts, marked=facts // 3, updated=1))
+    print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
+    print(_wrapped(opening(doc.text)))
+    print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
+    print("\ntestbed_qa, testbed_choice: questions and answers (an update counts, not what it replaced)")
+    for fact in rng.sample(doc.current(), 4):
+        print(f"  {ask(fact).strip()}  ->  {fact.value}")
+    text, needle = needle_document(rng, split, tokens, 0.5)
+    print("\ntestbed_needle: a code in the middle of a text\n")
+    print(_wrapped(opening(text.text)))
+    print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
+    pieces = dialogue(rng, split, Shape(tokens, facts, 0, 1), recalls=2)
+    print("\ntestbed_dialogue: the last turn is to be said\n")
+    print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
+    print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return textwrap.fill(text, 118)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Trains the testbed's models from scratch: `python -m kvexp.training`."""
