@@ -12,8 +12,8 @@ from typing import Any
 from kvexp.errors import ConfigError
 
 
-def build(node: Mapping[str, Any], where: str, *, within: str) -> Any:
-    """The dataclass named by node["_target_"] (in package `within`), made from the other fields.
+def build(node: Mapping[str, Any], where: str, *, within: str | tuple[str, ...]) -> Any:
+    """The dataclass named by node["_target_"] (in package `within`, or one of several), made from the other fields.
 
     where: the node's place in the configuration, for messages. ConfigError names the field, what was found, what is
     allowed.
@@ -33,9 +33,10 @@ def build(node: Mapping[str, Any], where: str, *, within: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _class(target: Any, where: str, within: str) -> Any:
-    if not isinstance(target, str) or not target.startswith(f"{within}."):
-        raise ConfigError(f"{where}._target_ must name a class of {within}, got {target!r}")
+def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
+    packages = (within,) if isinstance(within, str) else within
+    if not isinstance(target, str) or not target.startswith(tuple(f"{package}." for package in packages)):
+        raise ConfigError(f"{where}._target_ must name a class of {' or '.join(packages)}, got {target!r}")
     module, _, name = target.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)

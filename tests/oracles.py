@@ -76,6 +76,11 @@ def h2o(past: Past) -> set[int]:
     return top(past, lambda p: total(past.rows, p), recent=past.budget // 2)
 
 
+def h2o_c(past: Past) -> set[int]:
+    """Four sinks; half of what remains besides them and the coming token is the window (it comes on top)."""
+    return top(past, lambda p: total(past.rows, p), recent=1 + (past.budget - 5) // 2, sinks=4)
+
+
 def h2o_damping(past: Past) -> set[int]:
     def damped(p: int) -> float:
         fades = [sum(at >= q for at in past.evictions) for q in range(len(past.rows))]

@@ -41,7 +41,7 @@ SETTINGS = {
     "family": (lambda: random_model("bert"), "'bert' is not supported; supported: .*llama"),
     "dtype": (lambda: load_model("x", dtype="int8"), "float32, bfloat16, float16, got 'int8'"),
     "no folder": (lambda: load_model("./nowhere"), "folder ./nowhere does not exist"),
-    "hub": (lambda: load_model("no-such/model"), "cannot load no-such/model on the Hugging Face hub"),
+    "hub": (lambda: load_model("no-such/model"), "cannot load no-such/model: it is not in the Hugging Face cache"),
 }
 
 

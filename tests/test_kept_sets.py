@@ -27,6 +27,7 @@ from kvexp.generate.decoding import Decoding
 from kvexp.methods import (
     A2SF,
     H2O,
+    H2OC,
     TOVA,
     DilatedWindow,
     Full,
@@ -50,6 +51,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "streaming_llm": (StreamingLLM(n_sinks=2), oracles.streaming_llm),
     "key_attention": (KeyAttention(), oracles.key_attention),
     "h2o": (H2O(), oracles.h2o),
+    "h2o_c": (H2OC(compensation="none"), oracles.h2o_c),
     "h2o_damping": (H2ODamping(damping=0.5), oracles.h2o_damping),
     "keyformer": (Keyformer(), oracles.keyformer),
     "keyformer_shared": (Keyformer(score_scope="shared"), oracles.keyformer_shared),

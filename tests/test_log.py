@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvexp.errors import ConfigError
-from kvexp.log import default_mode, publish
+from kvexp.log import check, default_mode, publish
+from kvexp.log.publish import _points
 from kvexp.record import Run
 from kvexp.results import table
 
@@ -89,11 +90,16 @@ def outputs(tmp_path: Path) -> Path:
 
 
 def command(outputs: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """In a process and a home of its own: no account, and nothing outside the test's folder."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-    env |= {"HOME": str(home), "TMPDIR": str(home), "XDG_CACHE_HOME": str(home), "XDG_CONFIG_HOME": str(home)}
+    """In a process of its own."""
     done = [sys.executable, "-m", "kvexp.log", str(outputs), *options]
-    return subprocess.run(done, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(done, cwd=ROOT, env=without_account(home), capture_output=True, text=True, timeout=240)
+
+
+def without_account(home: Path) -> dict[str, str]:
+    """An environment with a home of its own: no account, and nothing outside the test's folder."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    home_and_caches = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    return env | dict.fromkeys(home_and_caches, str(home))
 
 
 def test_what_is_published_can_be_read_back(outputs: Path, tmp_path: Path) -> None:
@@ -140,7 +146,7 @@ def check_sweep(found: dict[str, Any], folder: Path) -> None:
     assert found["summary"]["n_runs"] == 4 and found["summary"]["verdict99.void"] == 1
     assert any("quality vs kv_ratio: tiny / xsum" in key for key in found["history"])
     tables = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.table.json")]
-    (chart,) = (each for each in tables if each["columns"] == ["method", "kv_ratio", "rouge1_of_full"])
+    (chart,) = (each for each in tables if each["columns"] == ["line", "kv_ratio", "rouge1_of_full"])
     points = [tuple(point) for point in chart["data"] if "mark" not in point[0]]
     assert points == [("h2o", 0.5, pytest.approx(90.0))]  # neither the void nor the failed run
     assert {point[0] for point in chart["data"]} == {"h2o", "99 % mark", "99.9 % mark"}
@@ -180,8 +186,76 @@ def test_offline_unless_an_account_is_configured(
     assert default_mode() == expected
 
 
+def test_a_line_of_a_chart_is_a_method_with_its_setting() -> None:
+    rows = [
+        {"method": "h2o", "setting": setting, "kv_ratio": ratio, "rouge1_of_full": 90.0 + ratio}
+        for ratio in (0.5, 0.2)
+        for setting in ("", "method.recent_ratio=0.1")
+    ]
+    points = _points([*rows, {"method": "tova", "kv_ratio": 0.2, "rouge1_of_full": 80.0}], "kv_ratio", "rouge1")
+    lines = {name: [(x, y) for line, x, y in points if line == name] for name, *_ in points}
+    assert lines["h2o"] == lines["h2o method.recent_ratio=0.1"] == [(0.2, 90.2), (0.5, 90.5)]
+    assert lines["tova"] == [(0.2, 80.0)] and set(lines) >= {"99 % mark", "99.9 % mark"}
+
+
+def asked_by(*labels: dict[str, Any], folder: Path) -> Run:
+    for each in labels:
+        run = Run.open(folder, {"method": "full"}, {"model": "tiny", "task": "xsum", "method": "full"} | each)
+    for index in range(2):
+        run.append(row(index, 1.0, evicts=False))
+    run.finish(2)
+    return run
+
+
+def test_groups_are_experiments_or_else_model_and_task(tmp_path: Path) -> None:
+    asked_by({}, folder=tmp_path / "none")
+    asked_by({"experiment": "first"}, {"experiment": "second"}, folder=tmp_path / "two")
+    code = (  # in a process of its own, whose end closes wandb's files
+        "import sys; from pathlib import Path; from kvexp.log import publish\n"
+        "for name, options in (('none', {}), ('none', {'experiment': 'mine'}), ('two', {})):\n"
+        "    folder = Path(sys.argv[1], name)\n"
+        "    paths = [file.parent for file in folder.glob('*/config.json')]\n"
+        "    publish(paths, mode='offline', directory=folder / 'to' / '_'.join(options), **options)\n"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(line, cwd=ROOT, env=without_account(tmp_path), check=True, timeout=240)
+
+    def groups(place: str) -> set[tuple[str, str]]:
+        folders = [path for path in (tmp_path / place / "wandb").glob("offline-run-*") if path.is_dir()]
+        return {(found["run_group"], found["job_type"]) for found in map(read, folders)}
+
+    assert groups("none/to") == {("tiny/xsum", "full"), ("tiny/xsum", "sweep")}
+    assert groups("none/to/experiment") == {("mine", "full"), ("mine", "sweep")}
+    assert groups("two/to") == {("second", "full"), ("first", "sweep"), ("second", "sweep")}
+
+
+@pytest.mark.parametrize(
+    ("project", "mode", "words"),
+    [
+        ("", None, "log.project must be a name, got ''"),
+        (None, None, "log.project must be a name, got None"),
+        ("a/b#", None, "none of / .*, got / #"),
+        ("a" * 129, None, "may have 128 characters .*, got 129 characters"),
+        ("kvexp", "sometimes", "log.mode must be one of auto, online, offline, disabled, got 'sometimes'"),
+    ],
+)
+def test_what_wandb_cannot_take(project: Any, mode: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(project, mode)
+
+
+def test_a_mode_that_is_none_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    with pytest.raises(ConfigError, match="the variable WANDB_MODE must be one of online, offline, disabled, got 'dry"):
+        check("kvexp", None)
+    assert check("kvexp", "offline") == "offline"
+
+
 def test_nothing_to_publish(tmp_path: Path) -> None:
     done = command(tmp_path / "nothing", tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: no folder {tmp_path / 'nothing'}; name the outputs")
+    (tmp_path / "empty").mkdir()
+    done = command(tmp_path / "empty", tmp_path)
     assert done.returncode == 1 and "no runs under" in done.stdout
     with pytest.raises(ConfigError, match=r"config\.json"):
         publish([tmp_path / "nothing"], mode="offline")

@@ -15,6 +15,7 @@ from kvexp.generate.logprobs import continuation_logprobs, forward
 from kvexp.methods import (
     A2SF,
     H2O,
+    H2OC,
     TOVA,
     DilatedWindow,
     Full,
@@ -57,6 +58,8 @@ TABLE: dict[str, tuple[Method, str]] = {
     "spatten": (SpAtten(), "++ +-++- +- -- + +"),
     # The same sum; five recent slots let newcomers collect (told) and hold the newest (recency).
     "h2o": (H2O(), "++ +-++- ++ ++ + -"),
+    # Four sinks, four of that sum, four recent; at 12 slots of 96 tokens the compensation is not a slot yet.
+    "h2o_c": (H2OC(), "++ +-++- ++ ++ + -"),
     # Nothing is damped before the first eviction, so prompts are as in h2o; 45 steps leave 0.9^45 = 1 % of the needle's
     # 8, less than two rows of the crowd that is being decoded.
     "h2o_damping": (H2ODamping(), "++ +-++- -+ ++ + -"),

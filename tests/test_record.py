@@ -18,7 +18,7 @@ import pytest
 
 import kvexp
 from kvexp.errors import ConfigError
-from kvexp.record import Run, identity, runs
+from kvexp.record import Run, check_writable, identity, runs
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG: dict[str, Any] = {"model": {"name": "tiny", "layers": 2}, "method": "h2o", "kv_ratio": 0.5, "sizes": [1, 2]}
@@ -116,6 +116,28 @@ def test_opening_again_finds_the_rows_and_keeps_what_was_recorded_first(run: Run
     run.append(row(0))
     again = Run.open(run.path.parent, dict(reversed(CONFIG.items())), {"model": "other"}, {"python": "4"})
     assert again.rows() == [row(0)] and again.labels == LABELS and again.env == {"python": "3"}
+
+
+def test_every_name_a_run_was_asked_for_under_is_kept(run: Run) -> None:
+    assert run.asked == [LABELS] and not (run.path / "asked.json").exists()
+    for labels in ({"model": "other"}, {"model": "third"}, {"model": "other"}):
+        Run.open(run.path.parent, CONFIG, labels)
+    assert run.asked == [LABELS, {"model": "third"}, {"model": "other"}], "the latest last, none twice"
+    assert Run.load(run.path).labels == LABELS
+    (run.path / "asked.json").write_text("{")
+    assert run.asked == [LABELS]
+
+
+def test_a_folder_is_tried_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_writable(tmp_path / "new" / "outputs")
+    assert not list((tmp_path / "new" / "outputs").iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/outputs: Not a directory; a part of this path is a file: choose ano"):
+        check_writable(tmp_path / "file" / "outputs")
+    monkeypatch.setattr(os, "write", lambda fd, data: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(ConfigError, match="No space left; free disk space"):
+        check_writable(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "new"], "nothing is left behind"
 
 
 def test_another_configuration_in_the_folder_is_refused(run: Run) -> None:

@@ -91,6 +91,40 @@ def test_a_skipped_row_has_no_score_even_if_it_says_so(tmp_path: Path) -> None:
     assert (found["n"], found["skipped"], found["rouge1"]) == (2, 2, 20)
 
 
+def test_an_example_lost_to_a_method_leaves_no_verdict(tmp_path: Path) -> None:
+    """Else a method could pass by failing on what is hard."""
+    scores: list[float | None] = [10.0 + i for i in range(40)]
+    base = write(tmp_path, "full", scores)
+    write(tmp_path, "h2o", scores, base.hash)
+    write(tmp_path, "tova", [*scores[:-1], None], base.hash, kv_ratio=0.4)
+    assert one(tmp_path, "h2o")["verdict99"] == "pass"
+    lost = one(tmp_path, "tova")
+    assert lost["verdict99"] == "undecided" and "1 of the examples the baseline scored" in lost["note"]
+    assert (lost["skipped"], lost["unscored"]) == (1, "too long (1)")
+
+
+def test_batches_are_said_where_there_are_any(tmp_path: Path) -> None:
+    write(tmp_path, "full", [10.0, 30.0], changes={"receipt": {"first_eviction_step": None, "batch_size": 1}})
+    assert "batch" not in to_markdown(table(tmp_path))
+    run = write(tmp_path, "h2o", [], done=False)
+    for index, size_ in enumerate((4, 4, 2)):
+        run.append(row(index, 10.0, receipt={"batch_size": size_}))
+    run.finish(3)
+    found = one(tmp_path, "h2o")
+    assert (found["batch_size"], found["smallest_batch"]) == (4, 2)
+    text = to_markdown(table(tmp_path))
+    assert "| batch |" in text and "| 2-4 |" in text and "TTFT and TPOT are the batch's" in text
+
+
+def test_counts_have_a_column_where_there_is_anything_to_count(tmp_path: Path) -> None:
+    write(tmp_path, "full", [10.0, 30.0])
+    text = to_markdown(table(tmp_path))
+    assert "skipped" not in text and "prompt cut" not in text
+    write(tmp_path, "h2o", [10.0, None], changes={"prompt_cut": True})
+    text = to_markdown(table(tmp_path))
+    assert "| skipped | prompt cut |" in text and "without a score: too long (1)" in text
+
+
 def test_percent_and_spread_by_hand() -> None:
     base, scores = np.array([10.0, 20.0, 30.0]), np.array([10.0, 16.0, 22.0])
     assert stats.percent("rouge1", scores.mean(), base.mean()) == pytest.approx(80.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from small import small
 
 from kvexp.record import runs
 from kvexp.runner.prompts import tokenise
@@ -17,13 +18,14 @@ from kvexp.runner.settings import settings_of
 from kvexp.tasks import Example, Stories
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3"]
+SMALL = small("limit=2", "task.max_new_tokens=4", "task.continuation_words=3")
 
 
 def settings(outputs, *overrides):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose(
-            "config", [*SMALL, f"outputs_dir={outputs}", f"task.data_files={ROOT}/conf/task/sample.jsonl", *overrides]
+            "config",
+            small(*SMALL[2:], f"outputs_dir={outputs}", f"task.data_files={ROOT}/conf/task/sample.jsonl", *overrides),
         )
     plain = OmegaConf.to_container(config, resolve=True)
     choices = {"method": "h2o", "model": "tiny", "task": "sample", "budget": "ratio"}
@@ -80,6 +82,7 @@ def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
     for a, b in zip(ones, twos, strict=True):
         for bytes_ in ("kv_bytes", "peak_kv_bytes"):  # padding is memory too
             a["receipt"].pop(bytes_), b["receipt"].pop(bytes_)
+        assert (a["receipt"].pop("batch_size"), b["receipt"].pop("batch_size")) == (1, 2)
         assert a["receipt"].pop("attention_kept") == pytest.approx(b["receipt"].pop("attention_kept"), abs=1e-5)
         assert a["metrics"].pop("nll") == pytest.approx(b["metrics"].pop("nll"), abs=1e-4)
         assert a == b
@@ -189,7 +192,7 @@ def test_weights_replaced_in_place_are_another_model(tmp_path):
 def test_what_was_set_by_hand_is_shown_and_the_baseline_shows_its_own():
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         words = ["method.recent_ratio=0.2", "seed=3", "generation.num_beams=2", "kv_ratio=0.4", "budget=tokens"]
-        config = OmegaConf.to_container(compose("config", words), resolve=True)
+        config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
     plain = {k: v for k, v in config.items() if k not in ("log", "experiment")}
     made = settings_of(plain, {"method": "h2o"}, words)
     assert made.labels["setting"] == "budget=tokens generation.num_beams=2 method.recent_ratio=0.2 seed=3"
@@ -246,6 +249,15 @@ def test_help_is_quick_and_complete():
     assert time.perf_counter() - start < 20  # 2 s on an idle machine; this guards against importing torch
 
 
+def test_the_shell_completes_options():
+    line = "python run.py method=h2"
+    env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    done = subprocess.run(
+        [sys.executable, "run.py", "-sc", "query=bash"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["method=h2o", "method=h2o_c", "method=h2o_damping", "method=h2o_keyformer_paper"]
+
+
 BAD = {
     "method": (["method=h20"], "Available options in 'method'"),
     "task": (["task=cnn"], "Available options in 'task'"),
@@ -295,7 +307,7 @@ VALUES = {
     "generation.top_p=2": r"top_p must be in \(0, 1\], got 2",
     "generation.min_new_tokens=99": "min_new_tokens must be between 0 and max_new_tokens",
     "task.prompt_share=1": "task.prompt_share must be between 0 and 1",
-    "+task.split=3": "task.split must be a text",
+    "task.split=3": "task.split must be a text",
     "+task.colour=red": "task.colour is not a setting",
     "task.truncate=left": "task.truncate",
     "model.dtype=int4": "float32, bfloat16, float16, got 'int4'",
@@ -304,6 +316,26 @@ VALUES = {
     "+model.colour=red": "model.colour is not a setting of a random model",
     "+cache.colour=red": "cache.colour is not a setting of cache",
     "task.data_files=/nowhere.jsonl": "/nowhere.jsonl",
+    "kv_ratio=nan": r"kv_ratio must be in \(0, 1\], got nan",
+    "kv_ratio=[0.1]": r"budget.kv_ratio must be a number or null, got \[0.1\]",
+    "seed=-1": "seed must be at least 0, got -1",
+    "cache.beyond_context=1": "cache.beyond_context must be true or false, got 1",
+    "generation.top_k=-1": "top_k must be at least 1, or 0 for no limit, got -1",
+    "generation.eos=stop": "eos must be a token id, a list of them, 'model' or null, got 'stop'",
+    "generation.prefill_chunk=0": "prefill_chunk must be at least 1 column, got 0",
+    "task.seed=-1": r"task.seed must be between 0 and 2\*\*32 - 1, got -1",
+    "task.sample=random": "task.sample must be one of first, shuffled, with_replacement, got 'random'",
+    "task.max_prompt_tokens=0": "task.max_prompt_tokens must be at least 1, got 0",
+    "task.streaming=maybe": "task.streaming must be true or false, got 'maybe'",
+    "task.text_field=story": "row 1 of .*sample.jsonl has no field 'story'",
+    "task.pad_to=400": "budget.of=prompt leaves them out: set budget.of=padded",
+    "model.family=bert": "model family 'bert' is not supported; supported: ",
+    "model.device=cuda:7": "device='cuda:7', but no CUDA device is available",
+    "model.device=abacus": "device must be cpu, cuda, cuda:N or null for what there is, got 'abacus'",
+    "model.chat=true": "this tokenizer has no chat template: set model.chat=false",
+    "+model.config.hidden_sise=3": "'hidden_sise' is not a setting of a llama configuration",
+    "model.config.num_attention_heads=5": "model.config cannot be that of a llama model: .*hidden size",
+    "outputs_dir=5": "outputs_dir must be a text, got 5",
 }
 
 
@@ -313,8 +345,55 @@ def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatc
     from kvexp.errors import ConfigError
 
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=VALUES[override]):
-        run(settings(tmp_path, *(["+task.truncate=left"] if override == "task.truncate=left" else [override])))
+        run(settings(tmp_path, override))
+
+
+def folder(path, config=None, **files):
+    path.mkdir()
+    if config is not None:
+        (path / "config.json").write_text(config)
+    for name, data in files.items():
+        (path / name.replace("_bin", ".bin")).write_bytes(data)
+
+
+PLACES = {
+    "model.path=none": "model folder .*none does not exist",
+    "model.path=empty": "empty has no config.json: expected",
+    "model.path=text.txt": "text.txt is a file: give the folder",
+    "model.path=bert": "model family 'bert' is not supported",
+    "model.path=weightless": "weightless has no weights: expected",
+    "model.path=pickled": r"pickled holds only pickled weights \(weights.bin\), which can run code when read",
+    "model.path=broken": "cannot load the model in .*broken: ",
+    "task.data_files=empty": "empty is a folder; name its files",
+    "task.data_files=text.txt": "text.txt must end in .json, .jsonl or .parquet",
+    "task.data_files=nothing.jsonl": "nothing.jsonl is empty; name a file with at least one row",
+    "task.data_files=broken.jsonl": "line 1 of .*broken.jsonl is not JSON",
+    "outputs_dir=text.txt": "choose another outputs_dir",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
+    import kvexp.runner.run as module
+    from kvexp.errors import ConfigError
+
+    folder(tmp_path / "empty")
+    folder(tmp_path / "bert", '{"model_type": "bert"}')
+    folder(tmp_path / "weightless", '{"model_type": "llama"}')
+    folder(tmp_path / "pickled", '{"model_type": "llama"}', weights_bin=b"")
+    folder(tmp_path / "broken", "{")
+    for name, text in {"text.txt": "x", "nothing.jsonl": "", "broken.jsonl": '{"text":\n'}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
+    key, _, name = place.partition("=")
+    with pytest.raises(ConfigError, match=PLACES[place]):
+        run(settings(tmp_path / "out", *(["model=local"] if "model" in key else []), f"{key}={tmp_path / name}"))
+
+
+def test_there_are_enough_bad_inputs():
+    assert len(BAD) + len(VALUES) + len(PLACES) >= 40
 
 
 def test_rows_of_the_wrong_shape_are_named(tmp_path):

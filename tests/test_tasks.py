@@ -265,7 +265,7 @@ BAD_OPTIONS = [
     ({"limit": "ten"}, "task.limit must be a whole number or null, got 'ten'"),
     ({"limit": True}, "task.limit must be a whole number or null, got True"),
     ({"limit": 2.5}, "task.limit must be a whole number or null"),
-    ({"truncate": "left"}, "task.truncate must be one of middle, right, skip, got 'left'"),
+    ({"truncate": "left"}, "task.truncate must be one of middle, halves, right, skip, got 'left'"),
     ({"sample": "random"}, "task.sample must be one of first, shuffled, with_replacement"),
     ({"sample": "with_replacement"}, "set task.limit"),
     ({"seed": -1}, "task.seed must be between 0"),

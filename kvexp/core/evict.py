@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvexp.core.method import Method, Moment
+from kvexp.core.plan import Plan
 from kvexp.core.select import keepers, victims
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
@@ -19,6 +22,7 @@ class Quota:
 
     slots: list[int]
     kept: list[int]
+    recent: list[int]
     slots_t: Tensor
     kept_t: Tensor
     recent_t: Tensor
@@ -40,12 +44,24 @@ class Quota:
             recents.append(max(recent - 1, 0) if counts_self else recent)
         kept = [k - 1 if counts_self else k for k in slots]
         tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recents)]
-        return cls(slots, kept, *tensors)
+        return cls(slots, kept, recents, *tensors)
+
+    @classmethod
+    def resolved(
+        cls, plan: Plan, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int, device: Any
+    ) -> Quota:
+        """What the plan's budget grants a layer for prompts of these lengths; `new`: max_new_tokens."""
+        budget, method = plan.budget, plan.method
+        assert budget is not None
+        slots = budget.resolve(lengths, padded, new, layer, layers)
+        granted = [method.allowance(k, length) for k, length in zip(slots, lengths, strict=True)]
+        return cls.of(method, granted, counts_self=budget.counts_self, device=device)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         if not same_prompts:
             self.slots = [self.slots[i] for i in rows.tolist()]
             self.kept = [self.kept[i] for i in rows.tolist()]
+            self.recent = [self.recent[i] for i in rows.tolist()]
         rows = rows.to(self.slots_t.device)
         self.slots_t, self.kept_t, self.recent_t = self.slots_t[rows], self.kept_t[rows], self.recent_t[rows]
 

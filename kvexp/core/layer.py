@@ -47,12 +47,8 @@ class LayerState:
         padding: [B, columns so far] with 0 for padding, or None. Returns [B, H * G, Q, Dv].
         """
         time = self.timeline
-        if self.columns == time.end:
-            time.begin(key.shape[0], key.shape[2], padding, key.device, self.layers)
-        elif self.columns != time.seen:
-            raise CacheError("this layer missed a forward: after an interrupted forward start again with a new cache")
+        positions = time.join(self.columns, key.shape[0], key.shape[2], padding, key.device, self.layers)
         self.columns = time.end
-        positions = time.positions(key.device)
         slots = self._store(key, value, positions)
         sight = self._sight(slots, query, positions, geometry)
         out, probabilities = self._attend(sight)
@@ -124,7 +120,7 @@ class LayerState:
         """Let the method choose, row by row, what each query of a decode step may see of x [B, H, G, Q, S]."""
         assert self.slots is not None and self.quota is not None
         full = torch.softmax(x, dim=-1).sum(2)
-        self._note_first_eviction(self.quota.slots)
+        self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.slots)
         newest = self.timeline.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
@@ -199,12 +195,10 @@ class LayerState:
         return due and (over or self.evicted)
 
     def _resolve(self) -> Quota:
-        time, plan = self.timeline, self.plan
-        assert plan.budget is not None and time.prompt_columns is not None and self.slots is not None
-        slots = plan.budget.resolve(
-            time.prompt_lengths, time.prompt_columns, time.max_new_tokens, self.index, self.layers
-        )
-        return Quota.of(plan.method, slots, counts_self=plan.budget.counts_self, device=self.slots.keys.device)
+        time = self.timeline
+        assert time.prompt_columns is not None and self.slots is not None
+        lengths, new, device = time.prompt_lengths, time.max_new_tokens, self.slots.keys.device
+        return Quota.resolved(self.plan, lengths, time.prompt_columns, new, self.index, self.layers, device)
 
     def _moment(self, slots: Slots, newest: Tensor) -> Moment:
         assert self.quota is not None
@@ -226,20 +220,21 @@ class LayerState:
             reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
             slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
-        self._note_first_eviction(self.quota.kept)
-
-    def _note_first_eviction(self, limits: list[int]) -> None:
-        """limits: tokens a row may have without losing one."""
-        time = self.timeline
-        self.first_eviction = self.first_eviction or [None] * len(time.prompt_lengths)
-        if None not in self.first_eviction:
-            return
-        decoded = time.end - (time.prompt_columns or 0)
-        for row, (length, kept) in enumerate(zip(time.prompt_lengths, limits, strict=True)):
-            if self.first_eviction[row] is None and length + decoded > kept:
-                self.first_eviction[row] = decoded
+        self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.kept)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def large(self) -> list[Slots | None]:
+        """What a copy of the whole cache leaves out and `take_over` brings."""
+        return [self.slots]
+
+    def take_over(self, other: LayerState, rows: Tensor) -> None:
+        """Go on from these rows of another state, which stays as it is."""
+        if other.slots is not None:
+            self.slots = other.slots.picked(rows)
+            self.mode.select_rows(rows)
+            self.ledger.set(self.index, self.slots.kv_bytes)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows: keys, values, positions, score and bookkeeping together."""

@@ -57,6 +57,7 @@ class Method:
     name: ClassVar[str] = ""
     evicts: ClassVar[bool] = True  # False: nothing is ever dropped (the baseline)
     evicts_while_decoding: ClassVar[bool] = True
+    keeps_everything: ClassVar[bool] = False  # the budget counts what is attended to; nothing is dropped
     per_query: ClassVar[bool] = False  # each query chooses for itself from everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
 
@@ -78,6 +79,10 @@ class Method:
     def recent(self, budget: int) -> int:
         """Newest tokens that are never evicted, out of a budget of so many slots."""
         return 0
+
+    def allowance(self, budget: int, tokens: int) -> int:
+        """Slots really granted where the budget says `budget` for a prompt of `tokens` (H2O(C) is given more)."""
+        return budget
 
     def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
         """Score [B, H, Q] float32 of new slots with keys [B, H, Q, D] at positions [B, Q]; None: zero."""

@@ -47,6 +47,12 @@ class Plan:
             )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
+        plain = ("overwrite", "original", Cadence())
+        if method.keeps_everything and (self.mode, self.positions, self.cadence) != plain:
+            raise ConfigError(
+                f"method {method.name} keeps everything and chooses anew for every token: leave cache.mode, "
+                "cache.positions, cache.evict_at_prefill and cache.evict_every alone"
+            )
         if method.needs_mask and self.mode != "mask":
             raise ConfigError(f"{method} drops nothing, it is a simulation: set mode=mask")
         if method.view is not None and method.view.over == "full" and self.mode != "mask":

@@ -46,3 +46,20 @@ def victims(rank: Tensor, positions: Tensor, protected: Tensor, closed: Tensor, 
     index = positions.argsort(dim=-1, stable=True)
     worst = rank.gather(-1, index).argsort(dim=-1, stable=True)
     return index.gather(-1, worst)[..., :count]
+
+
+def best(rank: Tensor, candidates: Tensor, counts: Tensor, widest: int) -> Tensor:
+    """Slots [B, H, widest] in ascending order, of the best `counts` [B] candidates of every head; -1: none.
+
+    rank [B, H, S] float32, NaN last; candidates [B, 1 or H, S] bool. For caches in which slot = position: among equals
+    the newer is chosen. `widest` is at most S.
+    """
+    # One whole number per slot: the float's bits in the order of their values above, the position below.
+    bits = (rank + 0.0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    key = (ordered << 32) | torch.arange(rank.shape[-1], device=rank.device)
+    none = torch.iinfo(torch.int64).min
+    found = key.masked_fill_(~candidates, none).topk(widest, dim=-1).values
+    chosen = (found != none) & (torch.arange(widest, device=rank.device) < counts[:, None, None])
+    slots = torch.where(chosen, found & 0xFFFFFFFF, LAST).sort(dim=-1).values
+    return slots.masked_fill(slots == LAST, -1)

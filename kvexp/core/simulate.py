@@ -18,12 +18,12 @@ class RowMaskState:
     """One layer: rows 0..T-1 attend in one forward through the mask that `rule` makes of their full logits.
 
     Stands where `LayerState` stands, but keeps nothing: a second forward is refused. `mask` and `probabilities`
-    [B, H * G, T, T] stay for inspection.
+    [B, H * G, T, T] stay for inspection. `kv_bytes`: of all keys and values, which a simulation holds.
     """
 
     def __init__(self, rule: Rule, index: int) -> None:
         self.rule, self.index = rule, index
-        self.columns = 0
+        self.columns = self.kv_bytes = 0
         self.mask: Tensor | None = None
         self.probabilities: Tensor | None = None
 
@@ -32,7 +32,7 @@ class RowMaskState:
         if self.columns:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
         b, h, count = key.shape[:3]
-        self.columns = count
+        self.columns, self.kv_bytes = count, key.nbytes + value.nbytes
         columns = torch.arange(count, device=key.device).expand(b, count)
         if padding is not None:
             columns = torch.where(padding.to(torch.bool), columns, -1)

@@ -116,3 +116,10 @@ class Slots:
                 tensor.copy_(chosen)  # in place: buffers keep their addresses
             else:
                 self._replace(name, chosen)
+
+    def picked(self, rows: Tensor) -> Slots:
+        """These batch rows, which may repeat, in buffers of their own, without the room to grow."""
+        rows = rows.to(self.keys.device)
+        other = Slots(*(tensor[:, :, : self.used].index_select(0, rows) for tensor in self.tensors.values()))
+        other.aligned = self.aligned
+        return other

@@ -36,6 +36,19 @@ class Timeline:
         self._declared_prompt = prompt_columns
         self.reset()
 
+    def join(
+        self, columns: int, batch: int, width: int, mask: Tensor | None, device: torch.device, layers: int
+    ) -> Tensor:
+        """A layer that has seen `columns` columns takes part in the forward in progress, or starts the next one.
+
+        Returns the position ids [B, Q] of its columns, -1 for padding.
+        """
+        if columns == self.end:
+            self.begin(batch, width, mask, device, layers)
+        elif columns != self.seen:
+            raise CacheError("this layer missed a forward: after an interrupted forward start again with a new cache")
+        return self.positions(device)
+
     def arrive(self) -> None:
         """A layer has finished the forward in progress."""
         self.arrived += 1
@@ -110,6 +123,14 @@ class Timeline:
         self._positions = {device: positions}
         if self.in_prompt and self.end == self.prompt_columns:
             self._close_prompt()
+
+    def note_losses(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
+        """Per row the decode tokens seen when it first had more than `limits` tokens (None: not yet)."""
+        noted = noted or [None] * len(self.prompt_lengths)
+        decoded = self.end - (self.prompt_columns or 0)
+        lengths = [length + decoded for length in self.prompt_lengths]
+        beyond = [decoded if length > limit else None for length, limit in zip(lengths, limits, strict=True)]
+        return [new if old is None else old for old, new in zip(noted, beyond, strict=True)]
 
     def _check(self, batch: int, width: int) -> None:
         assert self.counts is not None and self.prompt_columns is not None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvexp.core import Budget, Method
+from kvexp.core import Budget, Method, Plan
 from kvexp.errors import ConfigError
-from kvexp.generate.run import check_length, check_request, check_scores, pad_id, pad_left, seeds_of
-from kvexp.models import EvictionCache
+from kvexp.generate.context import Context, forward, forward_all, prefill
+from kvexp.generate.request import check_length, check_request, check_tokens
+from kvexp.generate.run import check_scores
+
+__all__ = ["Token", "continuation_logprobs", "feeds_at_once", "forward", "judge", "judged"]
 
 
 @torch.no_grad()
@@ -23,6 +26,7 @@ def continuation_logprobs(
     method: Method,
     budget: Budget | None = None,
     *,
+    questions: Sequence[Sequence[int]] | None = None,
     seeds: int | Sequence[int] = 0,
     beyond_context: bool = False,
     max_new_tokens: int | None = None,
@@ -30,45 +34,116 @@ def continuation_logprobs(
 ) -> list[list[float]]:
     """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
 
-    The first token is judged by the full prefill, every later one by what survived. One list per row.
-    max_new_tokens: the length that tau schedules and budget.of=sequence go by; needed where continuations differ in
-    length, since a row must not depend on its neighbours'.
+    The first token is judged by the full prefill, every later one by what survived. One list per row. questions: fed
+    after the eviction and before the continuations, not judged; then no token is judged by the full prefill.
+    max_new_tokens: the length that tau schedules and budget.of=sequence go by, questions included; needed where rows
+    differ in it, since a row must not depend on its neighbours'.
     """
     check_request(model, prompts, method, budget)
-    if len(prompts) != len(continuations) or not prompts:
-        raise ConfigError(f"got {len(prompts)} prompts and {len(continuations)} continuations: give one for each")
-    longest_new = max(len(c) for c in continuations)
+    lengths = _lengths(model, len(prompts), continuations, questions)
+    length = _schedule(method, budget, max_new_tokens, lengths)
+    check_length(model, max(len(p) for p in prompts), max(lengths), beyond_context)
+    context = prefill(
+        model, prompts, method, budget, max_new_tokens=length, seeds=seeds, beyond_context=beyond_context, **plan
+    )
+    return judge(model, context, continuations, questions, max_new_tokens=length)
+
+
+@torch.no_grad()
+def judge(
+    model: PreTrainedModel,
+    context: Context,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int | None = None,
+) -> list[list[float]]:
+    """`continuation_logprobs` from contexts that are prefilled already, one per continuation; uses them up."""
+    rows = judged(model, context, continuations, questions, max_new_tokens=max_new_tokens)
+    return [[token.logprob for token in row] for row in rows]
+
+
+class Token(NamedTuple):
+    """Natural-log probability of a token, and whether it was the likeliest."""
+
+    logprob: float
+    likeliest: bool
+
+
+@torch.no_grad()
+def judged(
+    model: PreTrainedModel,
+    context: Context,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    at_once: bool = False,
+) -> list[list[Token]]:
+    """`judge`, telling also which tokens greedy decoding would have taken.
+
+    at_once: feed all tokens in one forward; for caches that evict nothing while decoding, where it changes no number
+    beyond rounding. ConfigError for others: nothing would be evicted between the tokens.
+    """
+    cache = context.cache
+    before = questions or [[]] * len(continuations)
+    lengths = _lengths(model, len(context.ids), continuations, questions)
+    length = _schedule(cache.plan.method, cache.plan.budget, max_new_tokens, lengths)
+    check_length(model, max(context.lengths), max(lengths), cache.timeline.max_positions is None)
+    context.expects(length)
+    fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
+        fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
+    fed = fed.to(context.ids.device)
+    if at_once and not feeds_at_once(cache.plan):
+        raise ConfigError(f"method {cache.plan.method.name} evicts while decoding: feed it one token at a time")
+    width = fed.shape[1] - 1 if at_once else 1
+    tokens = [_judge_step(context.logits[:, None], fed[:, :1])]
+    mask = context.mask
+    cache.several_tokens(width > 1)
+    for step, following in zip(fed[:, :-1].split(width or 1, 1), fed[:, 1:].split(width or 1, 1), strict=True):
+        mask = torch.cat([mask, torch.ones_like(step)], dim=1)
+        if step.shape[1]:
+            tokens.append(_judge_step(forward_all(model, step, mask, cache, keep=step.shape[1]), following))
+    check_scores(cache)
+    rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
+    return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
+
+
+def feeds_at_once(plan: Plan) -> bool:
+    """Whether nothing is evicted or chosen while decoding, so that tokens may come several at a time."""
+    method = plan.method
+    if method.keeps_everything or method.per_query:
+        return False
+    return not method.evicts or plan.cadence.every is None
+
+
+def _judge_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
+    """logits [B, Q, V] of the tokens [B, Q] they predict -> B rows of Q pairs."""
+    tokens = tokens.to(logits.device)
+    chosen = logits.float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0].tolist()
+    likeliest = (logits.argmax(-1) == tokens).tolist()
+    return [list(zip(*row, strict=True)) for row in zip(chosen, likeliest, strict=True)]
+
+
+def _lengths(
+    model: PreTrainedModel,
+    rows: int,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None,
+) -> list[int]:
+    """Tokens fed per row, question and continuation; ConfigError for what cannot be fed."""
+    if rows != len(continuations) or not rows:
+        raise ConfigError(f"got {rows} prompts and {len(continuations)} continuations: give one for each")
     if min(len(c) for c in continuations) == 0:
         raise ConfigError("a continuation is empty: every continuation needs at least one token")
-    length = _schedule(method, budget, max_new_tokens, [len(c) for c in continuations])
-    check_length(model, max(len(p) for p in prompts), longest_new, beyond_context)
-    device = model.get_input_embeddings().weight.device
-    ids, mask = pad_left(prompts, pad_id(model, None), device)
-    cache = EvictionCache(
-        model,
-        method,
-        budget,
-        prompt_tokens=ids.shape[1],
-        max_new_tokens=length,
-        seeds=seeds_of(seeds, len(prompts)),
-        beyond_context=beyond_context,
-        **plan,
-    )
-    cache.resolve([len(p) for p in prompts], ids.shape[1])
-    targets = torch.zeros(len(prompts), longest_new, dtype=torch.int64)
-    for row, continuation in enumerate(continuations):
-        targets[row, : len(continuation)] = torch.as_tensor(list(continuation))
-    targets = targets.to(device)
-    result = torch.empty(len(prompts), longest_new)
-    step, step_mask = ids, mask
-    for j in range(longest_new):
-        logits = forward(model, step, step_mask, cache)
-        chosen = logits.float().log_softmax(-1).gather(1, targets[:, j : j + 1].to(logits.device))
-        result[:, j] = chosen[:, 0].cpu()
-        step = targets[:, j : j + 1]
-        step_mask = torch.cat([step_mask, torch.ones_like(step)], dim=1)
-    check_scores(cache)
-    return [row[: len(c)].tolist() for row, c in zip(result, continuations, strict=True)]
+    check_tokens(model, continuations, "the continuation of ")
+    if questions is None:
+        return [len(c) for c in continuations]
+    if len(questions) != rows:
+        raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")
+    check_tokens(model, questions, "the question of ")
+    return [len(q) + len(c) for q, c in zip(questions, continuations, strict=True)]
 
 
 def _schedule(method: Method, budget: Budget | None, asked: int | None, lengths: list[int]) -> int:
@@ -83,12 +158,3 @@ def _schedule(method: Method, budget: Budget | None, asked: int | None, lengths:
     if asked is not None and asked < max(lengths):
         raise ConfigError(f"max_new_tokens={asked}, but a continuation has {max(lengths)} tokens")
     return asked or max(lengths)
-
-
-def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
-    """One forward of ids [B, Q] through the cache; mask [B, columns so far]. Returns the last logits [B, V]."""
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
-    output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-    logits: Tensor = output.logits[:, -1]
-    return logits

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 from kvexp.models import EvictionCache
+from kvexp.retrieval.account import account
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,11 @@ class Receipt:
     first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
     kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
     attention whose slots survived the first eviction, mean over layers and heads (None: nothing evicted at prefill).
+    batch_size: samples that shared the cache; bytes hold their padding too, so compare them at equal batch sizes.
+
+    Of a method that keeps everything: slots and kept_digest are of what the last token attended to, attention_kept is
+    the first new token's, and first_eviction_step when something was first left out; kv_bytes is what stays on the
+    device, the method's index included. `retrieval` says the rest.
     """
 
     slots: float
@@ -24,6 +31,8 @@ class Receipt:
     first_eviction_step: int | None
     kept_digest: str
     attention_kept: float | None
+    batch_size: int
+    retrieval: dict[str, Any] | None = None
 
 
 def receipts(cache: EvictionCache) -> list[Receipt]:
@@ -48,6 +57,8 @@ def receipts(cache: EvictionCache) -> list[Receipt]:
                 first_eviction_step=min(steps) if steps else None,
                 kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
                 attention_kept=sum(w[row] for w in watched) / len(watched) if watched else None,
+                batch_size=rows,
+                retrieval=account(cache.states, range(row, row + beams)),
             )
         )
     return result

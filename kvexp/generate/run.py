@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import operator
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from transformers import (
 
 from kvexp.core import Budget, Ledger, Method
 from kvexp.errors import CacheError, ConfigError
+from kvexp.generate.context import Context, forward, prefill
 from kvexp.generate.decoding import Decoding, processors
+from kvexp.generate.request import check_length, check_questions, check_request, eos_ids, pad_id, pad_left, seeds_of
 from kvexp.models import EvictionCache
-from kvexp.models.families import longest
 
 
 @dataclass
@@ -72,20 +73,6 @@ class _Stamps(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Prompts of unequal length -> ids and mask [B, columns], padded on the left."""
-    for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
-    width = max(len(p) for p in prompts)
-    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.as_tensor(list(prompt))
-        mask[row, width - len(prompt) :] = 1
-    return ids.to(device), mask.to(device)
-
-
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
@@ -93,6 +80,7 @@ def generate(
     method: Method,
     budget: Budget | None = None,
     *,
+    questions: Sequence[Sequence[int]] | None = None,
     decoding: Decoding | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
@@ -102,31 +90,79 @@ def generate(
 ) -> Generation:
     """Generate for a batch of prompts (token ids per row) under an eviction method.
 
-    seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
-    prompt and seed alone. plan: cadence, mode, positions, observe, block of `EvictionCache`. Errors are ConfigError
-    before the model runs. keep_logits keeps one [B, vocabulary] tensor per step.
+    questions: fed token by token after the prompts were prefilled and evicted, all of one length; the budget is that
+    of the prompt alone. seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's
+    tokens depend on its prompt, question and seed alone. plan: cadence, mode, positions, observe, block of
+    `EvictionCache`. Errors are ConfigError before the model runs. keep_logits keeps one [B, vocabulary] tensor per
+    step.
     """
     decoding = decoding or Decoding()
     check_request(model, prompts, method, budget)
     row_seeds = seeds_of(seeds, len(prompts))
-    device = model.get_input_embeddings().weight.device
-    pad = pad_id(model, tokenizer)
-    ids, mask = pad_left(prompts, pad, device)
-    check_length(model, max(len(p) for p in prompts), decoding.max_new_tokens, beyond_context)
-    cache = EvictionCache(
-        model,
-        method,
-        budget,
-        num_beams=decoding.num_beams,
-        prompt_tokens=ids.shape[1],
-        max_new_tokens=decoding.max_new_tokens,
-        seeds=row_seeds,
-        beyond_context=beyond_context,
-        **plan,
-    )
+    new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
+    check_length(model, max(len(p) for p in prompts), new, beyond_context)
+    ahead: dict[str, Any] = {"num_beams": decoding.num_beams, "max_new_tokens": new, "beyond_context": beyond_context}
+    if questions is not None:
+        ahead |= {"chunk": decoding.prefill_chunk, "tokenizer": tokenizer}
+        context = prefill(model, prompts, method, budget, seeds=row_seeds, **ahead, **plan)
+        options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": row_seeds}
+        return ask(model, context, questions, **options, keep_logits=keep_logits)
+    ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+    cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], seeds=row_seeds, **ahead, **plan)
     cache.resolve([len(p) for p in prompts], ids.shape[1])
-    stamps, eos = _Stamps(), _eos_ids(model, decoding.eos)
     start = time.perf_counter()
+    return _decode(model, cache, ids, mask, decoding, tokenizer, row_seeds, start=start, keep_logits=keep_logits)
+
+
+@torch.no_grad()
+def ask(
+    model: PreTrainedModel,
+    context: Context,
+    questions: Sequence[Sequence[int]],
+    *,
+    decoding: Decoding | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+) -> Generation:
+    """Generate the answer to one question (token ids) per row of a context, which this uses up.
+
+    Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
+    noise inside methods keeps the context's. Times include the context's prefill.
+    """
+    decoding, cache = decoding or Decoding(), context.cache
+    rows, beams = len(context.ids), decoding.num_beams
+    row_seeds, length = seeds_of(seeds, rows), check_questions(model, rows, questions)
+    if cache.timeline.num_beams != beams:
+        raise ConfigError(f"the context was prefilled for num_beams={cache.timeline.num_beams}, not for {beams}")
+    new = length + decoding.max_new_tokens
+    check_length(model, max(context.lengths), new, cache.timeline.max_positions is None)
+    context.expects(new)
+    start = time.perf_counter() - context.seconds
+    asked = torch.as_tensor([list(q) for q in questions]).to(context.ids.device)
+    ids = torch.cat([context.ids, asked], dim=1)
+    mask = torch.cat([context.mask, torch.ones_like(asked)], dim=1)
+    steps, rows_mask = asked.repeat_interleave(beams, 0), mask.repeat_interleave(beams, 0)
+    for j in range(length - 1):  # generate() feeds the last one
+        forward(model, steps[:, j : j + 1], rows_mask[:, : context.ids.shape[1] + j + 1], cache)
+    whole = dataclasses.replace(decoding, prefill_chunk=None)
+    return _decode(model, cache, ids, mask, whole, tokenizer, row_seeds, start=start, keep_logits=keep_logits)
+
+
+def _decode(
+    model: PreTrainedModel,
+    cache: EvictionCache,
+    ids: Tensor,
+    mask: Tensor,
+    decoding: Decoding,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seeds: list[int],
+    *,
+    start: float,
+    keep_logits: bool,
+) -> Generation:
+    """Hugging Face's generate() on ids and mask [B, columns], of which the cache may have seen a part already."""
+    stamps, eos = _Stamps(), eos_ids(model, decoding.eos)
     output: Any = without_defaults(model).generate(
         ids,
         attention_mask=mask,
@@ -139,11 +175,11 @@ def generate(
         max_new_tokens=decoding.max_new_tokens,
         min_new_tokens=decoding.min_new_tokens if decoding.num_beams > 1 and decoding.min_new_tokens else None,
         eos_token_id=eos or None,
-        pad_token_id=pad,
+        pad_token_id=pad_id(model, tokenizer),
         stop_strings=list(decoding.stop_strings) or None,
         tokenizer=tokenizer if decoding.stop_strings else None,
         prefill_chunk_size=decoding.prefill_chunk,
-        logits_processor=processors(decoding, row_seeds, ids.shape[1], eos, device),
+        logits_processor=processors(decoding, seeds, ids.shape[1], eos, ids.device),
         stopping_criteria=StoppingCriteriaList([stamps]),
         return_dict_in_generate=True,
         output_logits=keep_logits,
@@ -170,59 +206,10 @@ def without_defaults(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-def seeds_of(seeds: int | Sequence[int], rows: int) -> list[int]:
-    """One seed per row."""
-    try:
-        wanted = [operator.index(seeds)] * rows if not isinstance(seeds, Sequence | range) else list(seeds)
-        result = [operator.index(seed) for seed in wanted]
-    except TypeError as error:
-        raise ConfigError(f"seeds must be a whole number or one per row, got {seeds!r}") from error
-    if len(result) != rows:
-        raise ConfigError(f"got {len(result)} seeds for a batch of {rows} rows: give one, or one per row")
-    if any(not 0 <= seed < 1 << 63 for seed in result):
-        raise ConfigError("seeds must be between 0 and 2**63 - 1")
-    return result
-
-
-def check_request(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], method: Method, budget: Budget | None
-) -> None:
-    """What a caller can get wrong, said before the model runs."""
-    if not isinstance(method, Method):
-        raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
-    if budget is not None and not isinstance(budget, Budget):
-        raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
-    if isinstance(prompts, str | Tensor) or any(isinstance(p, str | int) for p in prompts):
-        raise ConfigError("prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)")
-    if not prompts:
-        raise ConfigError("no prompts were given")
-    size = model.get_input_embeddings().num_embeddings
-    for row, prompt in enumerate(prompts):
-        wrong = [t for t in prompt if not 0 <= int(t) < size]
-        if wrong:
-            raise ConfigError(f"row {row} holds token id {wrong[0]}, the model knows 0 to {size - 1}")
-
-
 def check_scores(cache: EvictionCache) -> None:
     """After a run: NaN in a score means that slots were chosen by nothing."""
     if not cache.scores_are_finite():
         raise CacheError("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
-
-
-def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    for value in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id, *_eos_ids(model, "model")):
-        if isinstance(value, int) and 0 <= value < model.config.vocab_size:
-            return value
-    return 0
-
-
-def _eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
-    if isinstance(eos, str):  # "model": Decoding lets no other word pass
-        own: Any = getattr(model.generation_config, "eos_token_id", None)
-        eos = own if own is not None else getattr(model.config, "eos_token_id", None)
-    if eos is None:
-        return []
-    return [eos] if isinstance(eos, int) else list(eos)
 
 
 def _cut(tokens: list[int], eos: list[int]) -> list[int]:
@@ -231,16 +218,6 @@ def _cut(tokens: list[int], eos: list[int]) -> list[int]:
         if token in eos:
             return tokens[: i + 1]
     return tokens
-
-
-def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:
-    # The last new token is never fed back, so it needs no position.
-    holds = longest(model.config)
-    if not beyond_context and prompt + new - 1 > holds:
-        raise ConfigError(
-            f"the prompt has {prompt} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
-            "lower max_new_tokens, or say beyond_context=True (not for learned positions)"
-        )
 
 
 def _check_columns(cache: EvictionCache, prompt: int, steps: int) -> None:

@@ -4,6 +4,7 @@ from kvexp.methods.a2sf import A2SF
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.full import Full
 from kvexp.methods.h2o import H2O
+from kvexp.methods.h2o_c import H2OC
 from kvexp.methods.h2o_damping import H2ODamping
 from kvexp.methods.ideal import Ideal
 from kvexp.methods.key_attention import KeyAttention
@@ -20,6 +21,7 @@ from kvexp.methods.window import Window
 __all__ = [
     "A2SF",
     "H2O",
+    "H2OC",
     "TOVA",
     "DilatedWindow",
     "Full",

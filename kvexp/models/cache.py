@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention import NAME, TAG
 from kvexp.models.families import family_of, layers_of, longest, rotation_of
+from kvexp.models.retrieval import check_retrieval, prepare
+from kvexp.retrieval.base import Retrieval
+from kvexp.retrieval.layer import Crew, RetrievalState
 
 
 class SlotLayer(CacheLayerMixin):
@@ -26,7 +30,7 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerState | RowMaskState, rotation: Rotation | None) -> None:
+    def __init__(self, state: LayerState | RetrievalState | RowMaskState, rotation: Rotation | None) -> None:
         super().__init__()
         self.state, self.rotation = state, rotation
         self.is_initialized = True
@@ -92,12 +96,15 @@ class EvictionCache(Cache):
         if getattr(config, "_attn_implementation", None) != NAME:
             raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
         place = positions or method.positions
+        if isinstance(method, Retrieval):
+            check_retrieval(model, method)
         if place == "renumbered" and family.position == "learned":
             raise ConfigError(
                 f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
                 f"not to the cache. Set positions=original for method={method.name}"
             )
-        rotation = rotation_of(model) if place == "renumbered" else None
+        moves_keys = place == "renumbered" or (isinstance(method, Retrieval) and method.clamps)
+        rotation = rotation_of(model) if moves_keys else None
         if beyond_context and family.finite:
             raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
         self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
@@ -112,13 +119,18 @@ class EvictionCache(Cache):
         self.ledger = Ledger(count)
         view = method.view
         self.shared = SharedScore(self.timeline) if view is not None and view.across_layers else None
-        states = [LayerState(self.plan, i, count, self.timeline, self.ledger, self.shared) for i in range(count)]
+        states: list[LayerState | RetrievalState]
+        if isinstance(method, Retrieval):
+            crew = Crew(prepared=prepare(model, method))
+            states = [RetrievalState(self.plan, i, count, self.timeline, self.ledger, crew) for i in range(count)]
+        else:
+            states = [LayerState(self.plan, i, count, self.timeline, self.ledger, self.shared) for i in range(count)]
         super().__init__(layers=[SlotLayer(state, rotation) for state in states])
         if view is not None:
             view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
     @property
-    def states(self) -> list[LayerState]:
+    def states(self) -> list[LayerState | RetrievalState]:
         """The core's layers, in order."""
         return [layer.state for layer in self.layers]
 
@@ -157,6 +169,23 @@ class EvictionCache(Cache):
         """Keep these rows, in this order; rows may repeat."""
         self._select(torch.as_tensor(indices))
 
+    def fork(self, samples: Sequence[int]) -> EvictionCache:
+        """A cache of its own that goes on from here for these samples, which may repeat; this one stays as it is.
+
+        Its peak of bytes is the samples' share of this cache's, so that a sample costs the same in any company.
+        """
+        beams = self.timeline.num_beams
+        rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
+        # Slots are large: they are picked row by row, and only the rest is copied whole.
+        apart = {id(part): None for state in self.states for part in state.large}
+        other = copy.deepcopy(self, {id(self.plan): self.plan, **apart})
+        other._select(rows)
+        for mine, its in zip(self.states, other.states, strict=True):
+            its.take_over(mine, rows)
+        if self.timeline.counts is not None:
+            other.ledger.peak_of(self.ledger, len(samples), self.timeline.counts.shape[0] // beams)
+        return other
+
     def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         self.timeline.select_rows(rows, same_prompts=same_prompts)
         for state in self.states:
@@ -172,12 +201,16 @@ class EvictionCache(Cache):
         if method.view is not None:
             method.view.check_lengths(prompt_lengths)
         for layer in range(len(self.layers)):
-            slots = budget.resolve(prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers))
-            Quota.of(method, slots, counts_self=budget.counts_self, device=torch.device("cpu"))
+            Quota.resolved(
+                self.plan, prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers), torch.device("cpu")
+            )
 
     def scores_are_finite(self) -> bool:
         """False if any layer remembers NaN: its choices would mean nothing. Waits for the device."""
         slots = [state.slots for state in self.states if state.slots is not None]
+        tallies = [state.tally for state in self.states if isinstance(state, RetrievalState)]
+        if any(tally is not None and tally.broken is not None and bool(tally.broken) for tally in tallies):
+            return False
         return not any(bool((s.score.isnan() & (s.positions >= 0)).any()) for s in slots)
 
     def crop(self, *_: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.errors import ConfigError
+from kvexp.hub import cached_commit, unreachable
 from kvexp.models.families import FAMILIES, family_of
 from kvexp.models.install import install
 
@@ -34,26 +35,33 @@ def load_model(
     torch_dtype = dtype_of(dtype)
     if device is not None and device_map is not None:
         raise ConfigError(f"give device={device!r} or device_map={device_map!r}, not both")
-    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device={device!r}, but no CUDA device is available: leave device at null for the CPU")
-    config = _from_hub(path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
-    family_of(config)
+    check_device(device)
+    config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
     _check_folder(path, allow_pickle)
+    commit = None if Path(path).expanduser().exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     model = _from_hub(
         path,
         AutoModelForCausalLM.from_pretrained,
         config=config,
         dtype=torch_dtype,
-        revision=revision,
+        revision=commit or revision,  # of one commit with its configuration, even if main moves meanwhile
         trust_remote_code=trust_remote_code,
         use_safetensors=None if allow_pickle else True,
         attn_implementation="eager",
         **options,
     )
+    model.config._commit_hash = commit  # where transformers 4 kept it: what a record of this model names
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return install(model)
+
+
+def config_of(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face configuration at `path`, of a family kvexp knows; no weights."""
+    config = _from_hub(path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
+    family_of(config)
+    return config
 
 
 def load_tokenizer(
@@ -76,17 +84,36 @@ def random_model(
 
     config: fields of the family's Hugging Face configuration. Makes no use of the hub.
     """
+    configuration = random_config(family, **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+    return install(model.to(device=device, dtype=dtype_of(dtype)))
+
+
+def random_config(family: str, **config: Any) -> Any:
+    """The Hugging Face configuration of `random_model`."""
     if family not in FAMILIES:
         raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     known = AutoConfig.for_model(family)
     for name in config:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
-    configuration = AutoConfig.for_model(family, **config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
-    return install(model.to(device=device, dtype=dtype_of(dtype)))
+    try:
+        return AutoConfig.for_model(family, **config)
+    except Exception as error:  # the configurations' own validators: no common base
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"model.config cannot be that of a {family} model: {reason}") from error
+
+
+def check_device(device: str | None) -> None:
+    """ConfigError for a device that torch does not know, or that is not there; None is left to the machine."""
+    try:
+        kind = torch.device(device).type if device is not None else "cpu"
+    except RuntimeError as error:
+        raise ConfigError(f"device must be cpu, cuda, cuda:N or null for what there is, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but no CUDA device is available: leave device at null for the CPU")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -107,6 +134,9 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
             raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
         raise ConfigError(f"model folder {path} does not exist")
+    offline = None if folder.exists() else unreachable()
+    if offline:
+        options["local_files_only"] = True  # what is in the cache needs no hub
     try:
         return loader(path, **{k: v for k, v in options.items() if v is not None})
     except (OSError, ValueError) as error:
@@ -115,9 +145,14 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if folder.exists():
             raise ConfigError(f"cannot load the model in {path}: {reason}") from error
+        ways = "give a folder, as in model=local model.path=FOLDER"
+        if offline:
+            raise ConfigError(
+                f"cannot load {path}: it is not in the Hugging Face cache, and the hub cannot be asked ({offline}). "
+                f"Either make the hub reachable once, or {ways}"
+            ) from error
         raise ConfigError(
-            f"cannot load {path} on the Hugging Face hub (is it reachable, is the id right?): {reason}. Give the path "
-            "of a local folder, or fetch the model once with the hub's own client"
+            f"cannot load {path} from the Hugging Face hub: {reason}. Correct the id, or {ways}"
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvexp.errors import ConfigError
-from kvexp.reference_check import beams, generation, rows, tensors
+from kvexp.reference_check import baselines, beams, caching, generation, infllm, quantised, rows, tensors
 from kvexp.reference_check.archive import Archive
 from kvexp.reference_check.report import Report
 
@@ -17,6 +17,16 @@ def run(path: str) -> Report:
         tensors.check_decode(archive, report)
     elif any(name.endswith("_selected") for name in archive):
         tensors.check_head(archive, report)
+    elif "km_seed" in archive:
+        quantised.check(archive, report)
+    elif "oracle_out" in archive:
+        baselines.check(archive, report)
+    elif "q_pre_rope" in archive:
+        infllm.check(archive, report)
+    elif "lfu_slot_after" in archive:
+        caching.check_policies(archive, report)
+    elif "n_xb" in archive:
+        caching.check_iterations(archive, report)
     elif "beam_idx" in archive:
         beams.check(archive, report)
     elif "lmeval" in archive.variant or "lm_eval" in archive.variant:

@@ -1,36 +1,68 @@
 """What the table needs of a run folder, and which folders it is asked for."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import kvexp
 from kvexp.errors import ConfigError
-from kvexp.record import Run, runs
+from kvexp.record import Refusal, Run, refusals, runs
 
 Row = dict[str, Any]
 
-BASELINE = "full"
+BASELINE, EXPERIMENT = "full", "experiment"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A run as it lies on disk now. status: done, partial (unfinished, perhaps still going) or failed."""
+    """A run as it lies on disk now. status: done, partial (unfinished, perhaps still going), failed or refused.
+
+    asked: every set of labels it was asked for under; labels: the one shown, the latest unless another was chosen.
+    """
 
     run: Run
     rows: list[Row]
     status: str
     problem: str  # what is wrong with a run that is not done, else ""
-
-    @property
-    def labels(self) -> dict[str, Any]:
-        return self.run.labels
+    asked: list[dict[str, Any]]
+    labels: dict[str, Any]
 
     @property
     def is_baseline(self) -> bool:
-        return bool(self.labels.get("method") == BASELINE)
+        return bool(self.labels.get("method") == BASELINE) and not self.refused
+
+    @property
+    def refused(self) -> bool:
+        """Whether it never had a folder: it has no rows to compare and will have none."""
+        return self.status == "refused"
+
+    @property
+    def also(self) -> str:
+        """The other names of this run, by the labels in which they differ from the one shown."""
+        names = [
+            ", ".join(f"{key}={value}" for key, value in other.items() if value != self.labels.get(key))
+            for other in ({k: v for k, v in labels.items() if k != EXPERIMENT} for labels in self.asked)
+        ]
+        return "; ".join(dict.fromkeys(name for name in names if name))
+
+    @cached_property
+    def unscored(self) -> dict[str, str]:
+        """Example -> why it has no score."""
+        return {row["example"]: _why(row) for row in self.rows if row["example"] not in self.scored}
+
+    @property
+    def reasons(self) -> str:
+        """Why examples have no score, each reason with its number."""
+        return ", ".join(f"{why} ({number})" for why, number in sorted(Counter(self.unscored.values()).items()))
+
+    @property
+    def revisions(self) -> set[str]:
+        """The commits of a hub model its rows were made with; empty where there is none."""
+        return {row["revision"] for row in self.rows if row.get("revision")}
 
     @cached_property
     def scored(self) -> dict[str, Row]:
@@ -58,34 +90,65 @@ def number(value: Any) -> float:
     return float(value) if fine else math.nan
 
 
+def _why(row: Row) -> str:
+    return str(row.get("skipped") or "no metrics")
+
+
 def folders(outputs_dir: str | Path) -> list[Folder]:
+    """Every run, then every job that was refused one."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: python run.py")
-    return [_folder(run) for run in runs(outputs_dir)]
+    return [*map(_folder, runs(outputs_dir)), *map(_refused, refusals(outputs_dir))]
 
 
 def _folder(run: Run) -> Folder:
-    rows, finished, failure = run.rows(), run.finished, run.failure()
+    rows, finished, failure, asked = run.rows(), run.finished, run.failure(), run.asked
+    status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if finished:
-        return Folder(run, rows, "done", "")
-    if failure is not None:
-        message = str(failure.get("message", "")).strip().split("\n")[0]
-        return Folder(run, rows, "failed", f"failed: {failure.get('error', 'error')}: {message}")
-    return Folder(run, rows, "partial", f"partial: {len(rows)} rows so far; run it again to go on")
+        status, problem = "done", ""
+    elif failure is not None:
+        status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
+    return Folder(run, rows, status, problem, asked, _shown(asked, asked[-1]))
+
+
+def _refused(refusal: Refusal) -> Folder:
+    """As a run without a folder; `hash` is the name of its file."""
+    run = Run(refusal.path, refusal.path.stem, kvexp.NUMERICS, {}, refusal.labels, None)
+    problem = f"refused: {refusal.error}: {_first_line(refusal.message)}"
+    return Folder(run, [], "refused", problem, [refusal.labels], refusal.labels)
+
+
+def _first_line(message: Any) -> str:
+    return str(message or "").strip().split("\n")[0]
+
+
+def _shown(asked: list[dict[str, Any]], labels: dict[str, Any]) -> dict[str, Any]:
+    """These labels, with every experiment that asked for the run: a baseline belongs to all of them."""
+    names = dict.fromkeys(str(each[EXPERIMENT]) for each in asked if each.get(EXPERIMENT) is not None)
+    return labels | ({EXPERIMENT: ", ".join(names)} if names else {})
 
 
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
-    """Those whose labels, hash or status have the values asked for; a list of values means any of them."""
-    names = {name for folder in folders for name in folder.labels} | {"hash", "status"}
+    """Those whose labels, hash or status have the values asked for; a list of values means any of them.
+
+    A run that was asked for under several names is found, and shown, under each.
+    """
+    names = {name for folder in folders for labels in folder.asked for name in labels} | {"hash", "status"}
     for name in where:
         if folders and name not in names:
             raise ConfigError(f"cannot choose runs by {name}; their labels are {', '.join(sorted(names))}")
-    return [folder for folder in folders if all(_matches(folder, *item) for item in where.items())]
+    found = []
+    for folder in folders:
+        own = {"hash": folder.run.hash, "status": folder.status}
+        for labels in reversed(folder.asked):
+            if all(_matches(labels | own, *item) for item in where.items()):
+                found.append(replace(folder, labels=_shown(folder.asked, labels)))
+                break
+    return found
 
 
-def _matches(folder: Folder, name: str, wanted: Any) -> bool:
-    own = {"hash": folder.run.hash, "status": folder.status}
-    found = own.get(name, folder.labels.get(name))
+def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:
+    found = labels.get(name)
     return any(_same(found, value) for value in (wanted if isinstance(wanted, list | tuple | set) else [wanted]))
 
 

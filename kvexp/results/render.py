@@ -20,8 +20,9 @@ from .units import absent, count, fixed, seconds, short, size
 Row = Mapping[str, Any]
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
-STYLES |= {"failed": "bold red", "partial": "yellow"}
+STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
 X_AXES = ("kv_ratio", "bytes")
+MOVING = "moving"  # in the label `revision`: a hub id without a pinned commit
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def notes(df: pd.DataFrame) -> list[str]:
         return ["no runs"]
     count, level = int(df["comparisons"].iloc[0]), 100 * float(df["confidence"].iloc[0])
     lines = []
-    if set(df["verdict99"]) - {"baseline", "void"}:
+    if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
         lines = [
             "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
             "scored (paired); all other numbers: over the n examples of the run itself.",
@@ -82,13 +83,29 @@ def notes(df: pd.DataFrame) -> list[str]:
         lines += [
             f"n to decide: examples that give an {chance} of a verdict at 99 % / 99.9 %, if the percentage stays."
         ]
-    if df["numerics"].nunique() > 1:
+    if df.loc[df["status"] != "refused", "numerics"].nunique() > 1:
         lines += ["NUMERICS differ between these runs: compare numbers only within the same value (see --csv)."]
+    if (df["batch_size"] > 1).any():
+        lines += [
+            "batch: prompts per forward. TTFT and TPOT are the batch's; slots, bytes and tokens/s are one row's, bytes "
+            "an equal share of the batch's. Compare them only at equal batch sizes."
+        ]
     named: dict[tuple[str, str], list[str]] = {}
     for row in _records(df):
-        if row["note"]:
-            named.setdefault((_title(row), row["note"]), []).append(_name(row))
+        for note in _own_notes(row):
+            named.setdefault((_title(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+
+
+def _own_notes(row: Row) -> Iterator[str]:
+    if row["note"]:
+        yield row["note"]
+    if row["unscored"]:
+        yield f"without a score: {row['unscored']}"
+    if row["also"]:
+        yield f"also asked for as {row['also']}"
+    if MOVING in str(row.get("revision") or ""):
+        yield f"revision {row['revision']}: whatever the hub holds that day; set a commit hash for numbers to keep"
 
 
 def _name(row: Row) -> str:
@@ -123,9 +140,15 @@ def _keys(rows: Sequence[Row], x: str) -> list[Column]:
     """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
     fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
     names = list(rows[0])[: list(rows[0]).index("n")]
-    varied = [name for name in names if name not in fixed and len({str(row[name]) for row in rows}) > 1]
+    varied = [name for name in names if name not in fixed and _tells(name, rows)]
     axis = _plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
     return [_plain("method", "method", right=False), axis, *(_plain(name, name, right=False) for name in varied)]
+
+
+def _tells(name: str, rows: Sequence[Row]) -> bool:
+    """Whether this label is worth a column: it is not the same in all rows, or says that a revision moves."""
+    values = {str(row[name]) for row in rows}
+    return len(values) > 1 or (name == "revision" and any(MOVING in value for value in values))
 
 
 def _columns(rows: Sequence[Row], x: str) -> list[Column]:
@@ -149,15 +172,28 @@ def _columns(rows: Sequence[Row], x: str) -> list[Column]:
         Column("n to\ndecide", lambda row: _needed(row)),
         Column("n", lambda row: str(row["n"])),
         Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
-        Column("skip-\nped", lambda row: str(row["skipped"])),
+        *_counted("skip-\nped", "skipped", rows),
+        *_counted("prompt\ncut", "prompt_cut", rows),
         Column("status", lambda row: str(row["status"]), right=False),
         Column("slots", lambda row: fixed(row["slots"], 1)),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
         Column("TTFT", lambda row: seconds(row["ttft_s"])),
         Column("TPOT", lambda row: seconds(row["tpot_s"])),
         Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
+        *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
     ]
     return [*([_plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
+
+
+def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
+    """A column of counts, where there is anything to count."""
+    return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def _batch(row: Row) -> str:
+    """Prompts per forward, from the smallest batch to the largest."""
+    least, most = row["smallest_batch"], row["batch_size"]
+    return "-" if absent(most) else f"{most:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
 
 
 def _fit(columns: list[Column], keys: int, rows: Sequence[Row], width: int) -> Iterator[list[Column]]:
@@ -190,7 +226,7 @@ def _metric(name: str) -> Column:
 
 def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
     """A failure that the headline does not show names its cause."""
-    verdict = str(row[f"verdict{ending}"])
+    verdict = "-" if row["status"] == "refused" else str(row[f"verdict{ending}"])
     if verdict != "fail":
         return verdict
     lost = [name for name in metrics if row.get(f"{name}_verdict{ending}") == "fail"]

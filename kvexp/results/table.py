@@ -24,8 +24,8 @@ VERDICTS = (
     "length_of_full",
     "length_ok",
 )
-COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s")
-LAST = ("status", "note", "headline", "numerics", "baseline", "hash")
+COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "batch_size", "smallest_batch")
+LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
 
 def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None) -> pd.DataFrame:
@@ -37,7 +37,7 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None) -> pd
     found = folders(outputs_dir)
     known = {folder.run.hash: folder for folder in found}
     shown = chosen(found, where or {})
-    number_compared = sum(not folder.is_baseline and not folder.void for folder in shown)
+    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder in shown)
     level = stats.corrected_level(number_compared)
     sides = [(folder, known.get(folder.run.baseline or "")) for folder in shown]
     pairs = [compare(*side) for side in sides]
@@ -56,6 +56,7 @@ def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level
     if pair is not None:
         row |= quality(pair, level, decidable=not obstacle)
     row |= {"status": folder.status, "note": obstacle or folder.problem}
+    row |= {"unscored": folder.reasons, "also": folder.also}
     row |= {"headline": folder.metrics[0] if folder.metrics else None, "numerics": folder.run.numerics}
     return row | {"baseline": folder.run.baseline, "hash": folder.run.hash}
 
@@ -70,6 +71,8 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
         return f"baseline {folder.run.baseline} is not here" if folder.run.baseline else "no baseline was recorded"
     if baseline.run.numerics != folder.run.numerics:
         return f"NUMERICS is {folder.run.numerics}, the baseline's is {baseline.run.numerics}: run it again"
+    if len(commits := folder.revisions | baseline.revisions) > 1:
+        return f"rows of {len(commits)} commits of the model: set model.revision and run it again, with its baseline"
     if baseline.status != "done":
         return f"baseline {baseline.problem}"
     if pair is not None and (nothing := pair.without_percent):
@@ -78,6 +81,10 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
         return f"{pair.pairs if pair else 0} paired examples; a verdict needs at least {stats.MIN_PAIRS}"
     if set(pair.metrics) != set(baseline.metrics):
         return f"scored {', '.join(folder.metrics)}, the baseline {', '.join(baseline.metrics)}"
+    if lost := [why for name, why in folder.unscored.items() if name in baseline.scored]:
+        return (
+            f"{len(lost)} of the examples the baseline scored have no score here ({lost[0]}): that cannot pass or fail"
+        )
     return ""
 
 
@@ -96,7 +103,13 @@ def _means(folder: Folder) -> dict[str, float]:
 
 
 def _cost(folder: Folder) -> dict[str, float]:
-    """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time."""
+    """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time.
+
+    Per row (one prompt): slots; kv_bytes and peak_kv_bytes, an equal share of the batch's, its padding included; and
+    tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
+    batch: ttft_s and tpot_s, how long the whole batch took to its first and per further token. batch_size: the largest
+    number of prompts in one forward, smallest_batch the least. Compare bytes and seconds only at equal batch_size.
+    """
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
     new = np.array([number(row.get("new_tokens")) for row in rows])
@@ -111,6 +124,8 @@ def _cost(folder: Folder) -> dict[str, float]:
         "ttft_s": _over(np.median, ttft),
         "tpot_s": _over(np.median, tpot),
         "tokens_per_s": float(new[timed].sum()) / total if total > 0 else math.nan,
+        "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
+        "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
     }
 
 
@@ -120,7 +135,7 @@ def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
 
 
 def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame:
-    """Columns in reading order, one type each; rows by experiment, model, task, baseline first, method, kv_ratio."""
+    """Columns in reading order, one type each; rows by model, task, baseline first, method, kv_ratio."""
     own = {*COUNTS, *VERDICTS, *COST, *LAST}
     names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
     each = ("", "_of_full", "_low", "_high", "_low_corrected", "_high_corrected", "_verdict99", "_verdict999")
@@ -132,7 +147,7 @@ def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame
         frame[name] = frame[name].astype("Int64")
     frame["length_ok"] = frame["length_ok"].astype("boolean")
     frame["_later"] = frame["verdict99"] != "baseline"
-    order = ("experiment", "model", "task", "_later", "method", "kv_ratio", "hash")
+    order = ("model", "task", "_later", "method", "kv_ratio", "hash")
     keys = [name for name in order if name in frame]
     return frame.sort_values(keys, kind="stable", ignore_index=True).drop(columns="_later")
 

@@ -4,28 +4,70 @@ from __future__ import annotations
 
 import sys
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.errors import CacheError, ConfigError
+from kvexp.record import accept, identity, refuse
+from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.report import note, note_failure
+from kvexp.runner.sweep import SWEEP
+
+if TYPE_CHECKING:
+    from kvexp.runner.settings import Settings
 
 
 def job(config: DictConfig) -> None:
     """Run it. Errors of the user's making are one line on stderr, others come with their traceback."""
     hydra = HydraConfig.get()
-    overrides = " ".join(hydra.overrides.task) or "(defaults)"
-    try:
-        _run(_resolved(config), dict(hydra.runtime.choices), list(hydra.overrides.task))
-    except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        note_failure(overrides, error)
-    except Exception as error:
-        traceback.print_exc()
-        note_failure(overrides, error)
+    overrides, choices = list(hydra.overrides.task), dict(hydra.runtime.choices)
+    number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+    settings: Settings | None = None
+    with SWEEP.job(number, overrides):
+        try:
+            settings = _settings(config, choices, overrides)
+            for part in _parts(settings):
+                settings = part  # what a failure is of
+                _run(part)
+            accept(settings.outputs_dir, request(overrides))
+        except Exception as error:
+            if _expected(error):
+                print(f"error: {_words(error)}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+            note_failure(" ".join(overrides) or "(defaults)", _words(error))
+            if settings is None or not _recorded(settings):
+                _refuse(config, choices, overrides, settings, error)
+
+
+def _expected(error: Exception) -> bool:
+    """Whether the message says all there is to say: ours, and a file that could not be written (see kvexp.record)."""
+    return isinstance(error, ConfigError | CacheError) or (
+        isinstance(error, OSError) and isinstance(error.__cause__, OSError)
+    )
+
+
+def _words(error: Exception) -> str:
+    message = error.strerror if _expected(error) and isinstance(error, OSError) else str(error)
+    return message or type(error).__name__
+
+
+def _settings(config: DictConfig, choices: dict[str, str], overrides: list[str]) -> Settings:
+    from kvexp.runner.settings import settings_of
+
+    return settings_of(_resolved(config), choices, overrides)
+
+
+def _parts(settings: Settings) -> list[Settings]:
+    """The runs of a job; where there are several, all are checked before the first one loads a model."""
+    parts = settings.parts()
+    if len(parts) > 1:
+        settings.task.check()
+    return parts
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
@@ -39,9 +81,36 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 
-def _run(config: dict[str, Any], choices: dict[str, str], overrides: list[str]) -> None:
+def _run(settings: Settings) -> None:
     from kvexp.runner.run import run
-    from kvexp.runner.settings import settings_of
 
-    record = run(settings_of(config, choices, overrides))
+    record = run(settings)
     note(record.baseline, record.hash)
+
+
+def _recorded(settings: Settings) -> bool:
+    """Whether the run's own folder says that it failed."""
+    return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
+
+
+def _refuse(
+    config: DictConfig,
+    choices: dict[str, str],
+    overrides: list[str],
+    settings: Settings | None,
+    error: Exception,
+) -> None:
+    """Leave a record of a job that has no folder."""
+
+    def given(key: str) -> Any:
+        try:
+            return OmegaConf.select(config, key)
+        except OmegaConfBaseException:
+            return None
+
+    labels = settings.labels if settings is not None else None
+    labels = labels or labels_as_asked(choices, overrides, kv_ratio=given("kv_ratio"), path=given("model.path"))
+    try:
+        refuse(str(given("outputs_dir")), request(overrides), labels, error)
+    except OSError as trouble:
+        print(f"this failure could not be recorded: {_words(trouble)}", file=sys.stderr, flush=True)

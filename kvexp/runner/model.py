@@ -11,6 +11,7 @@ from typing import Any
 
 from kvexp.build import typed
 from kvexp.errors import ConfigError
+from kvexp.runner.labels import MOVING
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class ModelSpec:
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
         """Check the node; a folder must exist, hold a model of a known family and weights."""
-        from kvexp.models.load import check_source, dtype_of
+        from kvexp.models.load import check_device, check_source, dtype_of
 
         node = dict(node)
+        node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
         kind = node.get("kind")
         allowed = {
             "pretrained": {"path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"},
@@ -55,6 +57,7 @@ class ModelSpec:
             node[name] = typed(value, wanted, f"model.{name}")
         spec = cls(**node)
         dtype_of(spec.dtype)
+        check_device(spec.device)
         if kind == "pretrained":
             if not spec.path:
                 raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
@@ -74,6 +77,12 @@ class ModelSpec:
     def label(self, choice: str) -> str:
         """The configuration's name for it, or the folder's for `local`."""
         return Path(self.path).name if choice in ("local", "") and self.path else choice
+
+    def shown_revision(self) -> str | None:
+        """The revision of a hub model as the configuration gives it; None where there is no hub."""
+        if self.kind != "pretrained" or Path(self.path or "").expanduser().exists():
+            return None
+        return self.revision or MOVING
 
     def resolved_device(self) -> str:
         import torch
@@ -102,15 +111,14 @@ def _digest(folder: Path) -> str:
 @functools.lru_cache(maxsize=1)
 def load(spec: ModelSpec) -> tuple[Any, Any]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
-    from kvexp.models import load_model, load_tokenizer, random_model
-    from kvexp.models.byte_tokenizer import byte_tokenizer
+    from kvexp.models import load_model, random_model
 
     if spec.kind == "random":
         config = json.loads(spec.config)
         model = random_model(
             str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
         )
-        return model, byte_tokenizer()
+        return model, tokenizer_of(spec)
     assert spec.path is not None
     model = load_model(
         spec.path,
@@ -121,7 +129,37 @@ def load(spec: ModelSpec) -> tuple[Any, Any]:
         trust_remote_code=spec.trust_remote_code,
         allow_pickle=spec.allow_pickle,
     )
-    tokenizer = load_tokenizer(
-        spec.tokenizer or spec.path, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+    return model, tokenizer_of(spec)
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_of(spec: ModelSpec) -> Any:
+    """The tokenizer alone, for what can be known before weights load."""
+    from kvexp.models import load_tokenizer
+    from kvexp.models.byte_tokenizer import byte_tokenizer
+
+    if spec.kind == "random":
+        return byte_tokenizer()
+    assert spec.path is not None
+    own = spec.tokenizer is None  # else it is of another repository, which does not know this revision
+    return load_tokenizer(
+        spec.tokenizer or spec.path,
+        revision=spec.revision if own else None,
+        trust_remote_code=spec.trust_remote_code,
     )
-    return model, tokenizer
+
+
+def holds(spec: ModelSpec) -> int:
+    """Positions the model has, without its weights."""
+    from kvexp.models.families import longest
+    from kvexp.models.load import config_of, random_config
+
+    if spec.kind == "random":
+        return longest(random_config(str(spec.family), **json.loads(spec.config)))
+    return longest(config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code))
+
+
+def commit_of(model: Any) -> str | None:
+    """The hub's commit these weights came from; None for folders and random weights."""
+    commit: str | None = getattr(model.config, "_commit_hash", None)
+    return commit

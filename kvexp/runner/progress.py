@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -15,6 +15,8 @@ EVERY_S = 10.0  # between plain lines
 
 class Progress:
     """Context manager around the examples of a run; `advance` after each row."""
+
+    made: ClassVar[int] = 0  # rows of this process, over all its runs
 
     def __init__(self, title: str, total: int, done: int) -> None:
         self.title, self.total, self.done, self.first = title, total, done, done
@@ -34,6 +36,7 @@ class Progress:
     def advance(self, row: dict[str, Any]) -> None:
         """One more row is on disk."""
         self.done += 1
+        Progress.made += 1
         now = time.monotonic()
         rate = (self.done - self.first) / max(now - self.start, 1e-9)
         if self.bar is not None:

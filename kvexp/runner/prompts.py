@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvexp.errors import ConfigError
@@ -11,62 +12,130 @@ from kvexp.tasks import Example, Task
 
 @dataclass(frozen=True)
 class Prompt:
-    """text and its ids; cut: something was left out; skipped: why it is not run (then ids are empty)."""
+    """text and its ids; cut: something was left out; skipped: why it is not run (then ids are empty).
+
+    asked, question: text and ids of what is fed after the eviction; an answer follows text + asked. choices: ids of
+    the example's choices where they stand. templated: the text came out of a chat template, start token and all.
+    """
 
     example: Example
     text: str
     ids: list[int]
     cut: bool = False
     skipped: str | None = None
-    tokens: int = 0  # before cutting
+    tokens: int = 0  # before cutting, question included
+    asked: str = ""
+    question: list[int] = field(default_factory=list)
+    choices: list[list[int]] = field(default_factory=list)
+    templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
+
+    @property
+    def size(self) -> int:
+        """Tokens to be fed before an answer."""
+        return len(self.ids) + len(self.question)
 
 
 def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: bool) -> Prompt:
-    """The example's prompt in at most `room` tokens (and the task's own maximum), cut as the task says.
+    """The example's prompt and question in at most `room` tokens (and the task's own maximum), cut as the task says.
 
-    task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "right" cuts the tokens'
-    end; "skip" keeps the example as a skipped row. With `chat` the words go through the tokenizer's chat template.
+    task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
+    of the tokens (`_halves`); "right" cuts the end of the prompt's tokens; "skip" keeps the example as a skipped row.
+    A question is never cut. With `chat`, and unless the task says otherwise, prompt and question go through the
+    tokenizer's chat template (or the task's frame) as one message, which is then parted where the question starts.
     """
     if room < 1:
         raise ConfigError("max_new_tokens leaves no room for a prompt in this model: lower generation.max_new_tokens")
     limit = min(room, task.max_prompt_tokens or room)
 
-    def made(kept: int) -> tuple[str, list[int]]:
-        text = _framed(example.prefix + example.body[:kept] + example.suffix, tokenizer, chat)
-        # A chat template brings its own start token.
-        return text, tokenizer(text, add_special_tokens=not chat, verbose=False).input_ids
+    wrapped = chat and task.wrapped
+    templated = wrapped and task.frame is None
 
-    text, ids = made(len(example.body))
-    count = len(ids)
+    def of(words: str) -> Prompt:
+        text, asked = _framed(example, words, tokenizer, task.frame if wrapped else "{prompt}")
+        # A chat template brings its own start token.
+        ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
+        question = _after(text, ids, asked, tokenizer, templated)
+        return Prompt(example, text, ids, asked=asked, question=question, templated=templated)
+
+    def made(kept: int) -> Prompt:
+        return of(example.prefix + example.body[:kept] + example.suffix)
+
+    whole = made(len(example.body))
+    count = whole.size
+    if task.truncate == "halves":
+        return replace(_halves(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
     if count <= limit:
-        return Prompt(example, text, ids, tokens=count)
-    if task.truncate == "right":
-        return Prompt(example, text, ids[:limit], cut=True, tokens=count)
+        return replace(whole, tokens=count)
+    if task.truncate == "right" and limit > len(whole.question):
+        return replace(whole, ids=whole.ids[: limit - len(whole.question)], cut=True, tokens=count)
     if task.truncate == "middle":
         fits, over = -1, len(example.body)
         while over - fits > 1:
             half = (fits + over) // 2
-            fits, over = (half, over) if len(made(half)[1]) <= limit else (fits, half)
+            fits, over = (half, over) if made(half).size <= limit else (fits, half)
         if fits > 0:
-            text, ids = made(fits)
-            return Prompt(example, text, ids, cut=True, tokens=count)
+            return replace(made(fits), cut=True, tokens=count)
     return Prompt(example, "", [], skipped="too long", tokens=count)
 
 
-def continuation(prompt: Prompt, tokenizer: Any, *, chat: bool) -> list[int]:
-    """The continuation's ids as they stand in the whole text, where that begins with the prompt's ids."""
-    words = prompt.example.continuation
-    whole: list[int] = tokenizer(prompt.text + words, add_special_tokens=not chat, verbose=False).input_ids
-    if whole[: len(prompt.ids)] == prompt.ids and len(whole) > len(prompt.ids):
-        return whole[len(prompt.ids) :]
+def _halves(whole: Prompt, of: Callable[[str], Prompt], most: int | None, room: int, tokenizer: Any) -> Prompt:
+    """The first and last `most` // 2 tokens of the words, each half decoded, put together and tokenised again.
+
+    LongBench's pred.py, to the letter: `most` counts the start token and no chat template, which goes around what is
+    left. Where that is not within `room`, or without `most`, as much more of the middle goes as has to.
+    """
+    words = whole.example.prompt
+    ids = tokenizer(words, verbose=False).input_ids
+    keep = min(len(ids), most or len(ids))
+    made = whole
+    while keep >= 2:
+        if keep < len(ids):
+            ends = (ids[: keep // 2], ids[-(keep // 2) :])
+            made = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), cut=True)
+        if made.size <= room:
+            return made
+        keep -= made.size - room
+    return Prompt(whole.example, "", [], skipped="too long")
+
+
+def continuation(prompt: Prompt, tokenizer: Any, *, chat: bool, words: str | None = None) -> list[int]:
+    """Ids of the words (None: the example's continuation) that follow the prompt and its question."""
+    words = prompt.example.continuation if words is None else words
+    templated = chat and prompt.templated
+    return _after(prompt.text + prompt.asked, prompt.ids + prompt.question, words, tokenizer, templated)
+
+
+def _after(text: str, ids: list[int], words: str, tokenizer: Any, templated: bool) -> list[int]:
+    """Ids of the words as they stand behind the text, where the whole begins with the text's ids; else on their own."""
+    if not words:
+        return []
+    whole: list[int] = tokenizer(text + words, add_special_tokens=not templated, verbose=False).input_ids
+    if whole[: len(ids)] == ids and len(whole) > len(ids):
+        return whole[len(ids) :]
     alone: list[int] = tokenizer(words, add_special_tokens=False).input_ids
     return alone
 
 
-def _framed(words: str, tokenizer: Any, chat: bool) -> str:
-    if not chat:
-        return words
+def _framed(example: Example, words: str, tokenizer: Any, frame: str | None) -> tuple[str, str]:
+    """The text to prefill and the text to feed after the eviction: together what the model reads, template and all.
+
+    frame: the text around {prompt}; None: the tokenizer's chat template.
+    """
+    question = example.question
+    if frame is not None:
+        before, _, after = frame.partition("{prompt}")
+        return (before + words, question + after) if question else (before + words + after, "")
     text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": words + question}], tokenize=False, add_generation_prompt=True
     )
-    return text
+    if not question:
+        return text, ""
+    # A template may strip what it is given; the white space before the question then stays with the context.
+    at = text.rfind(question)
+    at = text.rfind(question.strip()) if at < 0 else at
+    if at < 0:
+        raise ConfigError(
+            f"example {example.id}: the tokenizer's chat template changes the words of the question, so it cannot "
+            "be parted before it: set task.question=in_prompt or model.chat=false"
+        )
+    return text[:at], text[at:]

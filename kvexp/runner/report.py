@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
+
+from kvexp.build import typed
+from kvexp.errors import ConfigError
+from kvexp.record import check_writable
+from kvexp.runner.sweep import SWEEP
 
 
 @dataclass
@@ -26,8 +33,9 @@ def note(*hashes: str | None) -> None:
     COMMAND.hashes += [h for h in hashes if h is not None and h not in COMMAND.hashes]
 
 
-def note_failure(job: str, error: BaseException) -> None:
-    COMMAND.failures.append((job, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__))
+def note_failure(job: str, why: str) -> None:
+    """This job (its overrides) is listed at the end, and the command fails."""
+    COMMAND.failures.append((job, why))
 
 
 def exit_code() -> int:
@@ -53,7 +61,17 @@ def show(outputs_dir: str | Path) -> None:
 
 
 class SweepTable(Callback):  # type: ignore[misc]
-    """Hydra callback: prints the table when a sweep or a single run has ended."""
+    """Hydra callback: looks at what all runs need before the first one, prints the table after the last one."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        _stop_if_wrong(_check_log, config)
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        _stop_if_wrong(_check_log, config)
+        _stop_if_wrong(_check_sweep_folder, config)
+        if config.hydra.sweeper.get("_target_", "").endswith("BasicSweeper"):
+            params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
+            SWEEP.plan(list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
 
     def on_run_end(self, config: Any, **_: Any) -> None:
         self._end(config)
@@ -66,7 +84,7 @@ class SweepTable(Callback):  # type: ignore[misc]
             self._show_and_publish(config)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             print(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            note_failure("table and publishing", error)
+            note_failure("table and publishing", f"{type(error).__name__}: {error}")
 
     def _show_and_publish(self, config: Any) -> None:
         show(config.outputs_dir)
@@ -75,5 +93,30 @@ class SweepTable(Callback):  # type: ignore[misc]
 
             # All at once: the verdicts are corrected for the number of runs compared.
             folders = [Path(config.outputs_dir) / name for name in COMMAND.hashes]
-            written = publish(folders, config.log.project, None if config.log.mode == "auto" else config.log.mode)
+            mode = None if config.log.mode == "auto" else config.log.mode
+            written = publish(
+                folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")
+            )
             print(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
+
+
+def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
+    """Hydra makes a warning of any other exception in a callback."""
+    try:
+        check(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _check_log(config: Any) -> None:
+    """The runs may take days: what cannot be published is to be said first."""
+    if typed(config.log.wandb, bool, "log.wandb"):
+        from kvexp.log import check
+
+        check(config.log.project, None if config.log.mode == "auto" else config.log.mode)
+
+
+def _check_sweep_folder(config: Any) -> None:
+    """Hydra writes there before any run begins, and explains nothing."""
+    check_writable(Path(typed(config.outputs_dir, str, "outputs_dir")).expanduser() / ".sweeps")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -12,13 +11,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvexp.errors import ConfigError
 from kvexp.record import Run
-from kvexp.runner.model import load
+from kvexp.runner.answers import UNTIMED, Answer, generated
+from kvexp.runner.contexts import asked, mixes_rows
+from kvexp.runner.fitting import check_template, fitted, with_ends
+from kvexp.runner.forced import forced
+from kvexp.runner.lm_eval import ItemAnswer, item_answers, item_prompt
+from kvexp.runner.model import commit_of, holds, load, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.prompts import Prompt, continuation, tokenise
+from kvexp.runner.rows import check_commit, recordable
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example
+from kvexp.tasks.lm_eval import Item, LMEval
+
+SHARED = 8  # questions about one context that are answered from one prefill before their rows are written
 
 
 def run(settings: Settings) -> Run:
@@ -42,7 +49,8 @@ def run(settings: Settings) -> Run:
         try:
             _fill(settings, record)
         except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
-            record.fail(error)
+            with contextlib.suppress(OSError):  # a full disk: what went wrong is raised, recorded or not
+                record.fail(error)
             raise
         record.clear_failure()
         record.finish(len(record.rows()))
@@ -69,101 +77,128 @@ def _fill(settings: Settings, record: Run) -> None:
         print(f"{title}: {len(examples) - len(todo)} of {len(examples)} rows are there already ({record.path})")
     if not todo:
         return
+    holds(settings.model)  # an impossible configuration is said before weights are made or read
+    words = tokenizer_of(settings.model)
+    check_template(settings, words)
+    todo = fitted(settings, words, todo)
     model, tokenizer = load(settings.model)
-    if settings.model.chat and not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
+    settings = with_ends(settings, model, tokenizer)
+    commit = commit_of(model)
+    check_commit(record, commit)
     with Progress(title, len(examples), len(examples) - len(todo)) as progress:
-        for batch in _batches(todo, settings.batch_size):
+        shared = 1 if mixes_rows(settings) else SHARED
+        for batch in _batches(todo, settings.batch_size, shared):
             for row in _rows(settings, model, tokenizer, batch):
-                record.append(row)
+                record.append(recordable(row, commit))
                 progress.advance(row)
 
 
-def _batches(todo: list[tuple[int, Example]], size: int) -> Iterator[list[tuple[int, Example]]]:
-    for start in range(0, len(todo), size):
-        yield todo[start : start + size]
+def _batches(todo: list[tuple[int, Example]], size: int, shared: int) -> Iterator[list[tuple[int, Example]]]:
+    """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow."""
+    batch: list[tuple[int, Example]] = []
+    for item in todo:
+        same = bool(batch) and bool(item[1].question) and item[1].prompt == batch[-1][1].prompt
+        if len(batch) >= (max(size, shared) if same else size):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def _rows(settings: Settings, model: Any, tokenizer: Any, batch: list[tuple[int, Example]]) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
-    from kvexp.models.families import longest
-
-    decoding = settings.decoding
-    room = longest(model.config) - decoding.max_new_tokens + 1
-    if settings.beyond_context:
-        room = 1 << 40
-    prompts = [tokenise(example, settings.task, tokenizer, room, chat=settings.model.chat) for _, example in batch]
+    prompts = [_prompt(settings, model, tokenizer, example) for _, example in batch]
     runnable = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True) if prompt.skipped is None]
     made = _generate(settings, model, tokenizer, runnable) if runnable else {}
-    return [made.get(index) or _skipped(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True)]
+    each = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True)]
+    return [made.get(index) or _skipped(settings, index, prompt) for index, prompt in each]
+
+
+def _prompt(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
+    """The example's tokens, which leave room for its answer: what is generated, or the longest choice."""
+    from kvexp.models.families import longest
+
+    if isinstance(example, Item):
+        return item_prompt(settings, model, tokenizer, example)
+    holds = 1 << 40 if settings.beyond_context else longest(model.config)
+    alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
+    room = holds - max(alone, default=settings.decoding.max_new_tokens) + 1
+    prompt = tokenise(example, settings.task, tokenizer, room, chat=settings.model.chat)
+    if prompt.skipped or not example.choices:
+        return prompt
+    chat = settings.model.chat
+    choices = [continuation(prompt, tokenizer, chat=chat, words=words) for words in example.choices]
+    if prompt.size + max(map(len, choices)) > holds + 1:  # a choice may have more tokens where it stands than alone
+        return Prompt(example, "", [], skipped="too long", tokens=prompt.tokens)
+    return dataclasses.replace(prompt, choices=choices)
 
 
 def _generate(
     settings: Settings, model: Any, tokenizer: Any, batch: list[tuple[int, Prompt]]
 ) -> dict[int, dict[str, Any]]:
-    from kvexp.generate import continuation_logprobs, generate, receipts
-    from kvexp.models.families import longest
+    """Index -> row."""
+    if settings.task.only_nll:
+        return {index: _row(settings, model, tokenizer, index, prompt, None) for index, prompt in batch}
+    if isinstance(settings.task, LMEval):
+        answers = item_answers(settings, model, tokenizer, batch)
+        return {index: _row(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
+    straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
+    others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
+    made = generated(settings, model, tokenizer, straight) if straight else {}
+    made |= asked(settings, model, tokenizer, others) if others else {}
+    return {index: _row(settings, model, tokenizer, index, prompt, made[index]) for index, prompt in batch}
 
-    ids = [prompt.ids for _, prompt in batch]
-    seeds = [settings.seed + index for index, _ in batch]
-    result = generate(
-        model,
-        ids,
-        settings.method,
-        settings.budget,
-        decoding=settings.decoding,
-        tokenizer=tokenizer,
-        seeds=seeds,
-        **settings.plan(),
-    )
-    logprobs: list[list[float]] | None = None
+
+def _row(
+    settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt, answer: Answer | None
+) -> dict[str, Any]:
+    """answer: None where the task wants log-probabilities alone."""
+    example, metrics = prompt.example, {}
+    head = _head(settings, index, prompt)
+    if isinstance(answer, ItemAnswer):
+        assert isinstance(settings.task, LMEval) and isinstance(example, Item)
+        metrics = settings.task.score_item(example, answer.results)
+    elif answer is not None and example.choices:
+        metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
+    elif answer is not None:
+        metrics = settings.task.score(answer.output, example.reference, example)
     if settings.task.needs_nll:
-        chat = settings.model.chat
-        continuations = [continuation(prompt, tokenizer, chat=chat) for _, prompt in batch]
-        # One by one: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
-        logprobs = []
-        for prompt_ids, words, seed in zip(ids, continuations, seeds, strict=True):
-            words = words if settings.beyond_context else words[: longest(model.config) - len(prompt_ids) + 1]
-            logprobs += continuation_logprobs(
-                model, [prompt_ids], [words], settings.method, settings.budget, seeds=[seed], **settings.plan()
-            )
-    seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
-    rows = {}
-    for place, (index, prompt) in enumerate(batch):
-        tokens = result.tokens[place]
-        output = tokenizer.decode(tokens, skip_special_tokens=True)
-        metrics = settings.task.score(output, prompt.example.reference, prompt.example)
-        if logprobs is not None:
-            metrics = {**metrics, "nll": -sum(logprobs[place]) / len(logprobs[place])}
-        rows[index] = {
-            **_head(index, prompt),
-            "metrics": metrics,
-            "new_tokens": len(tokens),
-            "seconds": seconds,
-            "receipt": dataclasses.asdict(receipts(result.cache)[place]),
-            "output": output,
-            "reference": prompt.example.reference,
-        }
-    return rows
+        logprobs, fed = forced(settings, model, tokenizer, index, prompt)
+        of_nll, info = settings.task.score_nll(logprobs, example)
+        metrics, answer = {**metrics, **of_nll}, answer or fed
+        head["info"] |= {**info, "nll_tokens": len(logprobs)}
+    assert answer is not None
+    row = {
+        **head,
+        "metrics": metrics,
+        "new_tokens": answer.new_tokens,
+        "seconds": answer.seconds,
+        "receipt": answer.receipt,
+        "output": answer.output,
+        "reference": example.reference,
+    }
+    if answer.logprobs:
+        row["choices"] = {"logprobs": answer.logprobs, "tokens": answer.counts}
+    return row
 
 
-def _head(index: int, prompt: Prompt) -> dict[str, Any]:
+def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     return {
         "example": prompt.example.id,
         "index": index,
         "prompt_tokens": len(prompt.ids) or prompt.tokens,
+        "question_tokens": len(prompt.question),
         "prompt_cut": prompt.cut,
+        "chat_template": settings.model.chat and settings.task.wrapped,
         "skipped": prompt.skipped,
+        "info": dict(prompt.example.info),
     }
 
 
-def _skipped(index: int, prompt: Prompt) -> dict[str, Any]:
-    empty = {"metrics": {}, "new_tokens": 0, "seconds": {"ttft": None, "tt2t": None, "tpot": None}, "receipt": None}
-    return {**_head(index, prompt), **empty, "output": "", "reference": prompt.example.reference}
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value
+def _skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
+    empty = {"metrics": {}, "new_tokens": 0, "seconds": dict(UNTIMED), "receipt": None}
+    return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
 def _environment() -> dict[str, Any]:

@@ -13,16 +13,19 @@ from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
 from kvexp.methods import Full
+from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
-from kvexp.tasks import Task
+from kvexp.runner.padding import check_padding
+from kvexp.tasks import LMEval, Task
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
 _NOT_THE_TASK = (
-    *("limit", "data_files", "streaming", "hub_id", "hub_config", "revision", "split"),
+    *("limit", "data_files", "streaming", "hub_id", "hub_config", "hub_file", "revision", "split"),
+    *("haystack", "prompt_file"),
+    "size",  # of a generated task: how many of its rows
     *("max_new_tokens", "min_new_tokens"),
+    *("tasks", "data_dir"),
 )
-# Overrides that have a label of their own or change no number.
-_NOT_A_SETTING = ("kv_ratio", "limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -66,9 +69,16 @@ class Settings:
         full = dataclasses.replace(
             self, method=Full(), budget=None, cadence=Cadence(), mode="overwrite", positions="original"
         )
-        own = [w for w in self.labels["setting"].split() if not w.startswith(("method.", "budget", "cache.", "seed="))]
-        labels = {**self.labels, "method": "full", "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
-        return full.identified(labels)
+        return full.identified(labels_of_baseline(self.labels))
+
+    def parts(self) -> list[Settings]:
+        """One run for each of lm-eval's tasks, each with its name as its label; any other task is one run."""
+        if not isinstance(self.task, LMEval):
+            return [self]
+        return [
+            dataclasses.replace(self, task=task).identified({**self.labels, "task": task.label(task.name)})
+            for task in self.task.parts()
+        ]
 
     def identified(self, labels: dict[str, Any]) -> Settings:
         """Fill in labels and identity. Settings that cannot matter are left out, so that equal runs are one run."""
@@ -98,9 +108,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         if not isinstance(config.get(group), dict):
             raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
     typed(config["outputs_dir"], str, "outputs_dir")
+    _check_protocol(config.get("protocol"), choices.get("task", ""))
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
-    method: Method = build(config["method"], "method", within="kvexp.methods")
+    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
     budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
     cache = dict(config["cache"])
     every, at_prefill = cache.pop("evict_every"), cache.pop("evict_at_prefill")
@@ -111,9 +122,11 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     observe, beyond = cache.pop("observe"), cache.pop("beyond_context")
     if cache:
         raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
-    task: Task = build({**_located(config["task"]), "limit": config["limit"]}, "task", within="kvexp.tasks")
+    task: Task = build(
+        {**_located(config["task"], "data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+    )
     settings = Settings(
-        model=ModelSpec.of(config["model"]),
+        model=ModelSpec.of(_located(config["model"], "path")),
         method=method,
         budget=budget,
         cadence=Cadence(
@@ -137,12 +150,12 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     return settings.baseline() if settings.is_baseline else settings
 
 
-def _located(task: dict[str, Any]) -> dict[str, Any]:
-    """Data files that come with kvexp are found from any folder."""
-    path = task.get("data_files")
-    if isinstance(path, str) and not Path(path).exists() and (ROOT / path).is_file():
-        return {**task, "data_files": str(ROOT / path)}
-    return task
+def _located(node: dict[str, Any], key: str) -> dict[str, Any]:
+    """The node with a path that is found from any folder, where `key` names something that comes with kvexp."""
+    path = node.get(key)
+    if isinstance(path, str) and not Path(path).exists() and (ROOT / path).exists():
+        return {**node, key: str(ROOT / path)}
+    return node
 
 
 def _decoding(node: dict[str, Any], task: Task) -> Decoding:
@@ -163,8 +176,17 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"batch_size must be at least 1, got {settings.batch_size}")
     if settings.limit is not None and settings.limit < 1:
         raise ConfigError(f"limit must be at least 1 example or null for all, got {settings.limit}")
-    if settings.task.pad_to is not None:
-        raise ConfigError("task.pad_to is not carried out by this runner yet: leave it at null")
+    view = settings.method.view
+    if settings.batch_size > 1 and view is not None and view.batch == "sum_all":
+        raise ConfigError(
+            f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
+            "of all prompts of a batch"
+        )
+    check_padding(settings)
+    if isinstance(settings.task, LMEval):
+        from kvexp.runner.lm_eval import check_item_settings
+
+        check_item_settings(settings)
     Plan(
         settings.method,
         settings.budget,
@@ -175,22 +197,28 @@ def _check(settings: Settings) -> None:
     )
 
 
+def _check_protocol(protocol: Any, task: str) -> None:
+    """A paper's preset sets the switches of the paper's tasks: on another one it would be half a preset."""
+    if protocol is not None and task not in protocol["tasks"]:
+        raise ConfigError(
+            f"protocol={protocol['paper']} has no settings for task={task}; it has for {', '.join(protocol['tasks'])}"
+        )
+
+
 def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str]) -> dict[str, Any]:
-    """What a table shows of a run: short names, the x axis, and every setting made by hand that has no column."""
-    budget = settings.budget
-    groups = ("model", "task", "method", "model_task")
-    words = [o.lstrip("+~") for o in overrides]
-    shown = [w for w in words if w.partition("=")[0] not in (*groups, *_NOT_A_SETTING)]
-    shown = [w for w in shown if not w.startswith("log.") and w != "budget=ratio"]
-    shown = [f"{k}={Path(v).name}" if k == "task.data_files" else w for w in shown for k, _, v in [w.partition("=")]]
-    return {
-        "model": settings.model.label(choices.get("model", "")),
-        "task": choices.get("task", settings.task.name),
-        "method": choices.get("method", settings.method.name),
-        "kv_ratio": budget.kv_ratio if budget is not None else None,
-        "tokens": budget.tokens if budget is not None else None,
-        "setting": " ".join(sorted(shown)),
-    }
+    source = settings.task.source
+    revisions = [settings.model.shown_revision()]
+    if source.data_files is None and source.hub_id and source.revision is None:
+        revisions.append(f"data {MOVING}")
+    return labels_of(
+        {**choices, "task": settings.task.label(choices.get("task", settings.task.name))},
+        overrides,
+        model=settings.model.label(choices.get("model", "")),
+        task=settings.task.name,
+        method=settings.method.name,
+        budget=settings.budget,
+        revision=", ".join(revision for revision in revisions if revision) or None,
+    )
 
 
 def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
 
 from . import data
 
-TRUNCATIONS = ("middle", "right", "skip")
+TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
 
 
@@ -23,6 +23,13 @@ class Example:
     prompt == prefix + body + suffix, always: the body is the part a runner may shorten, prefix and suffix hold the
     instruction and the place where the answer starts. Given a prompt alone, all of it is body. `continuation` is the
     text a teacher-forced task feeds after the prompt (it starts with its own white space); empty if there is none.
+
+    `question`: text fed token by token after the prompt was prefilled and evicted; the prompt is then the context
+    alone, and an answer follows prompt + question. `choices`: texts whose log-probabilities after prompt + question
+    are compared instead of generating (Task.score_choices); like a continuation, each brings the white space it
+    starts with, and so does a question, or the same characters become other tokens than they are inside one text.
+
+    `info`: plain values of this example for its row ("info"), such as a length and a depth to draw it by.
 
     Tokenise the whole prompt while it fits. Only a prompt that does not fit is to be cut, and then the body's text:
     three parts tokenised apart are not always the tokens of the whole.
@@ -35,12 +42,21 @@ class Example:
     prefix: str = ""
     body: str = ""
     suffix: str = ""
+    question: str = ""
+    choices: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not (self.prefix or self.body or self.suffix):
             object.__setattr__(self, "body", self.prompt)
         if self.prompt != "".join(self.prompt_parts):
             raise ValueError(f"example {self.id}: prompt is not prefix + body + suffix")
+        if self.question and not self.question.strip():
+            raise ValueError(f"example {self.id}: the question is white space alone")
+        if not all(self.choices):
+            raise ValueError(f"example {self.id}: choice {self.choices.index('')} is empty")
+        if self.choices and self.continuation:
+            raise ValueError(f"example {self.id}: has choices and a continuation, give one of them")
 
     @property
     def prompt_parts(self) -> tuple[str, str, str]:
@@ -58,18 +74,25 @@ class Task:
     `limit` distinct rows with `seed`, `with_replacement` draws as `np.random.seed(seed); randint(rows, size=limit)`
     does, so that a row may come twice; its second id ends in `#2`.
 
-    Prompts longer than `max_prompt_tokens` (null: no limit but the model's) are the runner's to handle, for tasks know
-    no tokenizer. `truncate` says how: `middle` shortens the body at its end and keeps prefix and suffix whole;
-    `right` cuts the whole prompt at its right end, so that the suffix is lost; `skip` asks nothing and keeps a row
-    with skipped="too long". `pad_to` (null: no padding) left-pads shorter prompts to that many tokens, pads counting
-    towards the budget, as the Keyformer release does: a runner without it must refuse it, never ignore it.
+    Prompts longer, question included, than `max_prompt_tokens` (null: than the model holds) are the runner's, for tasks
+    know no tokenizer. `truncate` says how: `middle` shortens the body at its end and keeps prefix and suffix whole;
+    `halves` keeps the first and the last half of the whole prompt's tokens (LongBench's way); `right` cuts the whole
+    prompt at its right end, so that the suffix is lost; `skip` asks nothing and keeps a row with skipped="too long".
+    `pad_to` (null: as they are) counts shorter prompts as padded to that many tokens, as the Keyformer release pads
+    them, with budget.of=padded: a runner without it must refuse it, never ignore it.
 
     `max_new_tokens` and `min_new_tokens` never look at a reference.
     """
 
     name: ClassVar[str]
+    generated: ClassVar[bool] = False  # rows are made here, by an own `rows` and `fingerprint`, and read from nowhere
     metrics: ClassVar[tuple[str, ...]] = ("rouge1", "rouge2", "rougeL", "rougeLsum")  # the first is the headline
     needs_nll: ClassVar[bool] = False  # whether the runner adds "nll", nats per token of `continuation`
+    only_nll: ClassVar[bool] = False  # nothing is generated, the continuation's log-probabilities are all
+    wrapped: ClassVar[bool] = True  # whether a chat model's prompts go through its chat template
+    frame: ClassVar[str | None] = None  # a text with {prompt} in place of that template, tokenised like any text
+    also_ends: ClassVar[tuple[str, ...]] = ()  # texts whose last token ends an answer besides the model's end token
+    truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
 
     data_files: str | None = None
     hub_id: str = ""
@@ -105,12 +128,39 @@ class Task:
         """Metric name -> percent, 0 to 100, of one answer. Without "nll": that one is the runner's to measure."""
         raise NotImplementedError
 
+    def score_choices(self, logprobs: list[float], tokens: list[int], example: Example) -> dict[str, float]:
+        """Metric name -> percent of one answer by choosing; of tasks whose examples have `choices`.
+
+        logprobs: natural log-probability of each choice, summed over its tokens; tokens: how many those are.
+        """
+        raise NotImplementedError
+
+    def score_nll(self, logprobs: list[float], example: Example) -> tuple[dict[str, float], dict[str, Any]]:
+        """(metrics, what joins the row's info) of a continuation's log-probabilities, one per token, in nats."""
+        return {"nll": -sum(logprobs) / len(logprobs)}, {}
+
+    def label(self, choice: str) -> str:
+        """What a table calls it; choice: the configuration's name for it."""
+        return choice
+
+    def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
+        """The example at its length in tokens, for tasks that set one; called once, before the model loads.
+
+        count: tokens of a prompt of these words in this model's tokenizer, chat template included; room: how many
+        positions the model has for prompt and answer.
+        """
+        return example
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """("row 3 of rows.jsonl", row) for the rows the task uses, in its order; at most `limit`."""
+        return self.source.choose(self.limit, self.sample, self.seed)
+
     def examples(self) -> Iterator[Example]:
         """The examples of the task in their order, ids unique and the same in every run on the same data."""
         self.check_options()
         seen: Counter[str] = Counter()
         given: set[str] = set()
-        for where, row in self.source.choose(self.limit, self.sample, self.seed):
+        for where, row in self.rows():
             made = self.example(row, where)
             name, again = made.id, seen[made.id]
             while name in given:  # a row drawn again, or another row of the same id
@@ -118,32 +168,35 @@ class Task:
                 name = f"{made.id}#{again}" if again > 1 else made.id
             seen[made.id] = max(again, 1)
             given.add(name)
-            yield Example(name, made.prompt, made.reference, made.continuation, *made.prompt_parts)
+            yield replace(made, id=name)
 
     def check(self) -> None:
         """Raise ConfigError for all that could go wrong later: options, files, rows, metrics. Call before weights load.
 
-        Of local files every row that will be used is read, of the hub the first one: its schema is pinned.
+        Of local files, and of rows that are made, every one that will be used is read; of the hub the first one: its
+        schema is pinned.
         """
         self.check_options()
-        from . import rouge  # noqa: F401  # a missing package shows here, not after the first answer
+        if any(metric.startswith("rouge") for metric in self.metrics):
+            from . import rouge  # noqa: F401  # a missing package shows here, not after the first answer
 
-        examples = self.examples() if self.data_files is not None else self._first()
-        if not sum(1 for _ in examples):
-            raise ConfigError(f"{self.source}: found no rows; name a file or split that has some")
+        at_hand = self.generated or self.data_files is not None
+        if not sum(1 for _ in (self.examples() if at_hand else self._first())):
+            where = f"task.name={self.name}" if self.generated else str(self.source)
+            raise ConfigError(f"{where}: found no rows; name a file or split that has some")
 
     def fingerprint(self) -> str:
         """Changes whenever the rows may have: digest of the local files' bytes, or hub id, config, revision, split."""
         return self.source.fingerprint()
 
     def _first(self) -> Iterator[Example]:
-        for where, row in self.source.choose(1, "first", self.seed):
+        for where, row in replace(self, limit=1, sample="first").rows():
             yield self.example(row, where)
 
     def check_options(self) -> None:
         """Types as annotated, ranges, choices; reads no data. Messages use the words of the command line."""
-        for field in fields(self):
-            _check_type(field.name, str(field.type), getattr(self, field.name))
+        for each in fields(self):
+            _check_type(each.name, str(each.type), getattr(self, each.name))
         for option in ("limit", "max_new_tokens", "max_prompt_tokens", "pad_to"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -155,7 +208,7 @@ class Task:
             )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"task.seed must be between 0 and 2**32 - 1, got {self.seed}")
-        self.choice("truncate", TRUNCATIONS)
+        self.choice("truncate", self.truncations)
         self.choice("sample", SAMPLES)
         if self.sample != "first" and self.limit is None:
             raise ConfigError(f"task.sample={self.sample} needs the number of draws: set task.limit")
@@ -177,6 +230,12 @@ def row_id(row: dict[str, Any], field: str, *texts: str) -> str:
 
 
 def _check_type(option: str, annotation: str, value: object) -> None:
+    if annotation.startswith("tuple["):
+        if not isinstance(value, tuple | list):
+            raise ConfigError(f"task.{option} must be a list, got {value!r}")
+        for number, item in enumerate(value):
+            _check_type(f"{option}[{number}]", annotation[len("tuple[") :].removesuffix(", ...]"), item)
+        return
     words = {"str": "a text", "int": "a whole number", "float": "a number", "bool": "true or false", "None": "null"}
     allowed = annotation.split(" | ")
     found = "None" if value is None else type(value).__name__

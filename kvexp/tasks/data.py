@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvexp.errors import ConfigError
+from kvexp.hub import forbidden, unreachable
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SAMPLES = ("first", "shuffled", "with_replacement")
@@ -159,6 +160,13 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
 
     if not source.hub_id:
         raise ConfigError("the task names no data: set task.data_files=PATH or task.hub_id=OWNER/NAME")
+    files = "give local files with the same fields: task.data_files=PATH (.json, .jsonl or .parquet)"
+    cached = forbidden() and not source.streaming
+    if not cached and (offline := unreachable()):
+        raise ConfigError(
+            f"cannot load {source}: the Hugging Face hub cannot be asked ({offline}). Either make the hub reachable "
+            f"(a copy in the cache is read with HF_HUB_OFFLINE=1 and task.streaming=false), or {files}"
+        )
     try:
         loaded = load_dataset(
             source.hub_id,
@@ -170,8 +178,7 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
         for number, row in enumerate(loaded, start=1):
             yield f"row {number} of {source}", row
     except Exception as error:  # huggingface_hub's, httpx', fsspec's and datasets' own: no common base
-        raise ConfigError(
-            f"cannot load {source} from the Hugging Face hub: {error}. Either make the hub reachable (network, no "
-            "HF_HUB_OFFLINE=1, or task.streaming=false where it is in the cache already), or give local files with "
-            "the same fields: task.data_files=PATH (.json, .jsonl or .parquet)"
-        ) from error
+        where, way = "from the Hugging Face hub", "correct that"
+        if cached:
+            where, way = "from the cache (HF_HUB_OFFLINE=1)", "make the hub reachable"
+        raise ConfigError(f"cannot load {source} {where}: {error}. Either {way}, or {files}") from error

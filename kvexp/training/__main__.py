@@ -51,13 +51,13 @@ def _one(name: str, out: Path, work: Path, steps: int | None) -> int:
         recall = " ".join(f"{key.removeprefix('recall_')} {line[key]:.2f}" for key in line if "recall" in key)
         minutes = line["seconds"] / 60
         print(
-            f"{line['step']}/{recipe.total} stage {line['stage'] + 1}, {minutes:.1f} min, recall {recall}", flush=True
+            f"{line['step']}/{recipe.steps} stage {line['stage'] + 1}, {minutes:.1f} min, recall {recall}", flush=True
         )
 
     torch.set_num_threads(1)
-    recipe = RECIPES[name] if steps is None else replace(RECIPES[name], steps=steps, again=0)
+    recipe = RECIPES[name] if steps is None else replace(RECIPES[name], steps=steps)
     train_family(name, recipe, work, out, say)
-    print(f"{recipe.total}/{recipe.total} done: {out / name}", flush=True)
+    print(f"{recipe.steps}/{recipe.steps} done: {out / name}", flush=True)
     return 0
 
 

@@ -21,10 +21,4 @@ class Recipe:
     cooldown: float = 0.4
     context_weight: float = 0.1  # of predicting a token that is no answer
     pass_mark: float = 0.9  # mean recall over the last lessons of each kind that moves the curriculum on
-    again: int = 0  # steps of a second, only decaying round from 60 % of the rates, for what the first left unlearnt
     every: int = 100  # steps between log lines and checkpoints
-
-    @property
-    def total(self) -> int:
-        """Steps of both rounds."""
-        return self.steps + self.again

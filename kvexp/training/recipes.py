@@ -6,5 +6,5 @@ RECIPES = {
     "testbed_rope": Recipe(steps=2000),
     "testbed_learned": Recipe(steps=2800),
     "testbed_alibi": Recipe(steps=2000),
-    "testbed_gqa": Recipe(steps=2400, again=1000),
+    "testbed_gqa": Recipe(steps=2400),
 }

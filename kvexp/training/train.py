@@ -32,11 +32,11 @@ class Trainer:
 
     def run(self, say: Callable[[Trainer], None]) -> None:
         """Train to the end of the recipe; `say` is called after every step that logs."""
-        while self.step < self.recipe.total:
+        while self.step < self.recipe.steps:
             start = time.perf_counter()
             self._one()
             self.seconds += time.perf_counter() - start
-            if self.step % self.recipe.every == 0 or self.step == self.recipe.total:
+            if self.step % self.recipe.every == 0 or self.step == self.recipe.steps:
                 self._note()
                 self._save()
                 say(self)
@@ -112,8 +112,6 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[tuple[torch.optim.Optim
 
 def schedule(step: int, recipe: Recipe) -> float:
     """Share of the base learning rate at a step."""
-    if step >= recipe.steps:
-        return 0.6 * (recipe.total - step) / recipe.again
     rising = min(1.0, (step + 1) / recipe.warmup)
     left = (recipe.steps - step) / (recipe.cooldown * recipe.steps)
     return rising * min(1.0, 0.1 + 0.9 * left)

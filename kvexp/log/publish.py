@@ -1,26 +1,18 @@
-"""Replays recorded runs into Weights & Biases: python -m kvexp.log outputs/ [--project P] [--online].
+"""Run folders to wandb runs, and each group of them to one more run with a table and charts."""
 
-Everything comes from the run folders, so publishing can wait, fail or be repeated without touching a number. A run's id
-is its hash: published again, it is the same run there.
-"""
-
-import argparse
 import contextlib
 import hashlib
 import math
-import netrc
-import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvexp.errors import ConfigError
-from kvexp.record import Run, runs
+from kvexp.record import Run
 from kvexp.results import table
 
-PROJECT = "kvexp"
+from .mode import PROJECT, check
+
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it
 MARKS = (99.0, 99.9)
@@ -32,44 +24,40 @@ def publish(
     mode: str | None = None,
     directory: str | Path | None = None,
     samples: int = SAMPLES,
+    experiment: str | None = None,
 ) -> list[Path]:
-    """Publish these run folders, and per experiment one more run that holds the sweep's chart and table.
+    """Publish these run folders, and per group one more run that holds the sweep's chart and table.
 
     mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
+    experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
     directory: where wandb makes its folder `wandb` (default: beside the run folders). Returns the folders it wrote.
     The verdicts are those of a table of the given runs: publish a sweep at once, not run by run.
     """
-    mode = mode or default_mode()
+    mode = check(project, mode)
     written: list[Path] = []
     for outputs, paths in _by_parent(run_paths).items():
         loaded = {run.hash: run for run in map(Run.load, paths)}
         df = table(outputs, {"hash": list(loaded)})
         place = Path(directory) if directory is not None else outputs
         place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
-        for row in _records(df):
-            written.append(_publish_run(loaded[row["hash"]], row, project, mode, place, samples))
-        names = df["experiment"] if "experiment" in df else ["" for _ in range(len(df))]
-        experiments = [str(name or "") for name in names]
-        for name in dict.fromkeys(experiments):
-            part = df[[experiment == name for experiment in experiments]]
+        groups = [[experiment] if experiment else _groups(row) for row in _records(df)]
+        for row, names in zip(_records(df), groups, strict=True):
+            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
+        for name in dict.fromkeys(name for names in groups for name in names):
+            part = df[[name in names for names in groups]]
             written.append(_publish_sweep(name, part, project, mode, place))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
-def default_mode() -> str:
-    if found := os.environ.get("WANDB_MODE"):
-        return found
-    return "online" if _has_account() else "offline"
+def _groups(row: Mapping[str, Any]) -> list[str]:
+    """The experiments that asked for this run, or else its model and task."""
+    if not _missing(row.get("experiment")) and row["experiment"]:
+        return str(row["experiment"]).split(", ")
+    return [_title(row, "/")]
 
 
-def _has_account() -> bool:
-    """Whether wandb would find a key where it looks for one: its variable, or the netrc entry `wandb login` makes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    return False
+def _title(row: Mapping[str, Any], between: str) -> str:
+    return between.join(str(row[name]) for name in ("model", "task") if not _missing(row.get(name))) or "runs"
 
 
 def _by_parent(run_paths: Iterable[str | Path]) -> dict[Path, list[Path]]:
@@ -79,14 +67,17 @@ def _by_parent(run_paths: Iterable[str | Path]) -> dict[Path, list[Path]]:
     return groups
 
 
-def _publish_run(run: Run, row: Mapping[str, Any], project: str, mode: str, place: Path, samples: int) -> Path:
-    labels, ratio = run.labels, run.labels.get("kv_ratio")
+def _publish_run(
+    run: Run, row: Mapping[str, Any], group: str, project: str, mode: str, place: Path, samples: int
+) -> Path:
+    labels = run.asked[-1]
+    parts = [labels.get(name) for name in ("task", "method", "kv_ratio")]
     record = {"hash": run.hash, "numerics": run.numerics, "baseline": run.baseline, "labels": labels, "env": run.env}
     with _started(
         **{"project": project, "mode": mode, "dir": place, "id": run.hash, "config": {**run.config, "kvexp": record}},
-        group=labels.get("experiment"),
+        group=group,
         job_type=str(labels.get("method", "run")),
-        name=" ".join(str(part) for part in (labels.get("task"), labels.get("method"), ratio) if part is not None),
+        name=" ".join(str(part) for part in parts if part is not None),
         tags=[f"{row['status']}", f"verdict99: {row['verdict99']}"],
     ) as published:
         published.log({"examples": _samples(run.rows()[:samples])})
@@ -94,14 +85,14 @@ def _publish_run(run: Run, row: Mapping[str, Any], project: str, mode: str, plac
         return Path(published.dir).parent
 
 
-def _publish_sweep(experiment: str, df: DataFrame, project: str, mode: str, place: Path) -> Path:
+def _publish_sweep(group: str, df: DataFrame, project: str, mode: str, place: Path) -> Path:
     """The table of all runs and, per model and task, quality against kv_ratio and against bytes."""
     import wandb
 
     key = hashlib.sha256(" ".join(sorted(df["hash"])).encode()).hexdigest()[:16]
     with _started(
         **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
-        **{"group": experiment or None, "name": f"sweep {experiment}".strip(), "config": {"hashes": list(df["hash"])}},
+        **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
         whole = [_plain(row, keep_missing=True) for row in _records(df)]
         columns = list(df.columns)
@@ -109,9 +100,9 @@ def _publish_sweep(experiment: str, df: DataFrame, project: str, mode: str, plac
         for title, rows in _charts(_records(df)).items():
             metric = rows[0]["headline"]
             for axis in ("kv_ratio", "kv_bytes"):
-                data = wandb.Table(["method", axis, f"{metric}_of_full"], _points(rows, axis, metric))
+                data = wandb.Table(["line", axis, f"{metric}_of_full"], _points(rows, axis, metric))
                 chart = wandb.plot.line(
-                    data, axis, f"{metric}_of_full", stroke="method", title=f"{title}: {metric}, % of full"
+                    data, axis, f"{metric}_of_full", stroke="line", title=f"{title}: {metric}, % of full"
                 )
                 published.log({f"quality vs {axis}: {title}": chart})
         published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
@@ -123,14 +114,17 @@ def _charts(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     charts: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full")):
-            title = " / ".join(str(row[name]) for name in ("model", "task") if not _missing(row.get(name))) or "runs"
-            charts.setdefault(title, []).append(row)
+            charts.setdefault(_title(row, " / "), []).append(row)
     return charts
 
 
 def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[list[Any]]:
-    """(method, x, percent) by x, and the two marks as lines of their own across the chart."""
-    points = [[str(row.get("method")), row.get(axis), row[f"{metric}_of_full"]] for row in rows]
+    """(line, x, percent) by x, and the two marks as lines of their own across the chart.
+
+    A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
+    """
+    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
+    points = [[" ".join(name), row.get(axis), row[f"{metric}_of_full"]] for name, row in zip(names, rows, strict=True)]
     points = sorted((point for point in points if isinstance(point[1], int | float)), key=lambda point: point[1])
     ends = [points[0][1], points[-1][1]] if points else []
     return points + [[f"{mark:g} % mark", end, mark] for mark in MARKS for end in ends]
@@ -158,10 +152,8 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
 @contextlib.contextmanager
 def _started(**settings: Any) -> Iterator[Any]:
     """A wandb run of its own (another may be active), silent, without source code, console and machine statistics."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError("log=wandb needs wandb, which is not installed; run: pip install 'kvexp[eval]'") from error
+    import wandb
+
     quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
     if settings["mode"] == "online":  # only a server knows earlier runs
         settings["resume"] = "allow"
@@ -188,31 +180,3 @@ def _plain(row: Mapping[str, Any], keep_missing: bool = False) -> dict[str, Any]
 
 def _missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and not math.isfinite(value))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvexp.log", description=__doc__.partition("\n")[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
-    how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
-    args = parser.parse_args(argv)
-    try:
-        paths = [run.path for run in runs(args.outputs)]
-        if not paths:
-            print(f"no runs under {args.outputs}; run: python run.py")
-            return 1
-        mode = args.mode or default_mode()
-        written = publish(paths, args.project, mode)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"published {len(paths)} runs to project {args.project}, {mode}")
-    if mode == "offline" and written:
-        print(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

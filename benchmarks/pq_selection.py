@@ -1,0 +1,128 @@
+"""The choice alone: PQCache's approximate scores and top k against exact q.K and top k; and k-means iterations.
+
+    python -m benchmarks.pq_selection --slots 2048 8192 32768 --heads 8 --group 4 --dim 128
+
+Random keys: the numbers say what the arithmetic costs and nothing about what is found. Each time is the median of
+several after warm-ups; both sides are measured in turns, so that a busy machine is busy for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvexp.core.select import best
+from kvexp.retrieval.asked import combined
+from kvexp.retrieval.kmeans import lloyd, starting_rows
+from kvexp.retrieval.pqcache import dots
+
+
+def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, float]:
+    """Median seconds of each task, measured in turns."""
+    taken: dict[str, list[float]] = {name: [] for name in tasks}
+    for turn in range(warm + repeats):
+        for name, task in tasks.items():
+            start = time.perf_counter()
+            task()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            if turn >= warm:
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One length: seconds of both ways to choose a fifth of the slots for one query, and of their scores alone."""
+    heads, group, dim, device = options.heads, options.group, options.dim, options.device
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    query, keys = random(1, heads, group, dim), random(1, heads, slots, dim)
+    clusters = 1 << options.b
+    centroids = random(1, heads, options.m, clusters, dim // options.m)
+    codes = torch.randint(0, clusters, (1, heads, slots, options.m), generator=generator).to(device, torch.uint8)
+    candidates = torch.ones(1, 1, slots, dtype=torch.bool, device=device)
+    count = slots // 5
+    counts = torch.tensor([count], device=device)
+
+    def top(x: Tensor) -> Tensor:
+        return best(combined(x * dim**-0.5, "softmax_sum"), candidates, counts, count)
+
+    found = seconds(
+        {
+            "exact": lambda: top(torch.matmul(query, keys.transpose(-1, -2))),
+            "pqcache": lambda: top(dots(query, centroids, codes)),
+            "exact_scores": lambda: torch.matmul(query, keys.transpose(-1, -2)),
+            "pqcache_scores": lambda: dots(query, centroids, codes),
+        },
+        device,
+        options.repeats,
+    )
+    ratios = {
+        "ratio": found["exact"] / found["pqcache"],
+        "ratio_scores": found["exact_scores"] / found["pqcache_scores"],
+    }
+    points = keys[0].unflatten(-1, (options.m, -1)).transpose(1, 2).flatten(0, 1)
+    start = starting_rows(slots, clusters, 0)
+    few, more = (
+        seconds({"k": lambda n=n: lloyd(points, start, n, tolerance=0.0)}, device, max(1, options.repeats // 3), 1)["k"]
+        for n in (2, 6)
+    )
+    return {"slots": slots, **found, **ratios, "kmeans_iterations_per_s": 4 / max(more - few, 1e-9)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pq_selection", description=__doc__)
+    parser.add_argument("--slots", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--heads", type=int, default=8, help="kv heads")
+    parser.add_argument("--group", type=int, default=4, help="query heads per kv head")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--m", type=int, default=2)
+    parser.add_argument("--b", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="write the rows to this file too")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    print(
+        f"{options.heads} kv heads x {options.group} query heads x {options.dim}, m={options.m} b={options.b}, "
+        f"one query, {options.device}, {options.threads} threads"
+    )
+    print(
+        "| slots | exact ms | pqcache ms | ratio | scores alone: exact ms | pqcache ms | ratio | k-means iterations/s |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    rows = []
+    for slots in options.slots:
+        with torch.inference_mode():
+            row = selection(slots, options)
+        rows.append(row)
+        cells = (
+            f"{row['exact'] * 1e3:.2f}",
+            f"{row['pqcache'] * 1e3:.2f}",
+            f"{row['ratio']:.1f}",
+            f"{row['exact_scores'] * 1e3:.2f}",
+            f"{row['pqcache_scores'] * 1e3:.2f}",
+            f"{row['ratio_scores']:.1f}",
+            f"{row['kmeans_iterations_per_s']:.1f}",
+        )
+        print(f"| {slots} | {' | '.join(cells)} |", flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps({"options": vars(options), "rows": rows}, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Recall@k of PQCache's choices against the exact ones, over sub-vectors m and bits b.
+
+    python -m experiments.pq_recall --model FOLDER --text FILE.jsonl --tokens 448 --kv-ratio 0.2
+
+Oracle decodes; at every new token, in every layer and head, each m x b says what it would have chosen from the same
+queries and keys. Recall is the share of the exact choice that it found, mean over tokens, layers, heads and documents;
+random choice finds k / candidates of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.window_nll import windows
+from kvexp.core import Budget
+from kvexp.generate import Decoding, generate
+from kvexp.models import load_model, load_tokenizer
+from kvexp.retrieval import Oracle, PQCache
+from kvexp.retrieval.asked import Asked, Chosen, combined
+from kvexp.retrieval.base import Prompt
+from kvexp.retrieval.index import Index
+from kvexp.retrieval.pqcache import dots
+
+
+@dataclass(frozen=True)
+class Watching(Oracle):
+    """Oracle that also asks others. found: name -> [hits, asked]; "random" counts what chance would find."""
+
+    rivals: dict[str, PQCache] = field(default_factory=dict, compare=False, hash=False)
+    indices: dict[tuple[int, str], Index] = field(default_factory=dict, compare=False, hash=False)
+    found: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(lambda: [0.0, 0.0]), compare=False, hash=False
+    )
+
+    def build(self, index: Index, prompt: Prompt) -> None:
+        for name, rival in self.rivals.items():
+            self.indices[id(index), name] = Index()
+            rival.build(self.indices[id(index), name], prompt)
+
+    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+        for name, rival in self.rivals.items():
+            rival.extend(self.indices[id(index), name], key, value, at)
+
+    def select(self, asked: Asked) -> Chosen:
+        exact = asked.top(combined(asked.exact(), "softmax_sum"))
+        truth = torch.zeros(*exact.shape[:2], asked.memory.used, dtype=torch.bool).scatter_(-1, exact, True)
+        pairs = truth.sum().item()
+        for name, rival in self.rivals.items():
+            index = self.indices[id(asked.index), name]
+            x = dots(asked.query, index["centroids"], index["codes"][:, :, : asked.memory.used])
+            chosen = asked.top(combined(asked.logits(x), rival.combine))
+            self.found[name][0] += truth.gather(-1, chosen).sum().item()
+            self.found[name][1] += pairs
+        self.found["random"][0] += pairs * exact.shape[-1] / int(asked.candidates.sum())
+        self.found["random"][1] += pairs
+        return Chosen(exact)
+
+
+def recall(
+    model: Any, texts: list[list[int]], ms: list[int], bs: list[int], kv_ratio: float, new: int
+) -> dict[str, float]:
+    """Name ("2x6", "random") -> recall, over documents of token ids decoded one by one."""
+    rivals = {f"{m}x{b}": PQCache(m=m, b=b) for m in ms for b in bs}
+    for rival in rivals.values():
+        rival.check_heads(model.config.head_dim)
+    method = Watching(rivals=rivals)
+    for text in texts:
+        method.indices.clear()
+        generate(model, [text], method, Budget(kv_ratio=kv_ratio), decoding=Decoding(new, eos=None))
+    return {name: hits / asked for name, (hits, asked) in method.found.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.pq_recall", description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True, help="jsonl with a field text")
+    parser.add_argument("--tokens", type=int, default=448, help="prompt tokens of a document")
+    parser.add_argument("--new", type=int, default=32, help="tokens decoded after each")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--kv-ratio", type=float, default=0.2)
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--b", type=int, nargs="+", default=[2, 4, 6])
+    options = parser.parse_args(arguments)
+    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+    texts = windows(tokenizer, Path(options.text), options.tokens, options.documents)
+    found = recall(model, texts, options.m, options.b, options.kv_ratio, options.new)
+    print(f"recall@k, kv_ratio={options.kv_ratio:g}, {options.documents} documents of {options.tokens} tokens")
+    print(f"| m \\ b | {' | '.join(map(str, options.b))} |")
+    print("|---" * (len(options.b) + 1) + "|")
+    for m in options.m:
+        cells = [f"{found[f'{m}x{b}']:.3f}" for b in options.b]
+        print(f"| {m} | {' | '.join(cells)} |")
+    print(f"chance: {found['random']:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""lm-eval's verbs on kvexp's generate: log-likelihoods and texts under eviction, and kvexp as a model of lm-eval.
+
+`python -m kvexp.lm_eval` is lm-eval's command line with the model kvexp; `python run.py task=lm_eval` writes the same
+numbers as rows. Importing this package imports no lm-eval.
+"""
+
+from kvexp.lm_eval.asks import Judged
+from kvexp.lm_eval.bench import Bench
+from kvexp.lm_eval.encode import Encoder
+from kvexp.lm_eval.row_mask import check_row_mask
+
+__all__ = ["Bench", "Encoder", "Judged", "check_row_mask"]

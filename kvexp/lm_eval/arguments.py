@@ -1,0 +1,131 @@
+"""`--model_args` in the words of run.py: pretrained=…,method=keyformer,kv_ratio=0.5,method.recent_ratio=0.2,…"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import kvexp.methods
+import kvexp.retrieval
+from kvexp.build import build, typed
+from kvexp.core import Budget, Cadence, Method, Plan
+from kvexp.errors import ConfigError
+from kvexp.lm_eval.row_mask import check_row_mask
+from kvexp.models.load import check_source
+from kvexp.tasks.lm_eval import Protocol, protocol_of
+
+# Words of `KvexpLM` itself: about the model, and about the measurement.
+LOADING = (
+    *("pretrained", "tokenizer", "dtype", "device", "device_map", "revision", "trust_remote_code", "allow_pickle"),
+    *("seed", "batch_size", "max_batch_size"),
+)
+OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
+CACHE = {"mode": "auto", "positions": None, "observe": "blocked", "evict_at_prefill": True, "evict_every": 1}
+
+
+def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
+    """The method of this name with its own defaults, but for `settings`."""
+    packages = (kvexp.methods, kvexp.retrieval)
+    classes = {getattr(p, found).name: f"{p.__name__}.{found}" for p in packages for found in p.__all__}
+    if name not in classes:
+        raise ConfigError(f"method must be one of {', '.join(sorted(classes))}, got {name!r}")
+    method: Method = build(
+        {"_target_": classes[name], **settings}, "method", within=("kvexp.methods", "kvexp.retrieval")
+    )
+    return method
+
+
+def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Budget | None:
+    """The budget of a method that evicts; kv_ratio, or tokens among the settings."""
+    if not method.evicts:
+        return None
+    if kv_ratio is None and settings.get("tokens") is None:
+        raise ConfigError(f"method={method.name} needs a budget: give kv_ratio=RATIO or budget.tokens=NUMBER")
+    ratio = {} if kv_ratio is None else {"kv_ratio": kv_ratio}
+    budget: Budget = build({"_target_": "kvexp.core.Budget", **ratio, **settings}, "budget", within="kvexp.core")
+    return budget
+
+
+def plan_of(method: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `kvexp.generate`, as run.py makes them of its group cache."""
+    wrong = sorted(set(settings) - set(CACHE) - {"beyond_context"})
+    if wrong:
+        raise ConfigError(
+            f"cache.{wrong[0]} is not a setting of cache; it has: {', '.join((*CACHE, 'beyond_context'))}"
+        )
+    known = {**CACHE, "beyond_context": False, **settings}
+    masked = method.needs_mask or getattr(method.view, "over", "") == "full"
+    every = typed(known["evict_every"], int | None, "cache.evict_every")
+    return {
+        "cadence": Cadence(typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill"), every),
+        "mode": ("mask" if masked else "overwrite") if known["mode"] == "auto" else known["mode"],
+        "positions": known["positions"] or method.positions,
+        "observe": known["observe"],
+        "beyond_context": typed(known["beyond_context"], bool, "cache.beyond_context"),
+    }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured with a model, checked without one."""
+
+    method: Method
+    budget: Budget | None
+    plan: dict[str, Any]
+    protocol: Protocol
+
+    @classmethod
+    def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> Asked:
+        """settings: method.x, budget.x, cache.x and the protocol's switches. ConfigError names what is wrong."""
+        groups = parted(settings)
+        made = method_of(method, groups["method"])
+        budget, plan = budget_of(made, kv_ratio, groups["budget"]), plan_of(made, groups["cache"])
+        how = protocol_from(protocol, groups["protocol"])
+        check_plan(made, budget, how, plan)
+        return cls(made, budget, plan, how)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """All that can be wrong with `--model_args`, before anything is loaded."""
+    settings = {key: value for key, value in given.items() if key not in LOADING}
+    if not isinstance(given.get("pretrained"), str):
+        raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
+    asked = {key: settings.pop(key, default) for key, default in OWN.items()}
+    Asked.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
+    check_source(given["pretrained"], bool(given.get("allow_pickle", False)))
+
+
+def check_plan(method: Method, budget: Budget | None, protocol: Protocol, plan: Mapping[str, Any]) -> None:
+    """What can be wrong without a model at hand."""
+    Plan(method, budget, plan["cadence"], plan["mode"], plan["positions"], plan["observe"])
+    if protocol.mode == "row_mask":
+        check_row_mask(method, budget, protocol.mask, plan)
+
+
+def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """method.x, budget.x, cache.x and the protocol's switches, by group; ConfigError for any other word."""
+    groups: dict[str, dict[str, Any]] = {"method": {}, "budget": {}, "cache": {}, "protocol": {}}
+    switches = {field.name for field in fields(Protocol)} - {"mode", "fewshot_split", "fewshot_excludes_item"}
+    for key, value in given.items():
+        group, _, name = key.partition(".")
+        if name and group in ("method", "budget", "cache"):
+            groups[group][name] = value
+        elif key in switches:
+            groups["protocol"][key] = value
+        else:
+            raise ConfigError(
+                f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
+                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, method.NAME, budget.NAME and "
+                f"cache.NAME, and the protocol's {', '.join(sorted(switches))}"
+            )
+    return groups
+
+
+def protocol_from(name: Any, switches: Mapping[str, Any]) -> Protocol:
+    """The protocol; its values of the types they must have."""
+    made = protocol_of(typed(name, str, "protocol"), **switches)
+    kinds = {"padded_batch": int, "whole_text": bool, "add_bos": bool | None, "per_token": bool}
+    for key, kind in kinds.items():
+        typed(getattr(made, key), kind, key)
+    return made

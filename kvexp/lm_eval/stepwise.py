@@ -1,0 +1,100 @@
+"""The protocol prefill_then_step: a context is prefilled and evicted once, then forked for what follows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvexp.core import Budget, Method
+from kvexp.generate import Context, feeds_at_once, judged, prefill, receipts
+from kvexp.lm_eval.asks import Ask, Judged
+
+
+@dataclass(frozen=True)
+class Stepwise:
+    """method, budget, and the plan of `EvictionCache`; at most `batch_size` rows in a forward."""
+
+    model: Any
+    method: Method
+    budget: Budget | None
+    batch_size: int
+    plan: dict[str, Any]
+
+    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
+        """One per ask, in order: what it would be alone, whatever is measured beside it.
+
+        Asks of equal context and seed share a prefill. Of a text alone a ratio is a share of the whole text, for its
+        context is the start token.
+        """
+        made: dict[int, Judged] = {}
+        ahead = _ahead(asks)
+        for whole, places in self._alike(asks, ahead):
+            contexts: dict[Any, list[int]] = defaultdict(list)
+            for place in places:
+                contexts[asks[place].seed, asks[place].context].append(place)
+            keys = list(contexts)
+            for start in range(0, len(keys), self.batch_size):
+                some = keys[start : start + self.batch_size]
+                rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
+                longest = max(ahead[place] for _, place in rows)
+                budget = of_whole(self.budget) if whole else self.budget
+                options = {"max_new_tokens": longest, "seeds": [seed for seed, _ in some], **self.plan}
+                context = prefill(self.model, [ids for _, ids in some], self.method, budget, **options)
+                made |= self._judge(asks, context, rows, longest)
+        return [made[place] for place in range(len(asks))]
+
+    def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
+        """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
+        view, budget = self.method.view, self.budget
+        scheduled = (view is not None and view.tau[0] != view.tau[1]) or (
+            budget is not None and budget.of == "sequence"
+        )
+        parts: dict[Any, list[int]] = defaultdict(list)
+        for place, ask in enumerate(asks):
+            parts[ask.whole, ahead[place] if scheduled or ask.whole else None].append(place)
+        for (whole, _), places in parts.items():
+            yield whole, places
+
+    def _judge(
+        self, asks: Sequence[Ask], context: Context, rows: Sequence[tuple[int, int]], ahead: int
+    ) -> dict[int, Judged]:
+        """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
+        made = {}
+        once = [row for row, _ in rows] == list(range(len(context.ids)))
+        for start in range(0, len(rows), self.batch_size):
+            some = rows[start : start + self.batch_size]
+            forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
+            begun = time.perf_counter()
+            tokens = judged(
+                self.model,
+                forks,
+                [asks[place].continuation for _, place in some],
+                [asks[place].question for _, place in some],
+                max_new_tokens=ahead,
+                at_once=feeds_at_once(forks.cache.plan),
+            )
+            steps = max(asks[place].ahead for _, place in some) - 1
+            each = (time.perf_counter() - begun) / steps if steps else 0.0
+            for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
+                made[place] = Judged(judgement, receipt, context.seconds, each)
+        return made
+
+
+def of_whole(budget: Budget | None) -> Budget | None:
+    """The budget of a text alone, whose context is the start token: ratios are of the whole text."""
+    if budget is None or budget.kv_ratio is None:
+        return budget
+    return dataclasses.replace(budget, of="sequence")
+
+
+def _ahead(asks: Sequence[Ask]) -> list[int]:
+    """Tokens to come after each ask's prefill as schedules see it: those of the longest ask of its group."""
+    groups = [place if ask.group is None else (ask.group,) for place, ask in enumerate(asks)]
+    longest: dict[Any, int] = defaultdict(int)
+    for group, ask in zip(groups, asks, strict=True):
+        longest[group] = max(longest[group], ask.ahead)
+    return [longest[group] for group in groups]

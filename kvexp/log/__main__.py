@@ -1,0 +1,43 @@
+"""python -m kvexp.log outputs/: publish whatever has been run."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import kvexp.log
+from kvexp.errors import ConfigError
+from kvexp.record import runs
+
+from . import check, publish
+from .mode import PROJECT
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvexp.log", description=kvexp.log.__doc__)
+    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
+    how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
+    args = parser.parse_args(argv)
+    try:
+        if not Path(args.outputs).is_dir():
+            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: python run.py")
+        paths = [run.path for run in runs(args.outputs)]
+        if not paths:
+            print(f"no runs under {args.outputs}; run: python run.py")
+            return 1
+        mode = check(args.project, args.mode)
+        written = publish(paths, args.project, mode)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"published {len(paths)} runs to project {args.project}, {mode}")
+    if mode == "offline" and written:
+        print(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

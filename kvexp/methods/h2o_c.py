@@ -1,0 +1,47 @@
+"""H2O(C): H2O with a larger budget, to make up for what retrieval methods move."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvexp.core import Attention, Method
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class H2OC(Method):
+    """H2O whose budget of k slots becomes k + T / 128 for a prompt of T tokens, or 1.5 k + T / 128; always with sinks.
+
+    Source: the baseline of PQCache, arXiv:2407.12820, section 4.1.3, whose release has no code for it. compensation:
+    codes pays for the extra communication, 1/128 of the tokens; codes_and_fetch also for the half of the budget that
+    is fetched anew at every step; none is plain H2O with sinks, the release's own H2O (n_sinks=32 there). Halves are
+    heavy and recent; the window counts the token being generated on top, as the retrieval methods here do.
+    """
+
+    name: ClassVar[str] = "h2o_c"
+    n_sinks: int = 4
+    recent_ratio: float = 0.5
+    compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+        if self.compensation not in ("codes", "codes_and_fetch", "none"):
+            raise ConfigError(f"compensation must be codes, codes_and_fetch or none, got {self.compensation!r}")
+
+    @property
+    def view(self) -> Attention:
+        return Attention()
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def allowance(self, budget: int, tokens: int) -> int:
+        if self.compensation == "none":
+            return budget
+        return tokens // 128 + (budget + budget // 2 if self.compensation == "codes_and_fetch" else budget)
+
+    def recent(self, budget: int) -> int:
+        return 1 + int(max(0, budget - self.n_sinks - 1) * self.recent_ratio + 1e-9)

@@ -1,0 +1,20 @@
+"""Runs on disk: identity, folder, one row per example; a kill at any moment loses at most the example in flight.
+
+    outputs/<hash>/config.json      what was run: hash, numerics, config, labels, baseline   (written first, atomically)
+                   env.json         where it was first run
+                   examples.jsonl   one row per line, appended
+                   quarantine.jsonl lines of it that were no rows: file, line, why, text
+                   asked.json       the labels it was asked for under, once there are several; the latest come last
+                   done.json        how many rows a finished run has
+                   failure.json     why the last attempt failed
+                   .lock .claim     held while a file is changed, while the run is worked on; empty, and never removed
+    outputs/.refused/<key>.json     a job that failed before it had a folder: overrides, labels, error, message, time
+
+Needs a POSIX system and a file system with `flock`.
+"""
+
+from .files import check_writable
+from .refused import Refusal, accept, refusals, refuse
+from .run import Run, identity, runs
+
+__all__ = ["Refusal", "Run", "accept", "check_writable", "identity", "refusals", "refuse", "runs"]

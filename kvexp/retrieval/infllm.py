@@ -1,0 +1,182 @@
+"""InfLLM: blocks of the past, each known by its representative tokens; whole blocks are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core.attend import Sight, attend_prompt, attend_with
+from kvexp.core.select import best
+from kvexp.errors import ConfigError
+from kvexp.retrieval.asked import Asked, Chosen
+from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.block_cache import CacheSpec
+from kvexp.retrieval.blocks import banded, block_scores, blockwise, far_query, far_sight, representatives
+from kvexp.retrieval.index import Index
+
+
+@dataclass(frozen=True)
+class InfLLM(Retrieval):
+    """block score = q.r, r the key of the block's token that got most attention while it was in the recent window.
+
+    Source: Xiao et al. 2024, arXiv:2402.04617, as run in PQCache's release (arXiv:2407.12820). The past between sinks
+    and window is cut into blocks; tokens of a block that is not complete yet are attended like the window. r is chosen
+    per query head; with repr_tokens > 1 it is the mean of as many keys. choice: one for all heads of a layer (shared),
+    per kv head, or per query head (as the authors' perhead; keys and values are then repeated for every query head).
+
+    rounding: exact cuts the last block so that the budget holds to the token; blocks takes ceil(count / block) whole
+    blocks and the incomplete one on top, as released. prefill: full, or blockwise in chunks of min(chunk, window + 1)
+    that see sinks, chosen blocks and window only. far_positions: ordinary, or clamped: what is farther than the window
+    stands at its edge. The release is rounding=blocks prefill=blockwise far_positions=clamped n_sinks=32; a chunk's
+    rows then share what is far for the last of them, so that early rows see some tokens twice, and so it is here.
+    """
+
+    name: ClassVar[str] = "infllm"
+    whole_prompt: ClassVar[bool] = True
+    block: int = 128
+    repr_tokens: int = 1
+    choice: Literal["shared", "kv_head", "query_head"] = "shared"
+    rounding: Literal["exact", "blocks"] = "exact"
+    prefill: Literal["full", "blockwise"] = "full"
+    far_positions: Literal["ordinary", "clamped"] = "ordinary"
+    chunk: int = 512
+    cache_tokens: int = 4096
+    cache_policy: Literal["lfu", "lru"] = "lru"
+    cache_blocks_per_step: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block", "repr_tokens", "chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1 token, got {getattr(self, name)}")
+        if self.repr_tokens > self.block:
+            raise ConfigError(f"repr_tokens={self.repr_tokens} of a block of {self.block} tokens: lower repr_tokens")
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        _ = self.cache  # checks its settings
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        if self.cache_tokens == 0:
+            return None
+        return CacheSpec(self.cache_tokens, self.block, self.cache_policy, self.cache_blocks_per_step)
+
+    @property
+    def ungrouped(self) -> bool:
+        return self.choice == "query_head"
+
+    @property
+    def clamps(self) -> bool:
+        return self.far_positions == "clamped"
+
+    def search_bits(self, dim: int) -> float:
+        return 16.0 * dim / self.block
+
+    # -- indexing -----------------------------------------------------------------------------------------------------
+
+    def attend_prompt(self, sight: Sight, index: Index, local: list[int], counts: list[int]) -> Tensor:
+        if self.prefill == "full":
+            out = attend_prompt(sight)
+            received = banded(sight, local)
+        else:
+            out, received = blockwise(self, sight, local, counts)
+        index.put("received", received)
+        return out
+
+    def build(self, index: Index, prompt: Prompt) -> None:
+        received = prompt.left_aligned(index["received"])
+        blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
+        inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
+        own = prompt.keys[:, :, inside], received[:, :, inside]
+        keys, at = representatives(self, *own, self.n_sinks, prompt.geometry)
+        index.put("repr", keys, per=self.block)
+        index.put("repr_at", at, per=self.block)
+        # From here on only tokens of the window and of the block behind it matter: position p at p % width.
+        width = max(prompt.local) + 1 + 2 * self.block
+        ends = torch.tensor(prompt.lengths, device=received.device)[:, None]
+        newest = ends - 1 - (ends - 1 - torch.arange(width, device=received.device)) % width
+        place = newest.clamp(min=0, max=received.shape[2] - 1)[:, None, :, None]
+        index.put("received", received.gather(2, place.expand(-1, received.shape[1], -1, received.shape[3])))
+
+    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+        received = index["received"]
+        rows, places = torch.arange(len(at)), torch.tensor([p % received.shape[2] for p in at])
+        received[rows, :, places] = 0.0
+        index.grow(max(at) + 1)
+
+    def _observe(self, sight: Sight, asked: Asked, probabilities: Tensor) -> None:
+        """Add what the window's tokens got, and represent the block that is complete from the next step on."""
+        index, memory, received = asked.index, asked.memory, asked.index["received"]
+        local = torch.tensor(memory.layout.local, device=sight.positions.device)
+        near = sight.positions >= (asked.positions - local)[:, None, None]
+        seen = probabilities[..., 0, :].transpose(2, 3).masked_fill(~near[..., None], 0.0)
+        slots = (sight.positions % received.shape[2])[..., None].expand_as(seen)
+        received.scatter_add_(2, slots, seen.to(received.dtype))
+        for row, (length, past) in enumerate(zip(memory.lengths, memory.layout.local, strict=True)):
+            behind = length - 1 - past - self.n_sinks  # tokens that lie in blocks at the next step
+            if behind < self.block or behind % self.block:
+                continue
+            start, number = self.n_sinks + behind - self.block, behind // self.block - 1
+            memory.settle()
+            keys = memory.keys[row : row + 1, :, start : start + self.block].to(received.device)
+            places = torch.arange(start, start + self.block, device=received.device) % received.shape[2]
+            new, at = representatives(self, keys, received[row : row + 1, :, places], start, asked.geometry)
+            index["repr"][row, :, number], index["repr_at"][row, :, number] = new[0, :, 0], at[0, :, 0]
+
+    # -- searching ----------------------------------------------------------------------------------------------------
+
+    def select(self, asked: Asked) -> Chosen:
+        local, size = asked.memory.layout.local, self.block
+        lengths = asked.memory.lengths
+        complete = [max(0, n - 2 - past - self.n_sinks) // size for n, past in zip(lengths, local, strict=True)]
+        score = self._scores(asked, max(complete))
+        numbers = torch.arange(score.shape[-1], device=score.device)
+        done = torch.tensor(complete, device=score.device)
+        if self.rounding == "exact":
+            tokens = score.masked_fill(numbers >= done[:, None, None], torch.inf).repeat_interleave(size, dim=-1)
+            spare = asked.memory.used - self.n_sinks - tokens.shape[-1]
+            tokens = torch.nn.functional.pad(tokens, (0, max(0, spare)), value=torch.inf)
+            tokens = torch.nn.functional.pad(tokens, (self.n_sinks, 0))[..., : asked.memory.used]
+            return Chosen(asked.top(tokens))
+        wanted = torch.tensor([-(-count // size) for count in asked.counts], device=score.device)
+        widest = min(int(wanted.max()), score.shape[-1])
+        found = best(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
+        inside = torch.arange(size, device=score.device)
+        slots = torch.where(found >= 0, self.n_sinks + found * size + inside, -1).flatten(2)
+        rest = (self.n_sinks + done * size)[:, None] + torch.arange(size, device=score.device)
+        open_end = asked.candidates[:, 0].gather(1, rest.clamp(max=asked.memory.used - 1))
+        rest = rest.masked_fill(~open_end | (rest >= asked.memory.used), -1)
+        return Chosen(torch.cat([slots, rest[:, None].expand(-1, slots.shape[1], -1)], dim=2))
+
+    def _scores(self, asked: Asked, blocks: int) -> Tensor:
+        """[B, H, blocks] float32."""
+        keys, at = asked.index["repr"][:, :, :blocks], asked.index["repr_at"][:, :, :blocks]
+        query, place = asked.query[..., None, :], asked.positions[:, None]
+        if self.clamps:
+            edge = torch.tensor(asked.memory.layout.local, device=query.device)
+            query = far_query(query, place, edge, asked.geometry)
+        return block_scores(self, query, place, keys, at, asked.geometry)
+
+    def attend(self, sight: Sight, asked: Asked, chosen: Chosen) -> Tensor:
+        rows = slice(0, 1)
+        x = sight.logits(rows, sight.keys.shape[2])
+        if self.clamps:
+            edge = torch.tensor(asked.memory.layout.local, device=x.device)
+            far = far_sight(sight, edge).logits(rows, sight.keys.shape[2])
+            beyond = sight.positions < (asked.positions - edge)[:, None, None]
+            x = torch.where(beyond[:, :, None, None], far, x)
+        probabilities = torch.softmax(x, dim=-1)
+        self._observe(sight, asked, probabilities)
+        return attend_with(probabilities, sight.values)
+
+
+_CHOICES = {
+    "choice": ("shared", "kv_head", "query_head"),
+    "rounding": ("exact", "blocks"),
+    "prefill": ("full", "blockwise"),
+    "far_positions": ("ordinary", "clamped"),
+}

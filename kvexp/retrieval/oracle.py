@@ -1,0 +1,28 @@
+"""Oracle: the exact top k of every query."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.retrieval.asked import Asked
+from kvexp.retrieval.base import Retrieval
+
+
+@dataclass(frozen=True)
+class Oracle(Retrieval):
+    """chosen = top of sum over the query heads of a kv head of softmax(q.K), the softmax over everything so far.
+
+    Source: "Oracle" of PQCache, arXiv:2407.12820, section 4.1.3. It reads every key at every step, so it bounds the
+    quality of the others and says nothing about speed. Departures from the release: a softmax over survivors, as
+    everywhere here; n_sinks=32 there.
+    """
+
+    name: ClassVar[str] = "oracle"
+
+    def search_bits(self, dim: int) -> float:
+        return 16.0 * dim
+
+    def relevance(self, asked: Asked) -> Tensor:
+        return torch.softmax(asked.exact(past=True), dim=-1).sum(2)

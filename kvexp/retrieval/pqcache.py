@@ -1,0 +1,173 @@
+"""PQCache: product quantisation of the keys, approximate scores from centroid tables, exact attention on the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.errors import ConfigError
+from kvexp.retrieval.adaptive import Profile, measured
+from kvexp.retrieval.asked import Asked, combined
+from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.block_cache import CacheSpec
+from kvexp.retrieval.index import Index
+from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
+
+PROFILED = (256, 512, 1024, 2048)  # prompt lengths that the adaptive cap is fitted to
+
+
+@dataclass(frozen=True)
+class PQCache(Retrieval):
+    """Keys (post-RoPE) in m sub-vectors, 2^b centroids each; relevance = sum over sub-vectors of q.centroid[code].
+
+    Source: Zhang et al. 2024, arXiv:2407.12820. Clustered per prompt, layer, kv head and sub-vector: all real prompt
+    keys but the sinks (cluster=prompt) or only those outside the recent window too (outside_window); every other token
+    gets the codes of its nearest centroids (L2). Rows with no more such keys than centroids are searched exactly, and
+    their receipts say so. combine: how the query heads of a kv head become one choice.
+
+    max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
+    cluster_on: cpu, beside the computation on a GPU (the paper), or model, where the keys are. Codes live at home and
+    are fetched one layer ahead. cache_tokens: capacity of the block cache per kv head, 0 for none.
+
+    Departures from the release, whose defects are not reproduced: prompt tokens of the recent window are clustered with
+    their own keys (there: whatever the buffer held); generated tokens get codes in every version; window and candidates
+    move in step in all layers; nothing survives from one prompt to the next; only full blocks are cached; scores are
+    float32; codes are one or two bytes, not eight, and only those in use are moved; any grouping of heads works;
+    inner-product clustering, which does not run there, is left out. n_sinks=32 there.
+    """
+
+    name: ClassVar[str] = "pqcache"
+    m: int = 2
+    b: int = 6
+    max_iter: int | Literal["adaptive"] = 10
+    combine: Literal["softmax_sum", "raw_sum", "max"] = "softmax_sum"
+    cluster: Literal["prompt", "outside_window"] = "prompt"
+    cluster_on: Literal["cpu", "model"] = "cpu"
+    kmeans_seed: int = 4321
+    cache_tokens: int = 4096
+    cache_block: int = 128
+    cache_policy: Literal["lfu", "lru"] = "lfu"
+    cache_blocks_per_step: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.b <= 12:
+            raise ConfigError(f"b must be 1 to 12 bits per code, got {self.b}")
+        if self.m < 1:
+            raise ConfigError(f"m must be at least 1 sub-vector, got {self.m}")
+        if self.max_iter != "adaptive" and self.max_iter < 1:
+            raise ConfigError(f"max_iter must be at least 1 iteration or adaptive, got {self.max_iter}")
+        for name, allowed in (("cluster", ("prompt", "outside_window")), ("cluster_on", ("cpu", "model"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if not 0 <= self.kmeans_seed < 1 << 32:
+            raise ConfigError(f"kmeans_seed must be between 0 and 2**32 - 1, got {self.kmeans_seed}")
+        _ = self.cache, combined(torch.zeros(1, 1, 1, 1), self.combine)  # check their settings
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        if self.cache_tokens == 0:
+            return None
+        return CacheSpec(self.cache_tokens, self.cache_block, self.cache_policy, self.cache_blocks_per_step)
+
+    @property
+    def builds_on_host(self) -> bool:
+        return self.cluster_on == "cpu"
+
+    def check_heads(self, dim: int) -> None:
+        if dim % self.m:
+            fits = ", ".join(str(m) for m in range(1, min(dim, 64) + 1) if dim % m == 0)
+            raise ConfigError(
+                f"method.m={self.m} does not divide the {dim} components of this model's heads; m may be {fits}"
+            )
+
+    def prepare(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
+        if self.max_iter != "adaptive":
+            return None
+        lengths = [n for n in PROFILED if n <= longest] or [longest]
+        where = device if self.cluster_on == "model" else "cpu"
+        return measured(seconds, heads * self.m, dim // self.m, 1 << self.b, lengths, where)
+
+    # -- indexing -----------------------------------------------------------------------------------------------------
+
+    def build(self, index: Index, prompt: Prompt) -> None:
+        keys, (batch, heads, _, dim) = prompt.keys, prompt.keys.shape
+        shape = (batch, heads, self.m, 1 << self.b, dim // self.m)
+        centroids = torch.zeros(shape, device=keys.device)
+        codes = torch.zeros(batch, heads, prompt.room, self.m, dtype=self._dtype, device=keys.device)
+        index.notes = {"kmeans_iterations": [0.0] * batch, "exact": [False] * batch}
+        for row in range(0, batch, prompt.samples):
+            same = slice(row, row + prompt.samples)  # the beams of a sample hold one prompt
+            made = self._cluster(keys[row], prompt, row, centroids[row], codes[row])
+            centroids[same], codes[same] = centroids[row].clone(), codes[row].clone()
+            index.notes["kmeans_iterations"][same] = [made or 0.0] * prompt.samples
+            index.notes["exact"][same] = [made is None] * prompt.samples
+        device = prompt.device
+        index.put("centroids", centroids.to(device))
+        index.put("codes", codes, per=1, home=prompt.home)
+
+    def _cluster(self, keys: Tensor, prompt: Prompt, row: int, centroids: Tensor, codes: Tensor) -> float | None:
+        """One row's keys [H, S, D] into centroids [H, m, C, d] and codes [H, S, m]; mean iterations, None: too few."""
+        length, clusters = prompt.lengths[row], 1 << self.b
+        last = length if self.cluster == "prompt" else length - prompt.local[row]
+        count = last - self.n_sinks
+        if count <= clusters:
+            return None
+        parts = keys[:, self.n_sinks : length].float().unflatten(-1, (self.m, -1)).transpose(1, 2).flatten(0, 1)
+        found = lloyd(
+            parts[:, :count], starting_rows(count, clusters, self.kmeans_seed), self._iterations(prompt, count)
+        )
+        labels = found.labels
+        if last < length:
+            labels = torch.cat([labels, assign(parts[:, count:].contiguous(), found.centroids)[0]], dim=1)
+        centroids.copy_(found.centroids.view_as(centroids))
+        codes[:, self.n_sinks : length] = labels.view(len(keys), self.m, -1).transpose(1, 2).to(codes.dtype)
+        return float(found.iterations.float().mean())
+
+    def _iterations(self, prompt: Prompt, count: int) -> int:
+        if self.max_iter != "adaptive":
+            return self.max_iter
+        assert isinstance(prompt.prepared, Profile)
+        return prompt.prepared.iterations(count)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.uint8 if self.b <= 8 else torch.int16
+
+    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+        centroids = index["centroids"]
+        parts = key.float().unflatten(-1, (self.m, 1, -1)).flatten(0, 2)
+        codes = assign(parts, centroids.flatten(0, 2))[0].view(*key.shape[:2], self.m)
+        index.write("codes", at, codes)
+
+    def search_bits(self, dim: int) -> float:
+        return float(self.m * self.b)
+
+    # -- searching ----------------------------------------------------------------------------------------------------
+
+    def relevance(self, asked: Asked) -> Tensor:
+        codes = asked.index["codes"][:, :, : asked.memory.used]
+        asked.memory.shipped(codes.shape[1] * self.m * codes.element_size())
+        found = combined(asked.logits(dots(asked.query, asked.index["centroids"], codes)), self.combine)
+        exact = asked.index.notes["exact"]
+        if not any(exact):
+            return found
+        searched = combined(asked.exact(), self.combine)
+        return torch.where(torch.tensor(exact, device=found.device)[:, None, None], searched, found)
+
+
+def dots(query: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
+    """Approximate q.k [B, H, G, S] float32 from query [B, H, G, D], centroids [B, H, m, C, d], codes [B, H, S, m]."""
+    b, h, m, clusters = centroids.shape[:4]
+    tables = torch.einsum("bhgmd,bhmcd->bhmcg", query.float().unflatten(-1, (m, -1)), centroids)
+    # One look-up that adds the m table rows of a token, for all heads and query heads at once.
+    slots = codes.shape[2]
+    rows = codes.to(torch.int32).reshape(b * h, slots * m)
+    rows = rows + torch.arange(m, dtype=torch.int32, device=codes.device).mul(clusters).repeat(slots)
+    rows += torch.arange(b * h, dtype=torch.int32, device=codes.device)[:, None] * (m * clusters)
+    found = torch.nn.functional.embedding_bag(rows.view(-1, m), tables.flatten(0, 3), mode="sum")
+    return found.view(b, h, -1, found.shape[-1]).transpose(2, 3).contiguous()

@@ -1,0 +1,56 @@
+"""Quest: pages of keys, known by their smallest and largest components."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.errors import ConfigError
+from kvexp.retrieval.asked import Asked, combined
+from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.index import Index
+
+
+@dataclass(frozen=True)
+class Quest(Retrieval):
+    """relevance of a token = sum over components of max(q * smallest, q * largest) in its page, which bounds q.k there.
+
+    Source: Tang et al. 2024, arXiv:2406.10774, section 3.3; pages of 16. Departures: pages fill the budget to the token
+    (the last one is cut), sinks and window are those of the other methods here, and all layers select (there: not the
+    first two).
+    """
+
+    name: ClassVar[str] = "quest"
+    page: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page < 1:
+            raise ConfigError(f"page must be at least 1 token, got {self.page}")
+
+    def search_bits(self, dim: int) -> float:
+        return 2 * 16.0 * dim / self.page
+
+    def build(self, index: Index, prompt: Prompt) -> None:
+        keys, slots = prompt.keys, torch.arange(prompt.keys.shape[2], device=prompt.device)
+        nowhere = -(-prompt.room // self.page)
+        at = torch.where(prompt.real(), slots // self.page, nowhere)[:, None, :, None].expand_as(keys)
+        for name, how in (("low", "amin"), ("high", "amax")):
+            pages = keys.new_zeros(*keys.shape[:2], nowhere + 1, keys.shape[3])
+            index.put(name, pages.scatter_reduce(2, at, keys, how, include_self=False)[:, :, :-1], per=self.page)
+
+    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+        index.grow(max(at) + 1)
+        rows, pages = torch.arange(len(at)), [p // self.page for p in at]
+        first = torch.tensor([p % self.page == 0 for p in at], device=key.device)[:, None, None]
+        for name, pick in (("low", torch.minimum), ("high", torch.maximum)):
+            before = index[name][rows, :, torch.tensor(pages)]
+            index.write(name, pages, torch.where(first, key, pick(before, key)))
+
+    def relevance(self, asked: Asked) -> Tensor:
+        query = asked.query
+        above = torch.matmul(query.clamp(min=0), asked.index["high"].transpose(-1, -2))
+        below = torch.matmul(query.clamp(max=0), asked.index["low"].transpose(-1, -2))
+        dots = (above + below).repeat_interleave(self.page, dim=-1)[..., : asked.memory.used]
+        return combined(asked.logits(dots), "max")

@@ -1,0 +1,80 @@
+"""SparQ attention: score with the largest components of the query, make up for what is left out by the mean value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core.attend import Sight, attend_prompt
+from kvexp.errors import ConfigError
+from kvexp.retrieval.asked import Asked, Chosen, combined
+from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.index import Index
+
+
+@dataclass(frozen=True)
+class SparQ(Retrieval):
+    """s = q[i].K[:, i] / sqrt(D |q[i]|_1 / |q|_1), i the r components with the largest sum of |q| over a query group.
+
+    Source: Ribar et al. 2023, arXiv:2312.04985, algorithm 1. mean_value: output = a * attention + (1 - a) * mean of all
+    values so far, a = softmax(s) summed over what is attended. combine: raw_sum of the group's scores, as the authors'
+    code. PQCache (arXiv:2407.12820) runs it with r=1, mean_value=false and 32 sinks; the authors have no sinks
+    (n_sinks=0, mean_value=true).
+    Departure: the scale is the model's, and ALiBi is added to s.
+    """
+
+    name: ClassVar[str] = "sparq"
+    r: int = 1
+    mean_value: bool = False
+    combine: Literal["softmax_sum", "raw_sum", "max"] = "raw_sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r < 1:
+            raise ConfigError(f"r must be at least 1 component of the query, got {self.r}")
+        combined(torch.zeros(1, 1, 1, 1), self.combine)
+
+    def check_heads(self, dim: int) -> None:
+        if self.r > dim:
+            raise ConfigError(
+                f"method.r={self.r}, but this model's heads have {dim} components: set r to at most {dim}"
+            )
+
+    def search_bits(self, dim: int) -> float:
+        return 16.0 * self.r
+
+    def build(self, index: Index, prompt: Prompt) -> None:
+        if self.mean_value:
+            index.put("value_sum", (prompt.values.float() * prompt.real()[:, None, :, None]).sum(2))
+
+    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+        if self.mean_value:
+            index["value_sum"].add_(value.float())
+
+    def approximate(self, asked: Asked) -> Tensor:
+        """[B, H, G, S]: s before scaling by the model's scale."""
+        query = asked.query.float()
+        largest = query.abs().sum(2).topk(self.r, dim=-1).indices
+        keys = asked.memory.components(largest).float()
+        part = query.gather(-1, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
+        share = part.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True).clamp(min=1e-30)
+        return torch.matmul(part, keys.transpose(-1, -2)) / share.clamp(min=1e-30).sqrt()
+
+    def select(self, asked: Asked) -> Chosen:
+        dots = self.approximate(asked)
+        chosen = asked.top(combined(asked.logits(dots), self.combine))
+        return Chosen(chosen, asked.logits(dots, past=True) if self.mean_value else None)
+
+    def attend(self, sight: Sight, asked: Asked, chosen: Chosen) -> Tensor:
+        out = attend_prompt(sight)
+        if chosen.carry is None:
+            return out
+        groups = out.shape[2]
+        slots = sight.positions[:, :, None].expand(-1, -1, groups, -1)
+        weight = torch.softmax(chosen.carry, dim=-1).gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
+        covered = weight.sum(-1)[..., None, None]
+        mean = asked.index["value_sum"] / (asked.positions + 1)[:, None, None]
+        return (covered * out + (1 - covered) * mean[:, :, None, None]).to(out.dtype)

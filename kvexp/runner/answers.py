@@ -1,0 +1,59 @@
+"""Answers of a batch of prompts as a row tells of them, and those that are generated straight from a prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvexp.runner.padding import budget_of
+from kvexp.runner.prompts import Prompt
+from kvexp.runner.settings import Settings
+
+UNTIMED = {"ttft": None, "tt2t": None, "tpot": None}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any."""
+
+    output: str
+    new_tokens: int
+    receipt: dict[str, Any]
+    seconds: dict[str, float | None] = field(default_factory=UNTIMED.copy)
+    logprobs: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]) -> dict[int, Answer]:
+    """Index -> answer generated after the prompt."""
+    from kvexp.generate import generate
+
+    result = generate(
+        model,
+        [prompt.ids for _, prompt in batch],
+        settings.method,
+        budget_of(settings, [len(prompt.ids) for _, prompt in batch]),
+        decoding=settings.decoding,
+        tokenizer=tokenizer,
+        seeds=[settings.seed + index for index, _ in batch],
+        **settings.plan(),
+    )
+    return dict(zip((index for index, _ in batch), answers_of(result, tokenizer), strict=True))
+
+
+def answers_of(result: Any, tokenizer: Any) -> list[Answer]:
+    """The rows of a `Generation`."""
+    from kvexp.generate import receipts
+
+    seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
+    return [
+        Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), dataclasses.asdict(receipt), seconds)
+        for tokens, receipt in zip(result.tokens, receipts(result.cache), strict=True)
+    ]
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

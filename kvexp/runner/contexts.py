@@ -1,0 +1,128 @@
+"""Answers from contexts that are prefilled once: questions after the eviction, and choices by log-probability."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from kvexp.runner.answers import Answer, answers_of
+from kvexp.runner.padding import budget_of
+from kvexp.runner.prompts import Prompt
+from kvexp.runner.settings import Settings
+
+Items = Sequence[tuple[int, Prompt]]
+
+
+def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, Answer]:
+    """Index -> answer, of prompts that have a question or choices; never more than batch_size forks at once.
+
+    Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
+    context (`seed_of`), sampling by the example.
+    """
+    made: dict[int, Answer] = {}
+    for part in _parts(settings, batch):
+        contexts, place_of = _prefilled(settings, model, tokenizer, part)
+        groups = defaultdict(list)
+        for index, prompt in part:
+            if prompt.choices:
+                made[index] = _chosen(settings, model, prompt, contexts, place_of[index])
+            else:
+                groups[len(prompt.question)].append((index, prompt))
+        for group in groups.values():
+            for start in range(0, len(group), settings.batch_size):
+                some = group[start : start + settings.batch_size]
+                made |= _answered(settings, model, tokenizer, some, contexts.fork([place_of[i] for i, _ in some]))
+    return made
+
+
+def seed_of(settings: Settings, index: int, prompt: Prompt) -> int:
+    """Of the noise inside methods: the example's, or its context's, which all questions about it find alike."""
+    return settings.seed + (zlib.crc32(prompt.example.prompt.encode()) if prompt.question else index)
+
+
+def mixes_rows(settings: Settings) -> bool:
+    """Does the method add up scores over the whole batch, so that rows must not be multiplied?"""
+    view = settings.method.view
+    return view is not None and view.batch == "sum_all"
+
+
+def _parts(settings: Settings, batch: Items) -> list[Items]:
+    """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many."""
+    groups = defaultdict(list)
+    for item in batch:
+        ahead = _ahead(settings, item[1]) if _counts_ahead(settings) else None
+        groups[bool(item[1].choices), ahead].append(item)
+    return list(groups.values())
+
+
+def _counts_ahead(settings: Settings) -> bool:
+    return settings.budget is not None and settings.budget.of == "sequence"
+
+
+def _ahead(settings: Settings, prompt: Prompt) -> int:
+    """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
+    return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
+
+
+def _prefilled(settings: Settings, model: Any, tokenizer: Any, part: Items) -> tuple[Any, dict[int, int]]:
+    """Every context of the part once, and the place of each index among them."""
+    from kvexp.generate import prefill
+
+    places: dict[Any, int] = {}
+    place_of = {}
+    for index, prompt in part:
+        key = (seed_of(settings, index, prompt), tuple(prompt.ids), index if mixes_rows(settings) else None)
+        place_of[index] = places.setdefault(key, len(places))
+    choosing, decoding = bool(part[0][1].choices), settings.decoding
+    ahead = _ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
+    contexts = prefill(
+        model,
+        [list(ids) for _, ids, _ in places],
+        settings.method,
+        budget_of(settings, [len(ids) for _, ids, _ in places]),
+        max_new_tokens=ahead,  # not of the longest question: what is allocated shall not depend on the company
+        num_beams=1 if choosing else decoding.num_beams,
+        chunk=decoding.prefill_chunk,
+        tokenizer=tokenizer,
+        seeds=[seed for seed, _, _ in places],
+        **settings.plan(),
+    )
+    return contexts, place_of
+
+
+def _answered(settings: Settings, model: Any, tokenizer: Any, some: Items, contexts: Any) -> dict[int, Answer]:
+    """Generated after questions of one length."""
+    from kvexp.generate import ask
+
+    result = ask(
+        model,
+        contexts,
+        [prompt.question for _, prompt in some],
+        decoding=settings.decoding,
+        tokenizer=tokenizer,
+        seeds=[settings.seed + index for index, _ in some],
+    )
+    return dict(zip((index for index, _ in some), answers_of(result, tokenizer), strict=True))
+
+
+def _chosen(settings: Settings, model: Any, prompt: Prompt, contexts: Any, place: int) -> Answer:
+    """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
+    from kvexp.generate import judge, receipts
+
+    words, ahead = prompt.choices, _ahead(settings, prompt)
+    at_once = 1 if mixes_rows(settings) else settings.batch_size
+    logprobs: list[float] = []
+    kept = []
+    for start in range(0, len(words), at_once):
+        some = words[start : start + at_once]
+        forks = contexts.fork([place] * len(some))
+        judged = judge(model, forks, some, [prompt.question] * len(some), max_new_tokens=ahead)
+        logprobs += [sum(steps) for steps in judged]
+        kept += receipts(forks.cache)
+    best = max(range(len(words)), key=logprobs.__getitem__)
+    counts = [len(ids) for ids in words]
+    receipt = dataclasses.asdict(kept[best])
+    return Answer(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)

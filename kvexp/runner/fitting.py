@@ -1,0 +1,44 @@
+"""What a tokenizer alone can tell before weights load: whether it has a chat template, and examples of set lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvexp.errors import ConfigError
+from kvexp.runner.model import holds
+from kvexp.runner.prompts import tokenise
+from kvexp.runner.settings import Settings
+from kvexp.tasks import Example, Task
+
+
+def check_template(settings: Settings, tokenizer: Any) -> None:
+    """ConfigError where prompts of this task go through a chat template that the tokenizer does not have."""
+    task = settings.task
+    if settings.model.chat and task.wrapped and task.frame is None and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
+
+
+def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
+    """The examples at the lengths their task sets in tokens (`Task.fit`)."""
+    task, chat = settings.task, settings.model.chat
+    if type(task).fit is Task.fit:
+        return todo
+    whole = dataclasses.replace(task, truncate="skip", max_prompt_tokens=None, pad_to=None)
+
+    def count(words: str) -> int:
+        return tokenise(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
+
+    room = 1 << 40 if settings.beyond_context else holds(settings.model)
+    return [(index, task.fit(example, count, room)) for index, example in todo]
+
+
+def with_ends(settings: Settings, model: Any, tokenizer: Any) -> Settings:
+    """The settings with the end tokens that the task adds to the model's."""
+    from kvexp.generate.request import eos_ids
+
+    more = [tokenizer(text, add_special_tokens=False).input_ids[-1] for text in settings.task.also_ends]
+    if not more:
+        return settings
+    eos = tuple(dict.fromkeys([*eos_ids(model, settings.decoding.eos), *more]))
+    return dataclasses.replace(settings, decoding=dataclasses.replace(settings.decoding, eos=eos))

@@ -1,0 +1,44 @@
+"""Log-probabilities of a text that is given, not generated: prefill the prompt, evict, feed the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from kvexp.runner.answers import UNTIMED, Answer
+from kvexp.runner.contexts import seed_of
+from kvexp.runner.padding import budget_of
+from kvexp.runner.prompts import Prompt, continuation
+from kvexp.runner.settings import Settings
+
+
+def forced(settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt) -> tuple[list[float], Answer]:
+    """Log-probabilities of the continuation's tokens, as many as the model holds; and their cost, in an empty answer.
+
+    One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
+    """
+    from kvexp.generate import judge, prefill, receipts
+    from kvexp.models.families import longest
+
+    words = continuation(prompt, tokenizer, chat=settings.model.chat)
+    if not settings.beyond_context:
+        words = words[: longest(model.config) - prompt.size + 1]
+    ahead = len(prompt.question) + len(words)
+    context = prefill(
+        model,
+        [prompt.ids],
+        settings.method,
+        budget_of(settings, [len(prompt.ids)]),
+        max_new_tokens=ahead,
+        tokenizer=tokenizer,
+        seeds=[seed_of(settings, index, prompt)],
+        **settings.plan(),
+    )
+    questions = [prompt.question] if prompt.question else None
+    start = time.perf_counter()
+    (logprobs,) = judge(model, context, [words], questions, max_new_tokens=ahead)
+    spent = (time.perf_counter() - start) / max(len(words), 1)
+    seconds = {**UNTIMED, "ttft": context.seconds, "tpot": spent}
+    (receipt,) = receipts(context.cache)
+    return logprobs, Answer("", len(words), dataclasses.asdict(receipt), seconds)

@@ -1,0 +1,78 @@
+"""What a table shows of a run: short names, the x axis, and every setting made by hand that has no column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
+# Overrides that have a label of their own or change no number.
+NEUTRAL = ("limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
+IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
+FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
+MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
+
+
+def setting(overrides: Sequence[str]) -> str:
+    """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
+    words = [word.lstrip("+~") for word in overrides]
+    shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
+    shown = [word for word in shown if not word.startswith("log.") and word != "budget=ratio"]
+    named = [(word, *word.partition("=")[::2]) for word in shown]
+    return " ".join(sorted(f"{key}={Path(v).name}" if key in FILES else word for word, key, v in named))
+
+
+def labels_of(
+    choices: Mapping[str, str],
+    overrides: Sequence[str],
+    *,
+    model: str,
+    task: str,
+    method: str,
+    budget: Any,
+    revision: str | None,
+) -> dict[str, Any]:
+    """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis."""
+    labels = {
+        "model": model,
+        "task": choices.get("task", task),
+        "method": choices.get("method", method),
+        "kv_ratio": budget.kv_ratio if budget is not None else None,
+        "tokens": budget.tokens if budget is not None else None,
+        "setting": setting(overrides),
+    }
+    return labels | _experiment(choices) | ({"revision": revision} if revision else {})
+
+
+def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with full attention, which knows no method, budget, cache options or (unless it samples) seed."""
+    own = [w for w in labels["setting"].split() if not w.startswith(("method.", "budget", "cache.", "seed="))]
+    return {**labels, "method": "full", "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
+
+
+def labels_as_asked(
+    choices: Mapping[str, str], overrides: Sequence[str], *, kv_ratio: Any, path: Any
+) -> dict[str, Any]:
+    """The labels of a job whose configuration cannot be built: as they were given, nothing checked."""
+    number = isinstance(kv_ratio, int | float) and not isinstance(kv_ratio, bool) and math.isfinite(kv_ratio)
+    words = [setting(overrides), "" if number or kv_ratio is None else f"kv_ratio={kv_ratio}"]
+    labels: dict[str, Any] = {group: choices.get(group) for group in ("model", "task", "method")}
+    if labels["model"] == "local" and isinstance(path, str):
+        labels["model"] = Path(path).name
+    labels |= {"kv_ratio": kv_ratio if number else None, "setting": " ".join(word for word in words if word)}
+    return labels | _experiment(choices)
+
+
+def request(overrides: Sequence[str]) -> list[str]:
+    """The overrides that say what is asked for, without those that change no number."""
+    return sorted(
+        word
+        for word in overrides
+        if word.partition("=")[0] not in ("limit", "batch_size", "outputs_dir", "log") and not word.startswith("log.")
+    )
+
+
+def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
+    return {"experiment": choices["experiment"]} if choices.get("experiment") else {}

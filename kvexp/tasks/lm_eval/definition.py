@@ -1,0 +1,207 @@
+"""lm-eval's own definition of a task (prompts, choices, metrics), by name, over the hub's data or local files."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvexp.errors import ConfigError
+from kvexp.hub import forbidden, unreachable
+
+from . import local
+from .package import quiet, require
+
+# Reading all of lm-eval's fourteen thousand definitions takes seconds; the papers' seven are found at once.
+FOLDERS = {
+    "piqa": "piqa",
+    "winogrande": "winogrande",
+    "openbookqa": "openbookqa",
+    "copa": "super_glue/copa",
+    "mathqa": "mathqa",
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+}
+
+
+@functools.cache
+def _index(folder: Path | None) -> Mapping[str, Any]:
+    """Name -> entry of the definitions in a folder, or of all of lm-eval's."""
+    from lm_eval.tasks import TaskManager
+
+    with quiet():
+        manager = TaskManager() if folder is None else TaskManager(include_path=folder, include_defaults=False)
+    found: Mapping[str, Any] = manager.task_index
+    return found
+
+
+def _entry(name: str) -> Any:
+    """lm-eval's index entry of a task, group or tag, or of the task in a file NAME.yaml; None if there is none."""
+    require()
+    if name.endswith(".yaml"):
+        path = Path(name).expanduser().resolve()
+        inside = _index(path.parent) if path.is_file() else {}
+        return next((entry for entry in inside.values() if entry.yaml_path == path), None)
+    import lm_eval.tasks
+
+    near = _index(Path(lm_eval.tasks.__file__).parent / FOLDERS[name]) if name in FOLDERS else {}
+    return near.get(name) or _index(None).get(name)
+
+
+def names_of(name: str) -> list[str]:
+    """The tasks a name stands for: itself, or the members of a group or tag. ConfigError for a name nobody has."""
+    entry = _entry(name)
+    if entry is None:
+        if name.endswith(".yaml"):
+            raise ConfigError(f"task.tasks: {name} is not the file of an lm-eval task (seen from {Path.cwd()})")
+        near = difflib.get_close_matches(name, list(_index(None)), 5)
+        hint = f"did you mean {', '.join(near)}?" if near else "python -m kvexp.lm_eval ls tasks lists them"
+        raise ConfigError(f"task.tasks: lm-eval has no task {name!r}; {hint}")
+    kind = entry.kind.name
+    if kind == "TAG":
+        return sorted(entry.tags)
+    if kind != "GROUP":
+        return [name]
+    members = (entry.cfg or {}).get("task") or []
+    if not all(isinstance(member, str) for member in members):
+        raise ConfigError(
+            f"task.tasks: lm-eval's group {name} changes its members; name the tasks themselves, or run it with "
+            "python -m kvexp.lm_eval"
+        )
+    return [leaf for member in members for leaf in names_of(member)]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The fields of one task's definition as they stand in its file, functions left as texts."""
+    names_of(name)
+    return dict(_entry(name).cfg or {"task": name})
+
+
+def digest(name: str, data_dir: str | None) -> str:
+    """Changes with the definition (lm-eval's version for its own, the text of the file for another's) and the data."""
+    config = config_of(name)
+    version = f"lm_eval {require()} {config['task']}"
+    if name.endswith(".yaml"):
+        version += f" {local.digest({'definition': Path(name).expanduser()})}"
+    if data_dir is not None:
+        return f"{version} files:{local.digest(local.files_of(config, data_dir))}"
+    if _reads_files(config):
+        return f"{version} files:{local.digest(local.named_in(config))}"
+    return f"{version} hub:{config['dataset_path']}/{config.get('dataset_name')}"
+
+
+def task_file(
+    folder: Path,
+    name: str,
+    *,
+    data_dir: str | None = None,
+    shots: int = 0,
+    fewshot_split: str | None = None,
+    excludes_item: bool = True,
+    cache_dir: str | None = None,
+) -> Path:
+    """Write into `folder` the task file that puts local data and the pool of examples into lm-eval's definition.
+
+    cache_dir: where `datasets` may leave what it makes of the local files, which then are held in memory.
+    """
+    config = config_of(name)
+    if "class" in config and data_dir is not None:
+        raise ConfigError(
+            f"task.data_dir: lm-eval's task {name} reads its data in Python; local files cannot replace it"
+        )
+    files = local.files_of(config, data_dir) if data_dir is not None else None
+    changes = local.overrides(config, files, shots, fewshot_split, excludes_item)
+    if cache_dir is not None and (files is not None or _reads_files(config)):
+        given = changes.get("dataset_kwargs") or config.get("dataset_kwargs") or {}
+        changes["dataset_kwargs"] = {**given, "cache_dir": cache_dir, "keep_in_memory": True}
+    return local.write_task(folder, _entry(name).yaml_path, config["task"], changes)
+
+
+def load(
+    name: str,
+    *,
+    data_dir: str | None = None,
+    shots: int | None = 0,
+    fewshot_split: str | None = None,
+    excludes_item: bool = True,
+    seed: int = 1234,
+) -> Any:
+    """lm-eval's task object with its data, set to draw `shots` examples per item (None: as the task says itself)."""
+    config = config_of(name)
+    own = config.get("num_fewshot")
+    wanted = (own or 0) if shots is None else shots
+    if own == 0 and wanted:
+        raise ConfigError(f"task.num_fewshot={wanted}, but lm-eval's task {name} takes no examples: set it to 0")
+    with TemporaryDirectory() as scratch, quiet():
+        path = task_file(
+            Path(scratch),
+            name,
+            data_dir=data_dir,
+            shots=wanted,
+            fewshot_split=fewshot_split,
+            excludes_item=excludes_item,
+            cache_dir=scratch,
+        )
+        task = _made(path, config, data_dir is not None)
+    task.set_config("num_fewshot", wanted)
+    task.set_fewshot_seed(seed)
+    _check_pool(task, wanted)
+    return task
+
+
+def _made(path: Path, config: Mapping[str, Any], local_files: bool) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    name, hub = config["task"], config.get("dataset_path")
+    way = (
+        "Make the hub reachable, or give a folder of local files with the same columns: task.data_dir=FOLDER, in it "
+        f"{name}.SPLIT.jsonl"
+    )
+    if not local_files and not _reads_files(config) and not forbidden() and (offline := unreachable()):
+        raise ConfigError(f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {offline}. {way}")
+    try:
+        return TaskManager(include_path=path.parent, include_defaults=False).load([name])["tasks"][name]
+    except Exception as error:  # datasets', the hub's, pyarrow's, jinja's and lm-eval's own: no common base
+        reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if local_files:
+            raise ConfigError(
+                f"task.data_dir: lm-eval's task {name} cannot use these files ({reason}); they must have the columns "
+                f"of {hub} on the hub"
+            ) from error
+        raise ConfigError(
+            f"cannot load the data of lm-eval's task {name} ({hub} on the hub): {reason}. {way}"
+        ) from error
+
+
+def _reads_files(config: Mapping[str, Any]) -> bool:
+    """Whether a definition names local files itself (or makes its data in Python)."""
+    return config.get("dataset_path") in (None, *local.KINDS.values())
+
+
+def check_rows(task: Any) -> None:
+    """Refuse what cannot be asked row by row."""
+    config = task.config
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ConfigError(f"lm-eval's task {config.task} runs code that a model wrote: kvexp does not")
+    if getattr(task, "MULTIMODAL", False):
+        raise ConfigError(f"lm-eval's task {config.task} needs images or sound, kvexp's models read text")
+    if config.repeats > 1:
+        raise ConfigError(
+            f"lm-eval's task {config.task} asks {config.repeats} times per item: use python -m kvexp.lm_eval"
+        )
+
+
+def _check_pool(task: Any, shots: int) -> None:
+    if not shots:
+        return
+    config, pool, split = task.config, len(task.sampler.df), task.fewshot_cfg.split
+    spare = int(split == config.test_split)  # lm-eval then draws one more, so that it can leave out the item itself
+    if shots > pool - spare:
+        where = split or config.training_split or config.validation_split
+        raise ConfigError(
+            f"task.num_fewshot={shots}, but the split {where} of {config.task} holds {pool} rows"
+            f"{', of which the item asked about may be one' if spare else ''}; lower task.num_fewshot"
+        )

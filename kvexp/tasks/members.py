@@ -1,0 +1,120 @@
+"""Data sets that come as one file per subset: in a folder, in a .zip, or in a .zip on the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from kvexp.errors import ConfigError
+from kvexp.hub import forbidden, unreachable
+
+from . import data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members(data.Source):
+    """A `Source` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
+
+    The member may lie at any depth. Without `data_files`, `hub_file` is the .zip in the hub repository (a loading
+    script, which `datasets` 4 and later refuse, is not needed to read it); null: the repository is in a format that
+    `datasets` reads, with the member's name as configuration.
+    """
+
+    member: str
+    hub_file: str | None = None
+
+    def __str__(self) -> str:
+        if self.data_files is not None or self.hub_file is None:
+            return super().__str__()
+        return f"{self.hub_id}/{self.hub_file}, {self.member}, revision {self.revision or 'main'}"
+
+    def files(self) -> list[Path]:
+        """A folder's member; else the files named, as they are."""
+        assert self.data_files is not None
+        folder = Path(self.data_files).expanduser()
+        if not folder.is_dir():
+            return super().files()
+        found = sorted(path for ending in data.KINDS for path in folder.rglob(f"{self.member}{ending}"))
+        if not found:
+            names = {path.stem for ending in data.KINDS for path in folder.rglob(f"*{ending}")}
+            raise self._missing(f"the folder {folder}", names)
+        return found[:1]
+
+    def rows(self) -> Iterator[tuple[str, data.Row]]:
+        archive = self._archive()
+        if archive is None:
+            yield from super().rows()
+            return
+        with self._opened(archive) as zipped, zipped.open(self._name(zipped, archive)) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"row {number} of {self.member} in {archive}", _object(line, number, self.member, archive)
+
+    def fingerprint(self) -> str:
+        """Of a .zip the member's, as if it were unpacked; else as for any `Source`."""
+        if self.data_files is None:
+            return f"hub:{self}"
+        archive = self._archive()
+        if archive is None:
+            return super().fingerprint()
+        with self._opened(archive) as zipped:
+            digest = hashlib.sha256(zipped.read(self._name(zipped, archive))).digest()
+        return f"files:{hashlib.sha256(digest).hexdigest()[:16]}"
+
+    def _archive(self) -> Path | None:
+        """The .zip to read, fetched from the hub if need be (once, into its cache); None if there is none."""
+        if self.data_files is not None:
+            path = Path(self.data_files).expanduser()
+            return path if path.suffix == ".zip" and path.is_file() else None
+        return self._fetched() if self.hub_file is not None else None
+
+    def _fetched(self) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        assert self.hub_file is not None
+        local = f"give it, unpacked or not: task.data_files=PATH ({self.hub_file}, a folder of .jsonl files, one file)"
+        offline = None if forbidden() else unreachable()
+        try:  # out of the cache alone where the hub cannot be asked, so that nobody waits for its retries
+            named = hf_hub_download(
+                self.hub_id,
+                self.hub_file,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=bool(offline),
+            )
+        except Exception as error:  # huggingface_hub's, httpx' and the file system's: no common base
+            raise ConfigError(
+                f"cannot fetch {self} from the Hugging Face hub: {offline or error}. Either make the hub reachable "
+                f"(network, no HF_HUB_OFFLINE=1), or {local}"
+            ) from error
+        return Path(named)
+
+    def _opened(self, archive: Path) -> zipfile.ZipFile:
+        try:
+            return zipfile.ZipFile(archive)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"task.data_files: cannot read {archive}: {error}; fetch it again") from error
+
+    def _name(self, zipped: zipfile.ZipFile, archive: Path) -> str:
+        names = {PurePosixPath(name).stem: name for name in zipped.namelist() if name.endswith(".jsonl")}
+        if self.member not in names:
+            raise self._missing(str(archive), set(names))
+        return names[self.member]
+
+    def _missing(self, where: str, names: set[str]) -> ConfigError:
+        listed = ", ".join(sorted(names)) or "no .jsonl file"
+        return ConfigError(f"task.data_files: {self.member}.jsonl is not in {where}, which holds {listed}")
+
+
+def _object(line: bytes, number: int, member: str, archive: Path) -> data.Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"line {number} of {member} in {archive} is not JSON: {error}; fetch it again") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"line {number} of {member} in {archive} is no object, got {type(row).__name__}")
+    return row

@@ -1,0 +1,117 @@
+"""Hub ids without a network: an unreachable hub is said at once, a cached model is named by its commit."""
+
+import http.server
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from small import small
+
+from kvexp import hub
+from kvexp.errors import ConfigError
+from kvexp.hub import unreachable
+from kvexp.models import load_model
+from kvexp.record import Run
+from kvexp.results import print_table, table
+from kvexp.runner.model import ModelSpec
+from kvexp.runner.rows import check_commit
+from kvexp.tasks import XSum
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """A hub at an address where nothing listens."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_any_answer_of_the_hub_counts_and_none_is_said(monkeypatch):
+    class Nothing(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert unreachable() is None
+        server.shutdown()
+    hub._asked.cache_clear()  # an answer holds for a minute
+    assert "does not answer" in unreachable()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert unreachable() == "HF_HUB_OFFLINE=1 forbids asking it"
+
+
+@pytest.mark.parametrize("load", ["model", "data", "data in the cache"])
+def test_an_unreachable_hub_is_one_error_and_no_retries(closed, caplog, load):
+    start = time.monotonic()
+    data = XSum(hub_id="kvexp/is-not-there", streaming=load == "data")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        load_model("kvexp/is-not-there") if load == "model" else data.check()
+    assert time.monotonic() - start < 10  # it was 24 s
+    assert not [record for record in caplog.records if "Retrying" in record.message]
+    message = str(caught.value)
+    for words in ("kvexp/is-not-there", "http://127.0.0.1:9 does not answer", "make the hub reachable"):
+        assert words in message
+    assert ("model.path=FOLDER" if load == "model" else "task.data_files=PATH") in message
+    assert load == "model" or "HF_HUB_OFFLINE=1 and task.streaming=false" in message
+
+
+def test_a_label_says_that_an_open_revision_moves(tmp_path):
+    node = {"kind": "pretrained", "path": "kvexp/tiny"}
+    assert ModelSpec.of(node).shown_revision() == "main (moving)"
+    assert ModelSpec.of({**node, "revision": COMMIT}).shown_revision() == COMMIT
+    assert ModelSpec.of({"kind": "random", "family": "llama", "config": {}}).shown_revision() is None
+
+
+def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path):
+    from tiny import stock
+
+    from kvexp.models.byte_tokenizer import byte_tokenizer
+
+    home = tmp_path / "hub" / "models--kvexp--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for part in (stock("llama", vocab_size=259), byte_tokenizer()):
+        part.save_pretrained(home / "snapshots" / COMMIT)
+    words = ["model=llama_7b", "model.path=kvexp/tiny", "model.dtype=float32", "model.device=cpu", "kv_ratio=0.5"]
+    words += ["limit=1", "task.max_new_tokens=2", "task.nll=false", "cache.beyond_context=true"]
+    words.append(f"outputs_dir={tmp_path / 'out'}")
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    env.pop("HF_HUB_CACHE", None)
+    line = [sys.executable, "run.py", *small(*words)]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    shown = table(tmp_path / "out")
+    assert set(shown["revision"]) == {"main (moving)"}
+    assert {row["revision"] for name in shown["hash"] for row in Run.load(tmp_path / "out" / name).rows()} == {COMMIT}
+    assert "main (moving)" in done.stdout and "set a commit hash for numbers to keep" in done.stdout
+
+
+def test_rows_of_two_commits_are_not_one_run(tmp_path):
+    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
+    base = Run.open(tmp_path, {"method": "full"}, labels)
+    run = Run.open(tmp_path, {"method": "h2o"}, labels | {"method": "h2o", "kv_ratio": 0.5}, baseline=base.hash)
+    for record, commit in ((base, "a" * 40), (run, "b" * 40)):
+        for index in range(30):
+            row = {"example": f"e{index}", "metrics": {"rouge1": 1.0 + index}, "new_tokens": 3, "skipped": None}
+            record.append(row | {"revision": commit, "receipt": {"first_eviction_step": 0}, "seconds": {}})
+        record.finish(30)
+    found = table(tmp_path, {"method": "h2o"}).iloc[0]
+    assert found["verdict99"] == "undecided" and "rows of 2 commits of the model" in found["note"]
+    print_table(table(tmp_path))
+    check_commit(run, "b" * 40)
+    with pytest.raises(ConfigError, match=r"rows of commit b{40} of the model, the hub's revision is a{40} now"):
+        check_commit(run, "a" * 40)

@@ -1,0 +1,321 @@
+"""LongBench: official prompts to the letter, its cut and its chat frame, and every way its data comes today."""
+
+import hashlib
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import SHARED
+from test_conf import composed
+
+from kvexp.errors import ConfigError
+from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.results.longbench import FOURTEEN
+from kvexp.runner.fitting import with_ends
+from kvexp.runner.prompts import continuation, tokenise
+from kvexp.runner.settings import settings_of
+from kvexp.tasks import LongBench
+from kvexp.tasks.longbench_subsets import SUBSETS
+
+FOLDER = Path(__file__).parent / "fixtures" / "longbench"
+QASPER = LongBench(subset="qasper", data_files=str(FOLDER))
+BYTES = byte_tokenizer()
+
+# sha256 of the prompts in config/dataset2prompt.json of github.com/THUDM/LongBench
+PROMPTS = {
+    **{"narrativeqa": "aada7ed24b06", "qasper": "0fbdd123fe7f", "multifieldqa_en": "20b4666a2de8"},
+    **{"hotpotqa": "9ec4ae308865", "2wikimqa": "9ec4ae308865", "musique": "9ec4ae308865"},
+    **{"gov_report": "91c25d585b18", "qmsum": "dca23b678fe0", "multi_news": "2af3f28c40b9"},
+    **{"trec": "0eff8bebdba9", "triviaqa": "00a802e6377e", "samsum": "a68d88423490"},
+    **{"passage_count": "986550b6c610", "passage_retrieval_en": "39b96b7fa52b"},
+    **{"lcc": "6a1f24cf0bb8", "repobench-p": "ee9ec182ea5f", "multifieldqa_zh": "344b3a4e557c"},
+    **{"dureader": "ae53329f51b1", "vcsum": "3e5d8241bc9b", "lsht": "f3edabdf7fae"},
+    **{"passage_retrieval_zh": "c1e2346e245e"},
+}
+LENGTHS = {
+    **dict.fromkeys(("narrativeqa", "qasper", "samsum", "dureader"), 128),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), 512),
+    **dict.fromkeys(("multifieldqa_en", "multifieldqa_zh", "trec", "lsht", "lcc", "repobench-p"), 64),
+}
+PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+
+
+def test_official_prompts_lengths_and_treatment():
+    assert {name: hashlib.sha256(s.prompt.encode()).hexdigest()[:12] for name, s in SUBSETS.items()} == PROMPTS
+    for name, subset in SUBSETS.items():
+        assert subset.max_new_tokens == LENGTHS.get(name, 32), name
+        assert subset.chat == (name not in PLAIN), name
+        assert subset.first_line == (name in {"trec", "triviaqa", "samsum", "lsht"}), name
+    assert {name for name, subset in SUBSETS.items() if subset.in_14} == set(FOURTEEN)
+    assert sum(subset.extended for subset in SUBSETS.values()) == 13
+
+
+def test_a_prompt():
+    first, _, third = QASPER.examples()
+    assert first.prefix == SUBSETS["qasper"].prompt.split("{context}")[0]
+    assert first.body == "We ringed 212 herons over two summers."
+    assert first.suffix.startswith("\n\n Answer the question based on the above article")
+    assert first.suffix.endswith("\n\nQuestion: How many herons were ringed?\n\nAnswer:")
+    assert (first.id, first.reference) == ("qasper-0", "212")
+    assert first.info == {"answers": ["212", "212 herons"], "all_classes": None, "length": 7}
+    assert "{about} money" in third.prompt  # braces in a context are text
+    later = next(replace(QASPER, question="after_eviction").examples())
+    assert later.prompt + later.question == first.prompt and later.question == first.suffix
+
+
+def test_a_prompt_with_code_and_one_in_chinese():
+    first = next(LongBench(subset="repobench-p", data_files=str(FOLDER)).examples())
+    assert first.prompt == (
+        "Please complete the code given below. \ndef f(n):\n    return n\ndef g():\n    x = f(1)\nNext line of code:\n"
+    )
+    chinese = next(LongBench(subset="passage_retrieval_zh", data_files=str(FOLDER)).examples())
+    assert chinese.prompt.endswith('答案格式必须是"段落1"，"段落2"等格式\n\n答案是：')  # noqa: RUF001
+
+
+def test_options_of_a_subset():
+    assert (QASPER.max_new_tokens, QASPER.min_new_tokens, QASPER.also_ends) == (128, 0, ())
+    samsum = LongBench(subset="samsum")
+    assert (samsum.max_new_tokens, samsum.min_new_tokens, samsum.also_ends) == (128, 1, ("\n",))
+    assert LongBench(subset="samsum", max_new_tokens=5).max_new_tokens == 5
+    assert QASPER.label("longbench") == "longbench/qasper"
+    assert LongBench(subset="qasper", extended=True).label("lb") == "lb/qasper_e"
+
+
+def test_scores():
+    first = next(QASPER.examples())
+    assert QASPER.score("212 herons!", "212", first) == {"score": 100.0}  # the best reference
+    assert QASPER.score("herons", "212", first)["score"] == pytest.approx(200 / 3)
+    trec = LongBench(subset="trec", data_files=str(FOLDER))
+    example = next(trec.examples())
+    assert trec.score("\n\nDate\nFood", "Date", example) == {"score": 100.0}  # line ends in front go, the rest is cut
+    assert trec.score("Date Food", "Date", example) == {"score": 50.0}
+    assert QASPER.score("\n212\nFood", "212", first)["score"] == pytest.approx(200 / 3)  # no cut here
+
+
+# ---- the cut
+
+
+def test_halves_of_a_prompt_too_long():
+    """LongBench's pred.py: int(max / 2) tokens from both ends of the whole prompt, start token included."""
+    task = LongBench(subset="lcc", max_prompt_tokens=11)
+    example = replace(next(QASPER.examples()), prompt="abcdefghijklmnopqrstuvwxyz", prefix="", suffix="", body="")
+    example = replace(example, body=example.prompt)
+    cut = tokenise(example, task, BYTES, 999, chat=False)
+    assert cut.text == "abcd" + "vwxyz"  # <s>abcd and vwxyz, decoded without <s>
+    assert cut.ids == BYTES("abcdvwxyz").input_ids and cut.cut and cut.tokens == 27
+    whole = tokenise(example, replace(task, max_prompt_tokens=27), BYTES, 27, chat=False)
+    assert (whole.text, whole.cut, whole.size) == (example.prompt, False, 27)
+    # what the model holds cuts too, likewise in the middle
+    room = tokenise(example, replace(task, max_prompt_tokens=None), BYTES, 12, chat=False)
+    assert (room.text, room.size) == ("abcde" + "uvwxyz", 12)
+    assert tokenise(example, replace(task, max_prompt_tokens=1), BYTES, 99, chat=False).skipped == "too long"
+
+
+def test_the_frame_goes_around_what_is_left():
+    """The maximum counts the words alone; the frame, tokenised with a start token of its own, comes on top."""
+    task = LongBench(subset="qasper", max_prompt_tokens=11, chat_frame="[INST]{prompt}[/INST]")
+    example = replace(next(QASPER.examples()), prompt="abcdefghijklm", prefix="", suffix="", body="abcdefghijklm")
+    cut = tokenise(example, task, BYTES, 99, chat=True)
+    assert cut.text == "[INST]abcdijklm[/INST]" and cut.ids == BYTES(cut.text).input_ids
+    assert cut.size == 1 + 6 + 9 + 7 > 11
+    assert tokenise(example, task, BYTES, 20, chat=True).text == "[INST]abklm[/INST]"  # no more room than that
+    assert tokenise(example, task, BYTES, 99, chat=False).text == "abcdijklm"  # a base model has no frame
+    plain = replace(task, subset="trec", max_new_tokens=None)
+    assert tokenise(example, plain, BYTES, 99, chat=True).text == "abcdijklm"  # few-shot lessons have none either
+    assert tokenise(example, replace(plain, chat_wrap="always"), BYTES, 99, chat=True).text.startswith("[INST]")
+    assert tokenise(example, replace(task, chat_wrap="never"), BYTES, 99, chat=True).text == "abcdijklm"
+
+
+def test_a_question_after_the_eviction_keeps_the_frames_end():
+    task = replace(QASPER, question="after_eviction", chat_frame="[INST]{prompt}[/INST]")
+    prompt = tokenise(next(task.examples()), task, BYTES, 9999, chat=True)
+    assert prompt.text.startswith("[INST]You are") and prompt.text.endswith("two summers.")
+    assert prompt.asked.endswith("\n\nAnswer:[/INST]")
+    assert prompt.ids + prompt.question == BYTES(prompt.text + prompt.asked).input_ids
+    assert continuation(prompt, BYTES, chat=True, words=" 212") == BYTES(" 212", add_special_tokens=False).input_ids
+
+
+def test_a_templates_start_token_is_the_only_one():
+    class Chat:
+        chat_template = "yes"
+
+        def __call__(self, text, add_special_tokens=True, verbose=True):
+            return BYTES(text, add_special_tokens=add_special_tokens)
+
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return f"<s>[INST] {messages[0]['content']} [/INST]"
+
+    example = next(QASPER.examples())
+    wrapped = tokenise(example, QASPER, Chat(), 9999, chat=True)
+    assert wrapped.ids.count(BYTES.bos_token_id) == 1 and wrapped.text.startswith("<s>[INST] You")
+    trec = LongBench(subset="trec", data_files=str(FOLDER))
+    plain = tokenise(next(trec.examples()), trec, Chat(), 9999, chat=True)
+    assert plain.ids[0] == BYTES.bos_token_id and plain.text == next(trec.examples()).prompt
+
+
+def test_a_line_end_ends_an_answer_of_samsum():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9]), config=None)
+    file = f"task.data_files={FOLDER}/qasper.jsonl"
+    samsum = settings_of(*composed("task=longbench", "task.subset=samsum", file))
+    assert (samsum.decoding.eos, samsum.decoding.min_new_tokens, samsum.decoding.max_new_tokens) == ("model", 1, 128)
+    (line_end,) = BYTES("\n", add_special_tokens=False).input_ids
+    assert with_ends(samsum, model, BYTES).decoding.eos == (7, 9, line_end)
+    other = settings_of(*composed("task=longbench", "task.subset=qasper", file))
+    assert with_ends(other, model, BYTES) is other
+
+
+# ---- data
+
+
+def zipped(path: Path) -> str:
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in sorted(FOLDER.glob("*.jsonl")):
+            archive.write(file, f"data/{file.name}")
+    return str(path)
+
+
+def test_zip_folder_and_file_are_the_same(tmp_path):
+    unpacked = tmp_path / "deep" / "data"
+    unpacked.mkdir(parents=True)
+    (unpacked / "qasper.jsonl").write_bytes((FOLDER / "qasper.jsonl").read_bytes())
+    given = [zipped(tmp_path / "data.zip"), str(tmp_path / "deep"), str(FOLDER), str(FOLDER / "qasper.jsonl")]
+    tasks = [LongBench(subset="qasper", data_files=path) for path in given]
+    for task in tasks:
+        task.check()
+        assert list(task.examples()) == list(QASPER.examples())
+    assert len({task.fingerprint() for task in tasks}) == 1
+    assert QASPER.fingerprint() != LongBench(subset="trec", data_files=str(FOLDER)).fingerprint()
+    drawn = LongBench(subset="qasper", data_files=given[0], sample="with_replacement", limit=5, seed=1)
+    assert [e.id.partition("#")[0] for e in drawn.examples()] == [
+        e.id.partition("#")[0] for e in replace(drawn, data_files=given[3]).examples()
+    ]
+
+
+def test_the_hubs_data_zip_is_read_without_its_script(tmp_path, monkeypatch):
+    """As in the hub's cache after one download: nothing runs LongBench.py, which `datasets` 4 refuses."""
+    from huggingface_hub import constants
+
+    commit, place = "0" * 40, tmp_path / "datasets--zai-org--LongBench"
+    snapshot = place / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    zipped(snapshot / "data.zip")
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    task = LongBench(subset="qasper", revision=commit)
+    task.check()
+    assert list(task.examples()) == list(QASPER.examples())
+    assert task.fingerprint() == f"hub:zai-org/LongBench/data.zip, qasper, revision {commit}"
+    with pytest.raises(ConfigError) as caught:
+        LongBench(subset="qasper", revision="1" * 40).check()
+    for words in (
+        "cannot fetch zai-org/LongBench/data.zip",
+        "make the hub reachable",
+        "task.data_files=PATH (data.zip,",
+    ):
+        assert words in str(caught.value)
+
+
+def test_a_reformatted_copy_is_asked_for_by_name():
+    source = LongBench(subset="trec", extended=True, hub_id="someone/copy", hub_file=None, revision=None).source
+    assert (source.hub_id, source.hub_config, source.split, source.hub_file) == ("someone/copy", "trec_e", "test", None)
+    with pytest.raises(ConfigError, match="someone/copy/trec_e, split test"):
+        list(source.rows())
+
+
+ROW = json.loads((FOLDER / "trec.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"dataset": "hotpotqa_e"},
+            "is of 'hotpotqa_e', but task.subset=trec: name a file of trec or set task.subset=hotpotqa",
+        ),
+        ({"answers": "Date"}, "row 1 of {path}: field 'answers' must be a list of texts, got 'Date'"),
+        ({"answers": []}, "field 'answers' must be a list of texts, got []"),
+        ({"all_classes": None}, "field 'all_classes' must list the class names, trec is scored by them"),
+        ({"context": None}, "has no field 'context' (or null there)"),
+        ({"input": None}, "name the field that holds it with task.input_field"),
+    ],
+)
+def test_bad_rows(tmp_path, change, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({**ROW, **change}) + "\n")
+    with pytest.raises(ConfigError) as caught:
+        LongBench(subset="trec", data_files=str(path)).check()
+    assert words.replace("{path}", str(path)) in str(caught.value)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({k: v for k, v in ROW.items() if k != "answers"}) + "\n")
+    with pytest.raises(ConfigError, match="field 'answers' must be a list of texts, it has: input, context, length"):
+        LongBench(subset="trec", data_files=str(path)).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"subset": "gov"}, "task.subset must be one of narrativeqa, qasper"),
+        (
+            {"subset": "musique", "extended": True},
+            "LongBench-E has no musique; with task.extended=true the subset is one",
+        ),
+        ({"chat_wrap": "yes"}, "task.chat_wrap must be one of official, always, never, got 'yes'"),
+        ({"chat_frame": "[INST]"}, "task.chat_frame must be null or a text with {prompt} once"),
+        ({"question": "never"}, "task.question must be one of in_prompt, after_eviction"),
+        ({"truncate": "left"}, "task.truncate must be one of middle, halves, right, skip"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ConfigError) as caught:
+        LongBench(data_files=str(FOLDER), **{"subset": "qasper", **options}).check()
+    assert words in str(caught.value)
+
+
+def test_bad_archives(tmp_path):
+    with pytest.raises(ConfigError, match=r"musique.jsonl is not in .*data.zip, which holds multifieldqa_zh"):
+        LongBench(subset="musique", data_files=zipped(tmp_path / "data.zip")).check()
+    with pytest.raises(ConfigError, match=r"musique.jsonl is not in the folder"):
+        LongBench(subset="musique", data_files=str(FOLDER)).check()
+    (tmp_path / "bad.zip").write_bytes(b"PK no archive")
+    with pytest.raises(ConfigError, match=r"cannot read .*bad.zip"):
+        LongBench(subset="qasper", data_files=str(tmp_path / "bad.zip")).check()
+    with zipfile.ZipFile(tmp_path / "torn.zip", "w") as archive:
+        archive.writestr("data/qasper.jsonl", '{"a": 1}\n[2]\n')
+    with pytest.raises(ConfigError, match=r"row 1 of qasper in .*torn.zip has no field 'context'"):
+        LongBench(subset="qasper", data_files=str(tmp_path / "torn.zip"), limit=1).check()
+    with pytest.raises(ConfigError, match=r"line 2 of qasper in .*torn.zip is no object, got list"):
+        list(LongBench(subset="qasper", data_files=str(tmp_path / "torn.zip")).source.rows())
+
+
+# ---- real rows, where they are
+
+REAL = {
+    **{"2wikimqa": "2wikimqa_e.103", "gov_report": "gov_report_e.102", "multi_news": "multi_news"},
+    **{"narrativeqa": "narrativeqa.20", "passage_count": "passage_count_e.102", "samsum": "samsum_e.102"},
+    **{"passage_retrieval_en": "passage_retrieval_en_e.10", "trec": "trec_e.104", "triviaqa": "triviaqa_e.101"},
+    **{"repobench-p": "repobench-p_e.3", "lcc": "lcc_e.13", "hotpotqa": "hotpotqa_e.13"},
+    **{"passage_retrieval_zh": "passage_retrieval_zh.first20", "multifieldqa_en": "multifieldqa_en_e.11"},
+}
+
+
+@pytest.mark.parametrize("subset", REAL)
+def test_real_rows(subset):
+    path = SHARED / "data" / "longbench" / f"{REAL[subset]}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no data at {path}")
+    task = LongBench(subset=subset, data_files=str(path), limit=20)
+    examples = list(task.examples())
+    assert len(examples) == len({example.id for example in examples}) > 0
+    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    official = SUBSETS[subset].prompt.format(context=row["context"], input=row["input"])
+    assert examples[0].prompt == official
+    for example in examples[:5]:
+        assert task.score(example.reference, example.reference, example)["score"] == pytest.approx(100, abs=1e-5)

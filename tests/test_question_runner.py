@@ -1,0 +1,257 @@
+"""Questions and choices through the runner: rows that depend on nothing but their example, prefills that are shared."""
+
+from __future__ import annotations  # a task's options are checked by the words of their types
+
+import dataclasses
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+
+import kvexp.generate
+from kvexp.core import Budget
+from kvexp.errors import ConfigError
+from kvexp.generate import continuation_logprobs
+from kvexp.methods import H2O, Keyformer
+from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.runner.model import load
+from kvexp.runner.prompts import continuation, tokenise
+from kvexp.runner.run import run
+from kvexp.runner.settings import settings_of
+from kvexp.tasks import Asked, Example, XSum
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
+QUESTIONS = ("Who runs?", "Where to does it go?", "Who lies?", "Who steals?", "What does it eat now?")
+EXAMPLES = [(TEXTS[i > 2] * 2, "\nQ: " + asked + "\nA:") for i, asked in enumerate(QUESTIONS)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Asked):
+    """Five questions about two texts; rows made here."""
+
+    name = "reading"
+    metrics = ("hit",)
+    generated = True
+
+    kind: str = "answer"
+
+    @property
+    def needs_nll(self):
+        return self.kind == "nll"
+
+    def rows(self):
+        for number, (text, asked) in enumerate(EXAMPLES[: self.limit]):
+            yield f"row {number}", {"id": f"r{number}", "text": text, "asked": asked}
+
+    def fingerprint(self):
+        return "made:reading"
+
+    def example(self, row, where):
+        extra = {"choices": {"choices": (" fox", " the crow", " it")}, "nll": {"continuation": " the fox."}}
+        return self.ask(row["id"], ("Text: ", row["text"], ""), row["asked"], " fox", **extra.get(self.kind, {}))
+
+    def score(self, output, reference, example):
+        return {"hit": 100.0 * (reference in output)}
+
+    def score_choices(self, logprobs, tokens, example):
+        assert len(logprobs) == len(tokens) == len(example.choices)
+        return {"hit": 100.0 * (example.choices[logprobs.index(max(logprobs))] == example.reference)}
+
+
+def settings(outputs, task, *overrides, **changes):
+    words = ["kv_ratio=0.3", "generation.max_new_tokens=6", f"outputs_dir={outputs}", *overrides]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
+    made = settings_of({k: v for k, v in config.items() if k not in ("log", "experiment")}, {"method": "h2o"})
+    return dataclasses.replace(made, task=task, **changes).identified(made.labels)
+
+
+def rows_of(record, *without):
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", *without)}
+        | {"receipt": {k: v for k, v in row["receipt"].items() if k not in ("attention_kept", *without)}}
+        for row in record.rows()
+    ]
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """Counts the contexts that were prefilled."""
+    counted = Counter()
+    real = kvexp.generate.prefill
+
+    def counting(model, prompts, *rest, **options):
+        counted["contexts"] += len(prompts)
+        return real(model, prompts, *rest, **options)
+
+    monkeypatch.setattr(kvexp.generate, "prefill", counting)
+    return counted
+
+
+AFTER = Reading(question="after_eviction")
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"method": Keyformer()}, {"budget": Budget(kv_ratio=0.3, of="sequence")}], ids=["h2o", "kf", "seq"]
+)
+def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, prefills, monkeypatch, changes):
+    import kvexp.runner.run as module
+
+    shared = run(settings(tmp_path / "shared", AFTER, **changes))
+    counts_ahead = changes.get("budget", Budget(kv_ratio=0.3)).of == "sequence"
+    assert prefills["contexts"] == 2 + (4 if counts_ahead else 2)  # the baseline has no budget that could matter
+    wide = run(settings(tmp_path / "wide", AFTER, "batch_size=3", **changes))
+    monkeypatch.setattr(module, "SHARED", 1)
+    prefills.clear()
+    alone = run(settings(tmp_path / "alone", AFTER, **changes))
+    assert prefills["contexts"] == 10
+    assert rows_of(shared) == rows_of(alone)
+    assert {row["receipt"]["batch_size"] for row in wide.rows()} == {1, 2}  # two questions have one length
+    padding = ("kv_bytes", "peak_kv_bytes", "batch_size")  # padding is memory too
+    assert rows_of(wide, *padding) == rows_of(alone, *padding)
+    for row in shared.rows():
+        assert row["receipt"]["first_eviction_step"] == 0
+        assert row["seconds"]["ttft"] > 0
+        assert row["prompt_tokens"] + row["question_tokens"] > row["prompt_tokens"] > 60
+
+
+def test_with_full_attention_both_settings_answer_alike_and_with_eviction_not(tmp_path):
+    after, within = (run(settings(tmp_path, Reading(question=q))) for q in ("after_eviction", "in_prompt"))
+    assert after.hash != within.hash
+    assert [r["output"] for r in after.rows()] != [r["output"] for r in within.rows()]
+    full = [{r.hash: r for r in kvexp.record.runs(tmp_path)}[record.baseline] for record in (after, within)]
+    assert [r["output"] for r in full[0].rows()] == [r["output"] for r in full[1].rows()]
+    assert [r["prompt_tokens"] + r["question_tokens"] for r in full[0].rows()] == [
+        r["prompt_tokens"] for r in full[1].rows()
+    ]
+
+
+def test_sampled_and_beamed_answers_do_not_know_their_company(tmp_path):
+    sampled, beamed = ["generation.sample=true", "generation.temperature=0.9"], ["generation.num_beams=3"]
+    for kind, words in (("sampled", sampled), ("beamed", beamed)):
+        made = [run(settings(tmp_path / f"{kind}{b}", AFTER, f"batch_size={b}", *words)) for b in (1, 4)]
+        outputs = [[row["output"] for row in record.rows()] for record in made]
+        assert outputs[0] == outputs[1]
+        assert len(set(outputs[0])) > 1
+
+
+def test_a_run_that_was_cut_short_goes_on_to_the_same_rows(tmp_path):
+    method = {"method": Keyformer()}
+    run(settings(tmp_path, dataclasses.replace(AFTER, limit=2), **method))
+    assert rows_of(run(settings(tmp_path, AFTER, **method))) == rows_of(run(settings(tmp_path / "b", AFTER, **method)))
+
+
+def test_a_method_that_adds_up_the_batch_shares_nothing(tmp_path, prefills):
+    record = run(settings(tmp_path, AFTER, method=H2O(score_batch="sum_all")))
+    assert prefills["contexts"] == 2 + 5
+    plain = run(settings(tmp_path / "plain", AFTER))
+    assert rows_of(record) == rows_of(plain)  # a batch of one adds up nothing
+
+
+# -- choices
+
+
+@pytest.mark.parametrize("question", ["in_prompt", "after_eviction"])
+def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefills):
+    task = Reading(question=question, kind="choices")
+    one, three = (run(settings(tmp_path / str(b), task, f"batch_size={b}")) for b in (1, 3))
+    model, tokenizer = load(settings(tmp_path, task).model)
+    for row, other, example in zip(one.rows(), three.rows(), task.examples(), strict=True):
+        prompt = tokenise(example, task, tokenizer, 999, chat=False)
+        words = [continuation(prompt, tokenizer, chat=False, words=choice) for choice in example.choices]
+        judged = [
+            continuation_logprobs(
+                *(model, [prompt.ids], [ids], H2O(), Budget(kv_ratio=0.3)),
+                questions=[prompt.question] if prompt.question else None,
+            )[0]
+            for ids in words
+        ]
+        sums = [sum(steps) for steps in judged]
+        assert row["choices"]["tokens"] == [len(ids) for ids in words] == [4, 9, 3]
+        assert row["choices"]["logprobs"] == pytest.approx(sums, abs=1e-4)
+        assert other["choices"]["logprobs"] == pytest.approx(sums, abs=1e-4)
+        assert row["output"] == example.choices[sums.index(max(sums))]
+        assert row["metrics"] == {"hit": 100.0 * (row["output"] == " fox")}
+        assert row["new_tokens"] == 16
+        assert row["seconds"] == {"ttft": None, "tt2t": None, "tpot": None}
+        assert row["receipt"]["first_eviction_step"] == 0
+
+
+def test_a_continuation_may_follow_a_question(tmp_path):
+    task = Reading(question="after_eviction", kind="nll")
+    record = run(settings(tmp_path, task))
+    model, tokenizer = load(settings(tmp_path, task).model)
+    for row, example in zip(record.rows(), task.examples(), strict=True):
+        prompt = tokenise(example, task, tokenizer, 999, chat=False)
+        words = continuation(prompt, tokenizer, chat=False)
+        (steps,) = continuation_logprobs(
+            *(model, [prompt.ids], [words], H2O(), Budget(kv_ratio=0.3)), questions=[prompt.question]
+        )
+        assert row["metrics"]["nll"] == pytest.approx(-sum(steps) / len(steps), abs=1e-6)
+        assert math.isfinite(row["metrics"]["hit"])
+
+
+# -- tokens
+
+
+def test_a_context_is_cut_and_its_question_never():
+    tokenizer = byte_tokenizer()
+    example = Example("a", "do: one two three.", "x", "", "do: ", "one two three", ".", question=" Now?")
+    whole = tokenise(example, XSum(), tokenizer, 99, chat=False)
+    count = len(tokenizer("do: one two three. Now?").input_ids)
+    assert (whole.size, whole.tokens, whole.cut) == (count, count, False)
+    assert whole.ids + whole.question == tokenizer("do: one two three. Now?").input_ids
+    assert len(whole.question) == 5
+    cut = tokenise(example, XSum(), tokenizer, count - 3, chat=False)
+    assert (cut.text, cut.asked, cut.size, cut.tokens, cut.cut) == ("do: one two th.", " Now?", count - 3, count, True)
+    right = tokenise(example, XSum(truncate="right"), tokenizer, count - 3, chat=False)
+    assert (right.ids, right.question) == (whole.ids[:-3], whole.question)
+    assert tokenise(example, XSum(truncate="right"), tokenizer, 5, chat=False).skipped == "too long"
+    assert tokenise(example, XSum(truncate="skip"), tokenizer, count - 1, chat=False).skipped == "too long"
+    assert tokenise(example, XSum(), tokenizer, 10, chat=False).skipped == "too long"
+
+
+def test_choices_that_do_not_fit_are_a_row_that_says_so(tmp_path):
+    task = Reading(question="after_eviction", kind="choices", max_prompt_tokens=20, truncate="skip")
+    record = run(settings(tmp_path, task))
+    assert [row["skipped"] for row in record.rows()] == ["too long"] * 5
+
+
+def test_a_question_and_a_choice_are_tokenised_where_they_stand(stories260k):
+    from kvexp.models import load_tokenizer
+
+    tokenizer = load_tokenizer(stories260k)
+    example = Example("a", "Lily had a dog.", "x", question=" What did Lily have?", choices=(" A dog.", " A cat."))
+    prompt = tokenise(example, XSum(), tokenizer, 99, chat=False)
+    assert prompt.ids == tokenizer("Lily had a dog.").input_ids
+    assert prompt.ids + prompt.question == tokenizer("Lily had a dog. What did Lily have?").input_ids
+    words = continuation(prompt, tokenizer, chat=False, words=" A dog.")
+    assert prompt.ids + prompt.question + words == tokenizer("Lily had a dog. What did Lily have? A dog.").input_ids
+
+
+class Chat:
+    """A template that strips, as many do, and one that changes what it is given."""
+
+    def __init__(self, change=str.strip):
+        self.change = change
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        return f"[INST] {self.change(messages[0]['content'])} [/INST]"
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        return type("Encoding", (), {"input_ids": list(text)})
+
+
+def test_a_chat_template_is_parted_where_the_question_starts():
+    example = Example("a", "Why? is asked here.", "x", question="\nWhy? \n")
+    prompt = tokenise(example, XSum(), Chat(), 99, chat=True)
+    assert (prompt.text, prompt.asked) == ("[INST] Why? is asked here.\n", "Why? [/INST]")
+    assert "".join(prompt.ids + prompt.question) == "[INST] Why? is asked here.\nWhy? [/INST]"
+    with pytest.raises(ConfigError, match="example a: the tokenizer's chat template changes the words"):
+        tokenise(example, XSum(), Chat(str.upper), 99, chat=True)
