@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def shown(frame: pd.DataFrame) -> Table:
     """For a terminal: a line per run, scores with two digits as published."""
     labels = [key for key in KEYS if key in frame and key != "numerics" and frame[key].notna().any()]
-    scores = [name for name in frame if name not in (*KEYS, "missing")]
+    scores = [str(name) for name in frame if name not in (*KEYS, "missing")]
     lines = Table()
     for name in (*labels, *scores):
         lines.add_column(name.replace("_", "\n"), justify="left" if name in labels else "right")
