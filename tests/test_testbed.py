@@ -1,8 +1,6 @@
-"""The synthetic language, its tasks and the training code; the trained models where they lie in the checkout."""
+"""The synthetic language and its tasks."""
 
 import hashlib
-import json
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,12 +8,11 @@ import pytest
 from kvexp.errors import ConfigError
 from kvexp.tasks import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
 from kvexp.testbed import LANGUAGE
-from kvexp.testbed.document import SPLITS, Shape, document, split_of
+from kvexp.testbed.document import LONGEST, SPLITS, Shape, document, split_of
 from kvexp.testbed.forms import dialogue
 from kvexp.testbed.needle import needle_document
 from kvexp.testbed.words import END, ORDINALS, vocabulary
 
-MODELS = Path(__file__).resolve().parents[1] / "kvexp" / "testbed" / "models"
 TASKS = (TestbedSummary, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedChoice)
 
 
@@ -148,6 +145,12 @@ def test_shots_stand_before_the_question():
         (TestbedQA, {"per_document": 20}, "task.facts must be at least 20"),
         (TestbedChoice, {"options": 7}, "task.options must be between 2 and 4"),
         (TestbedChoice, {"num_fewshot": 14}, "task.num_fewshot=14 needs"),
+        (TestbedChoice, {"num_fewshot": 16, "facts": 20}, "task.num_fewshot must be at most 15, as the models were"),
+        (TestbedQA, {"facts": 20, "marked": 11}, "task.marked must be at most 10, as the models were trained"),
+        (TestbedSummary, {"tokens": 64}, "task.tokens must be at least 112 to hold task.facts=14"),
+        (TestbedDialogue, {"recalls": 5}, "task.recalls must be at most 4"),
+        (TestbedNeedle, {"tokens": 512}, "task.tokens has no meaning for testbed_needle: set task.lengths"),
+        (TestbedNeedle, {"marked": 2}, "task.marked has no meaning"),
     ],
 )
 def test_bad_options(task, options, words):
@@ -160,113 +163,76 @@ def test_needles_too_short_for_their_facts_are_refused():
         TestbedNeedle(lengths=(20,)).check()
 
 
-def test_sample_prints_a_document_and_answers(capsys):
-    from kvexp.testbed.__main__ import show
+@pytest.mark.parametrize("tokens", [64, 128, 1024])
+@pytest.mark.parametrize("task", [task for task in TASKS if task is not TestbedNeedle])
+def test_documents_of_64_to_1024_tokens_have_the_length_asked_for(task, tokens):
+    made = task(limit=3, tokens=tokens, facts=8, updated=1, marked=2)
+    made.check()
+    for example in made.examples():
+        text = example.prompt.removeprefix("<s> text : ").split(" summary :")[0].split(" ask ")[0]
+        if task is TestbedDialogue:
+            assert len(text.split()) >= tokens - 12
+        else:
+            assert tokens - 12 <= len(text.split()) <= tokens
 
-    show(0, "test", 160, 9)
+
+@pytest.mark.parametrize(
+    "make", [lambda s: document(Random("d"), s, Shape()), lambda s: needle_document(Random("n"), s, 99, 0.5)]
+)
+def test_an_unknown_split_is_an_error_and_no_endless_search(make):
+    with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'valid'"):
+        make("valid")
+
+
+def test_more_facts_than_there_are_is_an_error_and_no_endless_search():
+    with pytest.raises(ValueError, match=r"have no more than these .* facts in split test"):
+        document(Random("d"), "test", Shape(facts=60, marked=1, updated=0), attribute="color")
+
+
+def test_the_longest_fact_is_as_long_as_said():
+    longest = max(len(fact.sentence().split()) for doc in documents("train", 60) for fact in doc.facts)
+    assert longest == LONGEST
+
+
+def test_no_two_splits_share_a_generator():
+    """The seeds are texts: of training "seed step", of a task "split seed row"."""
+    tasks = [TestbedSummary(split=split).random(n).random() for split in SPLITS for n in range(200)]
+    training = [Random(f"{seed} {step}").random() for seed in (0, 12345) for step in range(200)]
+    assert len({*tasks, *training}) == len(tasks) + len(training)
+
+
+def test_every_word_that_is_asked_for_was_trained():
+    """The numbers go to the tenth in training, whatever a Shape may hold."""
+    from kvexp.tasks.testbed.base import MOST_MARKED
+    from kvexp.training.lessons import CURRICULUM
+
+    most = max(stage.shape(Random(f"{i}")).marked for stage in CURRICULUM for i in range(400))
+    assert most == MOST_MARKED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--facts", "3"], "--facts must be between 4 and 30, got 3"),
+        (["--facts", "1000"], "--facts must be between 4 and 30, got 1000"),
+        (["--tokens", "1"], "--tokens must be at least 70 to hold --facts 9, got 1"),
+        (["--split", "valid"], "invalid choice: 'valid'"),
+    ],
+)
+def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
+    from kvexp.testbed.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["sample", *arguments])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--facts", "30", "--tokens", "1024"], ["--facts", "4", "--tokens", "64"]])
+def test_sample_prints_a_document_and_answers(arguments, capsys):
+    from kvexp.testbed.__main__ import main
+
+    main(["sample", "--seed", "3", *arguments])
     shown = capsys.readouterr().out
     for task in ("testbed_summary", "testbed_qa", "testbed_needle", "testbed_dialogue"):
         assert task in shown
     assert shown.count("->") == 7
-
-
-# -- training --------------------------------------------------------------------------------------------------------
-
-
-def test_lessons_weigh_answers_and_never_padding():
-    from kvexp.testbed.words import PAD
-    from kvexp.training.lessons import CURRICULUM, IDS, KINDS, lesson
-
-    for kind in KINDS:
-        batch = lesson(Random(kind), "train", CURRICULUM[3], kind, 1024, 0.1)
-        assert batch.ids.numel() <= 1400 and batch.ids.shape == batch.weight.shape == batch.answered.shape
-        padding = batch.ids == IDS[PAD]
-        assert (batch.weight[padding] == 0).all() and not batch.answered[padding].any()
-        assert (batch.weight[batch.answered] == 1).all() and not (batch.answered & (batch.weight < 1)).any()
-        assert batch.answered.any(1).all()
-        assert (batch.ids[batch.weight == 1] == IDS[END]).sum() >= len(batch.ids)
-        assert not (batch.ids[batch.answered] == IDS[END]).any()
-
-
-@pytest.mark.parametrize("name", ["testbed_rope", "testbed_learned", "testbed_alibi", "testbed_gqa"])
-def test_a_killed_training_goes_on_as_if_nothing_had_happened(name, tmp_path):
-    import torch
-
-    from kvexp.training.recipe import Recipe
-    from kvexp.training.train import Trainer
-
-    recipe = Recipe(steps=4, batch_tokens=128, every=2)
-    whole = Trainer(name, recipe, tmp_path / "whole")
-    whole.run(lambda _: None)
-
-    class Killed(Exception):
-        pass
-
-    def kill(trainer):
-        raise Killed
-
-    with pytest.raises(Killed):
-        Trainer(name, recipe, tmp_path / "parts").run(kill)
-    resumed = Trainer(name, recipe, tmp_path / "parts")
-    assert resumed.step == 2
-    resumed.run(lambda _: None)
-    for (key, one), other in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
-        assert torch.equal(one, other), key
-    assert len((tmp_path / "parts" / "training.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_trained_folder_loads_like_any_model_and_speaks_words(tmp_path):
-    from kvexp.models import load_model, load_tokenizer
-    from kvexp.training.family import train_family
-    from kvexp.training.recipe import Recipe
-
-    recipe = Recipe(steps=2, batch_tokens=128, every=1)
-    train_family("testbed_gqa", recipe, tmp_path / "work", tmp_path / "out", lambda _: None)
-    folder = tmp_path / "out" / "testbed_gqa"
-    model, tokenizer = load_model(str(folder)), load_tokenizer(str(folder))
-    text = "<s> text : first color alice red ! summary : first color alice red ! ;"
-    ids = tokenizer(text).input_ids
-    assert len(ids) == len(text.split())
-    assert (
-        tokenizer.decode(ids, skip_special_tokens=True)
-        == "text : first color alice red ! summary : first color alice red !"
-    )
-    assert model.config.eos_token_id == ids[-1] and model.generation_config.eos_token_id == ids[-1]
-    assert "validation" in (folder / "README.md").read_text()
-
-
-# -- the trained models ----------------------------------------------------------------------------------------------
-
-TRAINED = sorted(path.name for path in MODELS.glob("testbed_*") if (path / "model.safetensors").exists())
-
-
-def test_four_families_are_there():
-    assert TRAINED == ["testbed_alibi", "testbed_gqa", "testbed_learned", "testbed_rope"]
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_models_are_small_and_documented(name):
-    assert sum(file.stat().st_size for file in (MODELS / name).iterdir()) <= 8e6
-    facts = json.loads((MODELS / name / "training.json").read_text())
-    assert facts["steps"] > 1000 and min(facts["validation_recall"].values()) > 0.85
-    log = [json.loads(line) for line in (MODELS / name / "training.jsonl").read_text().splitlines()]
-    assert log[-1]["step"] == facts["steps"]
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_models_summarize_unseen_documents(name):
-    """A few documents: the scores that the cards claim come from experiments/testbed.py."""
-    from kvexp.generate import Decoding, generate
-    from kvexp.methods import Full
-    from kvexp.models import load_model, load_tokenizer
-
-    model, tokenizer = load_model(str(MODELS / name)), load_tokenizer(str(MODELS / name))
-    task = TestbedSummary(limit=6)
-    examples = list(task.examples())
-    prompts = [tokenizer(example.prompt).input_ids for example in examples]
-    made = generate(model, prompts, Full(), decoding=Decoding(max_new_tokens=48), tokenizer=tokenizer)
-    scores = [
-        task.score(tokenizer.decode(tokens, skip_special_tokens=True), example.reference, example)["rouge2"]
-        for tokens, example in zip(made.tokens, examples, strict=True)
-    ]
-    assert sum(scores) / len(scores) > 70

@@ -1,5 +1,1 @@
-"""Pictures of what was recorded. No torch."""
-
-from .heatmap import grid, heatmap
-
-__all__ = ["grid", "heatmap"]
+"""Pictures of what was recorded. No torch. Each module is a command, so none is imported here."""

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import cycle
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +19,37 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
-from kvexp.figures.style import MARK_COLOR, color_of, marker_of
+from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.results import table
+from kvexp.results.columns import shared_settings
+
+Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
+PANEL = (4.4, 3.3)  # inches
+PANELS = 4  # in a row
+LETTER = 0.062  # inches of a letter in the legend
 
 
-def quality(frame: pd.DataFrame, metric: str, axes: Axes) -> None:
+def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None = None) -> None:
     """Draw one model and task's runs: `frame` as `kvexp.results.table` gives it, in percent of the baseline.
 
-    The bars are the paired bootstrap's 95 % intervals. Methods with several settings get one line per setting.
+    The bars are the paired bootstrap's 95 % intervals. A method has one color; its settings differ in their dashes.
     """
-    runs = frame[frame["verdict99"].ne("baseline") & frame[f"{metric}_of_full"].notna() & frame["kv_ratio"].notna()]
+    runs = drawable(frame, metric)
     if runs.empty:
         raise ConfigError(f"no run has a kv_ratio and a percentage of its baseline in {metric}: nothing to draw")
+    dashes = dashes or dashes_of(runs)
     axes.axhline(100, color="black", linewidth=1.2, label="full")
     axes.axhline(99, color=MARK_COLOR, linewidth=1.0, linestyle="--", label="99 % of full")
-    names = ["method", *(["setting"] if "setting" in runs and runs["setting"].fillna("").ne("").any() else [])]
-    for key, line in runs.fillna({name: "" for name in names}).groupby(names, sort=True):
-        method, line = str(key[0]), line.sort_values("kv_ratio")
-        label = " ".join(str(part) for part in key if part)
+    axes.annotate("99 %", (1.01, 99), xycoords=axes.get_yaxis_transform(), color=MARK_COLOR, fontsize=7, va="center")
+    for (method, setting), line in runs.groupby(["method", "setting"], sort=True):
+        line = line.sort_values("kv_ratio")
         middle = line[f"{metric}_of_full"]
         reach = [(middle - line[f"{metric}_low"]).clip(lower=0), (line[f"{metric}_high"] - middle).clip(lower=0)]
         axes.errorbar(
             *(line["kv_ratio"], middle, reach),
-            **{"color": color_of(method), "marker": marker_of(method), "label": label},
+            **{"color": color_of(method), "marker": marker_of(method), "label": f"{method} {setting}".rstrip()},
             **{"markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2},
+            linestyle=dashes[method, setting],
         )
     axes.set_xlabel("kv_ratio (budget / prompt tokens)")
     axes.set_ylabel(f"{metric}, % of full")
@@ -48,22 +58,58 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def drawable(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """The runs that have a place in the picture, with a setting ("") where there is none."""
+    runs = frame[frame["verdict99"].ne("baseline") & frame[f"{metric}_of_full"].notna() & frame["kv_ratio"].notna()]
+    setting = runs["setting"].fillna("").astype(str) if "setting" in runs else ""
+    return runs.assign(setting=setting, method=runs["method"].astype(str))
+
+
+def dashes_of(runs: pd.DataFrame) -> dict[tuple[str, str], Any]:
+    """A line style for each setting of a method, in the order of their words; the only one is drawn through."""
+    found = {}
+    for method, part in runs.groupby("method"):
+        found |= {(str(method), setting): dash for setting, dash in zip(sorted(set(part["setting"])), cycle(DASHES))}
+    return found
+
+
 def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
-    """One panel for each model and task in the table; metric: None takes the task's first."""
+    """One panel for each model and task in the table, one legend below; metric: None takes each task's first."""
     panels = [(key, part) for key, part in frame.groupby(["model", "task"], sort=True) if _comparable(part)]
     if not panels:
         raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
-    figure = Figure(figsize=(1.2 + 4.4 * len(panels), 3.6), layout="constrained")
-    for place, ((model, task), part) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
-        own = metric or str(part["headline"].dropna().iloc[0])
+    metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
+    for ((_, task), part), own in zip(panels, metrics, strict=True):
         if f"{own}_of_full" not in part:
             raise ConfigError(f"{task} has no metric {own!r}")
-        quality(part, own, axes)
-        counts = part["n"].dropna()
-        axes.set_title(f"{model}, {task} (n = {int(counts.min())})", fontsize=9)
-    axes.legend(fontsize=7, loc="lower right")
+    shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
+    shared, rows = shared_settings([row for runs in shown for row in runs.to_dict("records")])
+    left = iter(rows)
+    shown = [runs.assign(setting=[next(left)["setting"] for _ in range(len(runs))]) for runs in shown]
+    dashes = dashes_of(pd.concat(shown))
+    columns = min(PANELS, len(panels))
+    figure = Figure(layout="constrained")
+    for place, (((model, task), _), runs, own) in enumerate(zip(panels, shown, metrics, strict=True)):
+        axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
+        quality(runs, own, axes, dashes)
+        axes.set_title(textwrap.fill(f"{model}, {task} (n = {int(runs['n'].min())})", 52), fontsize=9)
+    if shared:
+        figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
+    lines = _legend(figure, 1.2 + PANEL[0] * columns)
+    figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
     return figure
+
+
+def _legend(figure: Figure, width: float) -> int:
+    """Every line of every panel once, below all of them, where it covers nothing; returns its number of lines."""
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    labels = [textwrap.fill(label, 60) for label in entries]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    columns = max(1, min(len(labels), int((width - 0.4) / (LETTER * longest + 0.55))))
+    figure.legend(list(entries.values()), labels, fontsize=7, loc="outside lower center", ncols=columns)
+    return ceil(len(labels) / columns) * (1 + max(label.count("\n") for label in labels))
 
 
 def _comparable(part: pd.DataFrame) -> bool:
@@ -71,7 +117,7 @@ def _comparable(part: pd.DataFrame) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what was run; 0, or 2 if there is nothing to draw."""
+    """Draw what was run; 0, or 2 if there is nothing to draw or no place to put it."""
     parser = argparse.ArgumentParser(prog="python -m kvexp.figures.quality", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
@@ -79,8 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
     args = parser.parse_args(argv)
     try:
-        draw(table(args.outputs, _where(args.where)), args.metric).savefig(args.picture, dpi=150)
-    except ConfigError as error:
+        if args.picture.suffix not in (".png", ".pdf", ".svg"):
+            raise ConfigError(f"{args.picture} must end in .png, .pdf or .svg")
+        figure = draw(table(args.outputs, _where(args.where)), args.metric)
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(args.picture, dpi=150)
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {args.picture}")

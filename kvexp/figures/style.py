@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 MARK_COLOR = "#c00000"  # of the 99 % mark
+
+# Of the settings of one method; the mark's own dashes, short and even, are none of them.
+DASHES: tuple[Any, ...] = ("-", ":", "-.", (0, (8, 2)), (0, (8, 2, 1, 2, 1, 2)))
 
 _COLORS = {
     "full": "#000000",

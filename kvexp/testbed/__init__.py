@@ -8,7 +8,8 @@ A document is a list of sentences about one topic. Among filler stand facts, "ci
 ("first city alice north ford !"), which is what a summary has to tell, some stated anew later with another value ("now
 city alice east pool ."); and the filler names the same people and values without stating anything. Each (name,
 attribute, value) belongs to one split, so that nothing asked in a test was ever seen in training. Four small models
-were trained on it, one per layout of the papers' models.
+were trained on it, one per layout of the papers' models, on documents of up to 560 tokens with up to 20 facts, ten of
+them numbered, with up to 16 questions and 4 recalls each: tasks refuse forms that were never trained, but not lengths.
 
 What carries over to real models, and what does not:
 

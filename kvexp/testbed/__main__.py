@@ -5,23 +5,28 @@ from __future__ import annotations
 import argparse
 from random import Random
 
-from kvexp.testbed.document import SPLITS, Shape, document
+from kvexp.testbed.document import LONGEST, SPLITS, Shape, document
 from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
 from kvexp.testbed.needle import needle_document
 from kvexp.testbed.words import vocabulary
 
+FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
 
-def main() -> None:
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvexp.testbed", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sample = commands.add_parser("sample", help="print a document, its tasks and answers")
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--split", choices=SPLITS, default="test")
     sample.add_argument("--tokens", type=int, default=160, help="length of the document")
-    sample.add_argument("--facts", type=int, default=9)
-    asked = parser.parse_args()
-    if asked.facts < 4 or asked.tokens < 1:
-        parser.error("--facts must be at least 4 and --tokens at least 1")
+    sample.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
+    asked = parser.parse_args(arguments)
+    if asked.facts not in FACTS:
+        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")
+    least = LONGEST * (asked.facts + 1)
+    if asked.tokens < least:
+        parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
     show(asked.seed, asked.split, asked.tokens, asked.facts)
 
 

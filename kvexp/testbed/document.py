@@ -10,6 +10,7 @@ from random import Random
 from kvexp.testbed.words import ADJECTIVES, ADVERBS, ATTRIBUTES, NAMES, ORDINALS, PREPOSITIONS, TOPICS, VERBS
 
 SPLITS = ("train", "validation", "test")
+LONGEST = 7  # tokens of the longest sentence that states a fact: "first code alice one two three !"
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,13 @@ def split_of(name: str, attribute: str, value: str) -> str:
 
 
 def draw_fact(rng: Random, split: str, taken: set[tuple[str, str]], names: list[str], attribute: str | None) -> Fact:
-    """A fact of this split whose (name, attribute) is not taken yet; adds it to `taken`."""
-    while True:
+    """A fact of this split whose (name, attribute) is not taken yet; adds it to `taken`.
+
+    ValueError for a split that does not exist, and where these names have no such fact left: both would draw for ever.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    for _ in range(100_000):
         name = rng.choice(names)
         what = attribute or rng.choice(_ATTRIBUTES)
         if (name, what) in taken:
@@ -96,6 +102,7 @@ def draw_fact(rng: Random, split: str, taken: set[tuple[str, str]], names: list[
         if split_of(name, what, value) == split:
             taken.add((name, what))
             return Fact(name, what, value)
+    raise ValueError(f"{len(names)} names have no more than these {len(taken)} facts in split {split}")
 
 
 def draw_value(rng: Random, attribute: str) -> str:

@@ -42,7 +42,6 @@ def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
     shutil.rmtree(part, ignore_errors=True)
     half = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float16
     model.save_pretrained(part, state_dict=half)
     tokenizer().save_pretrained(part)
     shutil.copy(log, part / "training.jsonl")
@@ -52,22 +51,23 @@ def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
     part.rename(folder)
 
 
-def card(name: str, facts: dict[str, Any]) -> str:
-    """The model card. The scores between the marks are filled in by experiments/testbed.py."""
+def card(name: str, facts: dict[str, Any], scores: str = "") -> str:
+    """The model card. experiments/testbed.py writes it again with the scores that it measures."""
     longest = CURRICULUM[facts["stage"]].high
     recall = "\n".join(f"| {kind} | {100 * value:.1f} |" for kind, value in facts["validation_recall"].items())
     return f"""# {name}
 
 A causal language model of {facts["parameters"]:,} parameters ({facts["layout"]} layout) that knows kvexp's synthetic
-language (version {LANGUAGE}) and nothing else. Trained from scratch by `make testbed`; weights are float16.
+language (version {LANGUAGE}) and nothing else. The weights are stored as float16; they were trained in float32.
+`python -m kvexp.training {name} --out FOLDER` trains it again from scratch, `make testbed` all four.
 
 | | |
 |---|---|
-| steps, tokens seen | {facts["steps"]:,}, about {facts["tokens"] / 1e6:.0f} million |
+| steps, tokens | {facts["steps"]:,}, about {facts["tokens"] / 1e6:.0f} million, padding included |
 | documents in training | up to {longest} tokens (stage {facts["stage"] + 1} of {len(CURRICULUM)} of the curriculum) |
 | data seed | {facts["seed"]} |
 | device, time | {facts["device"]}, {facts["seconds"] / 60:.0f} minutes |
-| torch, commit | {facts["torch"]}, {facts["commit"]} |
+| torch, commit | {facts["torch"]}, {_commit(facts["commit"])} |
 
 Share of answer tokens predicted right on unseen validation documents, the right answer so far being given:
 
@@ -75,10 +75,20 @@ Share of answer tokens predicted right on unseen validation documents, the right
 |---|---|
 {recall}
 
-<!-- scores -->
-<!-- /scores -->
+{scores or "Not measured on its tasks yet: `python -m experiments.testbed` does."}
+
+## What it is for
 
 It tells which tokens an eviction method forgets and what that costs in a language whose facts are stated literally.
 It knows nothing about the world, and its attention is that of a small copying model: conclusions about the order of
-methods on real text have to be drawn on real models.
+methods on real text have to be drawn on real models. `kvexp/testbed/__init__.py` says what carries over.
+
+`training.json` holds the whole recipe, `training.jsonl` the log.
 """
+
+
+def _commit(described: str | None) -> str:
+    """What `git describe --dirty` says, for people."""
+    if described is None:
+        return "not of a git checkout"
+    return described.replace("-dirty", " and changes that were committed after it")

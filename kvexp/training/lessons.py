@@ -11,8 +11,8 @@ from torch import Tensor
 from kvexp.testbed.document import Shape, document
 from kvexp.testbed.forms import SUMMARY, answer, ask, dialogue, opening, summary
 from kvexp.testbed.words import ATTRIBUTES, END, GRAMMAR, PAD, vocabulary
+from kvexp.training.recipe import Recipe
 
-ONE_ATTRIBUTE = 0.4  # share of documents all of whose facts are of one attribute
 KINDS = ("questions", "summary", "dialogue")
 IDS = {word: number for number, word in enumerate(vocabulary())}
 
@@ -63,18 +63,18 @@ CURRICULUM = (
 _CLOSING = torch.tensor([IDS[END], *(IDS[word] for word in GRAMMAR if not word.isalpha())])
 
 
-def lesson(rng: Random, split: str, stage: Stage, kind: str, tokens: int, context_weight: float) -> Lesson:
-    """A batch of one kind of text and about `tokens` tokens in all; the documents of a batch have one shape."""
+def lesson(rng: Random, split: str, stage: Stage, kind: str, recipe: Recipe) -> Lesson:
+    """A batch of one kind of text and about `batch_tokens` tokens in all; the documents of a batch have one shape."""
     shape = stage.shape(rng)
     rows: list[tuple[list[str], list[bool]]] = []
     width = 0
-    while not rows or (len(rows) + 1) * width <= tokens:
-        rows.append(_row(rng, split, shape, kind))
+    while not rows or (len(rows) + 1) * width <= recipe.batch_tokens:
+        rows.append(_row(rng, split, shape, kind, recipe.one_attribute))
         width = max(width, len(rows[-1][0]))
-    return _batch(rows, width, kind, context_weight)
+    return _batch(rows, width, kind, recipe.context_weight)
 
 
-def _row(rng: Random, split: str, shape: Shape, kind: str) -> tuple[list[str], list[bool]]:
+def _row(rng: Random, split: str, shape: Shape, kind: str, one_attribute: float) -> tuple[list[str], list[bool]]:
     """(words, which of them are answers)."""
     words: list[str] = []
     answers: list[bool] = []
@@ -91,7 +91,7 @@ def _row(rng: Random, split: str, shape: Shape, kind: str) -> tuple[list[str], l
             add(piece, number % 2 == 1)
         return words, answers
     # With one attribute for all facts nothing but the name tells them apart: else names are learnt late.
-    doc = document(rng, split, shape, rng.choice(list(ATTRIBUTES)) if rng.random() < ONE_ATTRIBUTE else None)
+    doc = document(rng, split, shape, rng.choice(list(ATTRIBUTES)) if rng.random() < one_attribute else None)
     add(opening(doc.text))
     if kind == "summary":
         add(SUMMARY)

@@ -19,6 +19,7 @@ class Recipe:
     muon_lr: float = 1e-2  # Muon: the hidden matrices
     warmup: int = 50
     cooldown: float = 0.4
+    one_attribute: float = 0.4  # share of documents all of whose facts are of one attribute: only names tell them apart
     context_weight: float = 0.1  # of predicting a token that is no answer
     pass_mark: float = 0.9  # mean recall over the last lessons of each kind that moves the curriculum on
     every: int = 100  # steps between log lines and checkpoints

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvexp.errors import ConfigError
 from kvexp.training.families import POSITIONS, untrained
 from kvexp.training.lessons import CURRICULUM, KINDS, Lesson, lesson
 from kvexp.training.recipe import MIXTURE, Recipe
@@ -21,9 +22,9 @@ from kvexp.training.recipe import MIXTURE, Recipe
 class Trainer:
     """One family's training. The data of step i depend on (seed, i) and the stage alone: a resumed run is the same."""
 
-    def __init__(self, name: str, recipe: Recipe, folder: Path) -> None:
+    def __init__(self, name: str, recipe: Recipe, folder: Path, device: str = "cpu") -> None:
         self.name, self.recipe, self.folder = name, recipe, folder
-        self.model = untrained(name, recipe.seed)
+        self.model = untrained(name, recipe.seed).to(device)
         self.optimizers = optimizers(self.model, recipe)
         self.step, self.stage, self.seconds = 0, 0, 0.0
         self.recall = dict.fromkeys(KINDS, 0.0)
@@ -47,7 +48,7 @@ class Trainer:
         kind = rng.choices(KINDS, [MIXTURE[kind] for kind in KINDS])[0]
         # A quarter of the lessons come from earlier stages, so that short documents stay known.
         stage = self.stage if rng.random() < 0.75 else rng.randint(0, self.stage)
-        batch = lesson(rng, "train", CURRICULUM[stage], kind, recipe.batch_tokens, recipe.context_weight)
+        batch = lesson(rng, "train", CURRICULUM[stage], kind, recipe)
         rate = schedule(self.step, recipe)
         for optimizer, base in self.optimizers:
             for group in optimizer.param_groups:
@@ -79,19 +80,19 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
             "progress": [self.step, self.stage, self.seconds, self.recall, self.log],
         }
+        lines = "".join(json.dumps(line) + "\n" for line in self.log)
+        (self.folder / "training.jsonl").write_text(lines)  # first: no finished training may lack its last line
         part = self.folder / "checkpoint.part"
         torch.save(state, part)
         part.replace(self.folder / "checkpoint.pt")
-        lines = "".join(json.dumps(line) + "\n" for line in self.log)
-        (self.folder / "training.jsonl").write_text(lines)
 
     def _resume(self) -> None:
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True, map_location=self.model.device)
         if state["recipe"] != asdict(self.recipe):
-            raise ValueError(f"{path} was made with another recipe: remove it to train anew")
+            raise ConfigError(f"{path} is of another recipe: remove {self.folder} to train anew, or give --work")
         self.model.load_state_dict(state["model"])
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -123,13 +124,15 @@ def loss_of(model: Any, name: str, batch: Lesson, rng: Random, reach: int = 0) -
     reach: how far from the start of a table of learned positions the text may be put.
     """
     options: dict[str, Tensor] = {}
-    length = batch.ids.shape[1]
+    ids, weight, answered = (each.to(model.device) for each in (batch.ids, batch.weight, batch.answered))
+    length = ids.shape[1]
     if name == "testbed_learned":
         # Learned positions are learnt one by one: short documents teach positions beyond their own length too.
-        options["position_ids"] = torch.arange(length)[None] + rng.randint(0, min(reach, POSITIONS - length))
-    with torch.autocast(batch.ids.device.type, torch.bfloat16):  # half the time; weights and their updates stay float32
-        logits = model(batch.ids, use_cache=False, **options).logits[:, :-1].float()
-    target, weight, answered = batch.ids[:, 1:], batch.weight[:, 1:], batch.answered[:, 1:]
+        first = rng.randint(0, min(reach, POSITIONS - length))
+        options["position_ids"] = torch.arange(length, device=ids.device)[None] + first
+    with torch.autocast(ids.device.type, torch.bfloat16):  # half the time; weights and their updates stay float32
+        logits = model(ids, use_cache=False, **options).logits[:, :-1].float()
+    target, weight, answered = ids[:, 1:], weight[:, 1:], answered[:, 1:]
     each = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
     right = (logits.argmax(-1) == target)[answered].float().mean().item()
     return (each * weight).sum() / weight.sum(), right

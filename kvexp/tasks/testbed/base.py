@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Task
 from kvexp.testbed import LANGUAGE
-from kvexp.testbed.document import SPLITS, Shape
+from kvexp.testbed.document import LONGEST, SPLITS, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,8 @@ class Generated(Task):
 
     `tokens`: length of a document; `facts` stated in it, of which `marked` by a number (the summary's) and `updated`
     stated anew later with another value; `size`: rows, of which `limit` takes the first. `split`: train, validation
-    and test share no fact, so nothing asked here was ever seen in training.
+    and test share no fact, so nothing asked here was ever seen in training. The models were trained on documents of up
+    to 560 tokens and 20 facts: longer and fuller ones may be asked for, and are then a test of that too.
     """
 
     generated: ClassVar[bool] = True
@@ -64,10 +65,25 @@ class Generated(Task):
                 f"task.facts={self.facts} must be at least task.marked={self.marked} + task.updated={self.updated} "
                 f"and at most {MOST_FACTS}"
             )
+        self.at_most("marked", MOST_MARKED)
+        least = LONGEST * (self.facts + self.updated)
+        if self.tokens < least:
+            raise ConfigError(
+                f"task.tokens must be at least {least} to hold task.facts={self.facts} and task.updated={self.updated} "
+                f"later statements, got {self.tokens}; raise it or lower those"
+            )
 
     def at_least(self, option: str, least: int) -> None:
         if getattr(self, option) < least:
             raise ConfigError(f"task.{option} must be at least {least}, got {getattr(self, option)}")
 
+    def at_most(self, option: str, trained: int) -> None:
+        """Refuse a form of prompt that no model of the testbed was trained on."""
+        if getattr(self, option) > trained:
+            raise ConfigError(
+                f"task.{option} must be at most {trained}, as the models were trained, got {getattr(self, option)}"
+            )
 
+
+MOST_MARKED = 10  # the words "eleventh" and "twelfth" were never trained
 MOST_FACTS = 40  # (name, attribute) pairs of a split are many more, but not without end

@@ -22,7 +22,8 @@ SEVERAL_WORDS = tuple(attribute for attribute, parts in ATTRIBUTES.items() if le
 class TestbedChoice(Asked, Generated):
     """Choose among `options` values of two or three words by log-likelihood, after `num_fewshot` answered questions.
 
-    One wrong option begins with the right one's first word, others are values that the text gives to somebody else.
+    One wrong option begins with the right one's first word (in 11 of 12 questions, in 99 of 100 about codes), others
+    are values that the text gives to somebody else, as far as it has such.
     Accuracy, in percent: `acc` by the summed log-probability (as lm-eval's). Plays lm-eval's multiple choice.
     """
 
@@ -69,6 +70,7 @@ class TestbedChoice(Asked, Generated):
         if not 2 <= self.options <= 4:
             raise ConfigError(f"task.options must be between 2 and 4, got {self.options}")
         self.at_least("num_fewshot", 0)
+        self.at_most("num_fewshot", 15)
         if self.num_fewshot >= self.facts:
             raise ConfigError(
                 f"task.num_fewshot={self.num_fewshot} needs as many other facts: task.facts={self.facts} states one "

@@ -12,6 +12,7 @@ from kvexp.tasks.asked import Asked
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, word_recall
 from kvexp.tasks.testbed.base import Generated
+from kvexp.testbed.document import LONGEST
 from kvexp.testbed.forms import ask, opening
 from kvexp.testbed.needle import needle_document
 
@@ -52,8 +53,11 @@ class TestbedNeedle(Asked, Generated):
         return {"exact": 100 * exact_match(output, reference), "word_recall": 100 * word_recall(output, reference)}
 
     def check_options(self) -> None:
+        for option in ("tokens", "marked", "updated"):
+            if getattr(self, option) != getattr(type(self), option):
+                raise ConfigError(f"task.{option} has no meaning for {self.name}: set task.lengths instead")
         super().check_options()
-        least = 8 * (self.facts + 1)  # no fact is a longer sentence
+        least = LONGEST * (self.facts + 1)
         if not self.lengths or min(self.lengths) < least:
             raise ConfigError(
                 f"task.lengths must be numbers of tokens, at least {least} to hold the needle and task.facts="

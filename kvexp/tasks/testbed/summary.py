@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.document import document
@@ -39,8 +38,6 @@ class TestbedSummary(Generated):
     def check_options(self) -> None:
         super().check_options()
         self.at_least("marked", 1)
-        if self.marked > len(ORDINALS):
-            raise ConfigError(f"task.marked must be at most {len(ORDINALS)}, got {self.marked}")
 
 
 def _facts(summary: str) -> str:
