@@ -3,16 +3,21 @@
     python -m benchmarks.pq_selection --slots 2048 8192 32768 --heads 8 --group 4 --dim 128
 
 Random keys: the numbers say what the arithmetic costs and nothing about what is found. Each time is the median of
-several after warm-ups; both sides are measured in turns, so that a busy machine is busy for both.
+several after warm-ups; all sides are measured in turns, so that a busy machine is busy for all. k-means iterations are
+those of a whole layer (kv heads x m problems) per second; beside them scikit-learn's, which clusters one problem after
+the other, where it is installed (it is not needed) and on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +30,12 @@ from kvexp.retrieval.asked import combined
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 from kvexp.retrieval.pqcache import dots
 
+FEW, MORE = 2, 6  # iterations timed; the difference leaves out what is done once
+_RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")
 
-def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, float]:
-    """Median seconds of each task, measured in turns."""
+
+def turns(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, list[float]]:
+    """Seconds of each task, measured in turns."""
     taken: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(warm + repeats):
         for name, task in tasks.items():
@@ -37,7 +45,45 @@ def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm
                 torch.cuda.synchronize()
             if turn >= warm:
                 taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return taken
+
+
+def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, float]:
+    """Median seconds of each task, measured in turns."""
+    return {name: statistics.median(times) for name, times in turns(tasks, device, repeats, warm).items()}
+
+
+def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> dict[str, float | None]:
+    """k-means iterations per second over all problems of points [N, n, d]: what MORE - FEW of them take."""
+    start = starting_rows(points.shape[1], clusters, 0)
+    tasks: dict[str, Callable[[], Any]] = {
+        f"ours {n}": lambda n=n: lloyd(points, start, n, tolerance=0.0) for n in (FEW, MORE)
+    }
+    if importlib.util.find_spec("sklearn") and points.device.type == "cpu":
+        tasks |= {f"scikit-learn {n}": _library(points, start, n, options.threads) for n in (FEW, MORE)}
+    taken = turns(tasks, options.device, max(3, options.repeats // 3), 1)
+    rates: dict[str, float | None] = {"ours": None, "scikit-learn": None}
+    for name in rates:
+        if f"{name} {FEW}" in taken:
+            pairs = zip(taken[f"{name} {FEW}"], taken[f"{name} {MORE}"], strict=True)
+            rates[name] = (MORE - FEW) / max(1e-9, statistics.median(more - few for few, more in pairs))
+    return rates
+
+
+def _library(points: Tensor, start: Tensor, count: int, threads: int) -> Callable[[], None]:
+    """The same in scikit-learn, one problem after the other, as PQCache's release calls it."""
+    cluster, pool = importlib.import_module("sklearn.cluster"), importlib.import_module("threadpoolctl")
+    parts = [part.contiguous().numpy() for part in points]
+    rows = start.numpy()
+
+    def run() -> None:
+        with pool.threadpool_limits(threads), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it has not converged is the point
+            for part in parts:
+                options = {"n_init": 1, "tol": 0.0, "max_iter": count, "algorithm": "lloyd", "random_state": 0}
+                cluster.KMeans(len(rows), init=part[rows], **options).fit(part)
+
+    return run
 
 
 def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -74,12 +120,14 @@ def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
         "ratio_scores": found["exact_scores"] / found["pqcache_scores"],
     }
     points = keys[0].unflatten(-1, (options.m, -1)).transpose(1, 2).flatten(0, 1)
-    start = starting_rows(slots, clusters, 0)
-    few, more = (
-        seconds({"k": lambda n=n: lloyd(points, start, n, tolerance=0.0)}, device, max(1, options.repeats // 3), 1)["k"]
-        for n in (2, 6)
-    )
-    return {"slots": slots, **found, **ratios, "kmeans_iterations_per_s": 4 / max(more - few, 1e-9)}
+    rates = iterations(points, clusters, options)
+    return {
+        "slots": slots,
+        **found,
+        **ratios,
+        "kmeans_iterations_per_s": rates["ours"],
+        "scikit_learn_iterations_per_s": rates["scikit-learn"],
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,9 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         f"one query, {options.device}, {options.threads} threads"
     )
     print(
-        "| slots | exact ms | pqcache ms | ratio | scores alone: exact ms | pqcache ms | ratio | k-means iterations/s |"
+        "| slots | exact ms | pqcache ms | ratio | scores alone: exact ms | pqcache ms | ratio "
+        "| k-means iterations/s | scikit-learn's |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for slots in options.slots:
         with torch.inference_mode():
@@ -116,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{row['exact_scores'] * 1e3:.2f}",
             f"{row['pqcache_scores'] * 1e3:.2f}",
             f"{row['ratio_scores']:.1f}",
-            f"{row['kmeans_iterations_per_s']:.1f}",
+            *("-" if row[name] is None else f"{row[name]:.1f}" for name in _RATES),
         )
         print(f"| {slots} | {' | '.join(cells)} |", flush=True)
     if options.json:

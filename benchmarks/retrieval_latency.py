@@ -26,7 +26,8 @@ from kvexp.models import random_model
 from kvexp.models.retrieval import head_dim, kv_heads, layer_seconds
 from kvexp.retrieval import InfLLM, PQCache, SparQ
 from kvexp.retrieval.adaptive import clustering_seconds
-from kvexp.retrieval.offload import Layout, Memory
+from kvexp.retrieval.layout import Layout
+from kvexp.retrieval.offload import Memory
 
 METHODS: dict[str, Method] = {
     "full": Full(),

@@ -1,6 +1,7 @@
 """Hit rate of PQCache's block cache, LRU and LFU, over the blocks noted per step (arXiv:2407.12820, Fig. 10d).
 
-    python -m experiments.cache_hits --model FOLDER --text FILE.jsonl --tokens 448 --block 8 --capacity 64
+    python -m experiments.cache_hits                                  # testbed_gqa on documents of its language
+    python -m experiments.cache_hits --model FOLDER --text FILE.jsonl --tokens 8192 --block 128 --capacity 4096
 
 The paper: blocks of 128, 4096 tokens, 8k-token documents; both policies near 0.5, up to 0.6, rising and then falling.
 The rate is that of (kv head, token) pairs chosen, over all steps, layers and documents.
@@ -10,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any, Literal
 
-from experiments.window_nll import windows
+from experiments.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
-from kvexp.models import load_model, load_tokenizer
 from kvexp.retrieval import PQCache
 
 POLICIES: tuple[Literal["lru", "lfu"], ...] = ("lru", "lfu")
@@ -51,26 +50,22 @@ def rates(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.cache_hits", description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True, help="jsonl with a field text")
-    parser.add_argument("--tokens", type=int, default=448, help="prompt tokens of a document")
+    add_options(parser, tokens=1024, documents=2)
     parser.add_argument("--new", type=int, default=48, help="tokens decoded after each")
-    parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--kv-ratio", type=float, default=0.1)
-    parser.add_argument("--block", type=int, default=8)
-    parser.add_argument("--capacity", type=int, default=64, help="tokens per kv head")
+    parser.add_argument("--block", type=int, default=16)
+    parser.add_argument("--capacity", type=int, default=256, help="tokens per kv head")
     parser.add_argument("--per-step", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--m", type=int, default=2)
     options = parser.parse_args(arguments)
-    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
-    texts = windows(tokenizer, Path(options.text), options.tokens, options.documents)
+    model, texts = read(options)
     found = rates(
         *(model, texts, options.per_step, options.block, options.capacity),
         *(options.kv_ratio, options.new, options.m),
     )
     print(
-        f"hit rate, blocks of {options.block}, {options.capacity} tokens, kv_ratio={options.kv_ratio:g}, "
-        f"{options.documents} documents of {options.tokens} tokens"
+        f"hit rate, {options.model}, blocks of {options.block}, {options.capacity} tokens, "
+        f"kv_ratio={options.kv_ratio:g}, {options.documents} documents of {options.tokens} tokens"
     )
     print(f"| blocks per step | {' | '.join(map(str, options.per_step))} |")
     print("|---" * (len(options.per_step) + 1) + "|")

@@ -1,6 +1,7 @@
 """Recall@k of PQCache's choices against the exact ones, over sub-vectors m and bits b.
 
-    python -m experiments.pq_recall --model FOLDER --text FILE.jsonl --tokens 448 --kv-ratio 0.2
+    python -m experiments.pq_recall                                   # testbed_gqa on documents of its language
+    python -m experiments.pq_recall --model FOLDER --text FILE.jsonl --tokens 4096 --kv-ratio 0.1
 
 Oracle decodes; at every new token, in every layer and head, each m x b says what it would have chosen from the same
 queries and keys. Recall is the share of the exact choice that it found, mean over tokens, layers, heads and documents;
@@ -13,16 +14,15 @@ import argparse
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.window_nll import windows
+from experiments.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate
-from kvexp.models import load_model, load_tokenizer
+from kvexp.models.retrieval import head_dim
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.asked import Asked, Chosen, combined
 from kvexp.retrieval.base import Prompt
@@ -70,7 +70,7 @@ def recall(
     """Name ("2x6", "random") -> recall, over documents of token ids decoded one by one."""
     rivals = {f"{m}x{b}": PQCache(m=m, b=b) for m in ms for b in bs}
     for rival in rivals.values():
-        rival.check_heads(model.config.head_dim)
+        rival.check_heads(head_dim(model.config))
     method = Watching(rivals=rivals)
     for text in texts:
         method.indices.clear()
@@ -80,19 +80,16 @@ def recall(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.pq_recall", description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True, help="jsonl with a field text")
-    parser.add_argument("--tokens", type=int, default=448, help="prompt tokens of a document")
+    add_options(parser, tokens=512, documents=4)
     parser.add_argument("--new", type=int, default=32, help="tokens decoded after each")
-    parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--kv-ratio", type=float, default=0.2)
     parser.add_argument("--m", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--b", type=int, nargs="+", default=[2, 4, 6])
     options = parser.parse_args(arguments)
-    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
-    texts = windows(tokenizer, Path(options.text), options.tokens, options.documents)
+    model, texts = read(options)
     found = recall(model, texts, options.m, options.b, options.kv_ratio, options.new)
-    print(f"recall@k, kv_ratio={options.kv_ratio:g}, {options.documents} documents of {options.tokens} tokens")
+    length = f"{options.documents} documents of {options.tokens} tokens"
+    print(f"recall@k, {options.model}, kv_ratio={options.kv_ratio:g}, {length}")
     print(f"| m \\ b | {' | '.join(map(str, options.b))} |")
     print("|---" * (len(options.b) + 1) + "|")
     for m in options.m:

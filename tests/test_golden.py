@@ -106,3 +106,19 @@ def test_recordings_with_grouped_heads_are_understood(tmp_path, file):
         assert {"clean_fp32_centroids", "clean_fp32_codes", "clean_fp32_init_idx"} <= passed
     if file == "infllm":
         assert {"perhead0_n_local", "perhead1_blocks_end"} <= passed
+
+
+def test_a_folder_stands_for_its_recordings(tmp_path, capsys):
+    for name in ("b", "a"):
+        np.savez(tmp_path / f"{name}.npz", a=np.zeros(3))
+    (tmp_path / "README.md").write_text("no recording")
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.index("a.npz") < shown.index("b.npz") and "2 file(s) failed" in shown and "README" not in shown
+    assert main([str(HERE[0])]) == 0
+
+
+def test_a_folder_without_recordings_is_no_success(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path)])
+    assert stopped.value.code == 2 and "is a folder without any .npz file" in capsys.readouterr().err

@@ -130,6 +130,16 @@ def test_a_machine_is_measured():
     assert 3 <= profile.iterations(128) <= 300
 
 
+def test_a_length_that_takes_long_is_the_last_one_measured(monkeypatch):
+    from kvexp.retrieval import adaptive
+
+    asked = []
+    monkeypatch.setattr(adaptive, "PATIENCE", 0.0)
+    profile = measured(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
+    assert asked == [32]
+    assert at(profile.compute, 32) == at(profile.compute, 999) == pytest.approx(0.0032), "one length is a constant"
+
+
 def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
     from tiny import prompts_of, tiny
 

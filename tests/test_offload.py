@@ -10,8 +10,9 @@ from kvexp.retrieval.block_cache import BlockCache, CacheSpec
 from kvexp.retrieval.index import Index
 from kvexp.retrieval.lanes import Lanes, lanes_of, on_host
 from kvexp.retrieval.later import Later
+from kvexp.retrieval.layout import Layout
 from kvexp.retrieval.near import Near
-from kvexp.retrieval.offload import Layout, Memory
+from kvexp.retrieval.offload import Memory
 from kvexp.retrieval.policies import LFU, LRU
 
 HEADS, DIM, VALUE = 3, 5, 7

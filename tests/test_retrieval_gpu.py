@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from test_retrieval import LENGTHS, METHODS, PROMPTS, RELEASED, SCARCE
-from tiny import CONFIGS, stock
+from tiny import CONFIGS, later, stock
 
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
-from kvexp.models import install, random_model
+from kvexp.models import EvictionCache, install, random_model
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 
@@ -102,6 +102,86 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
         assert receipts(out.cache)[0].retrieval["offloaded_bytes"] > 8 * receipts(out.cache)[0].kv_bytes / 4
         del out
     assert held[4000] - held[1000] < 2 * index[4000] + 2**20
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_pinned_memory_stays_pinned(beams):
+    """Rows that beams pick, and room that was not foreseen."""
+    model, method = on("cuda", "llama"), METHODS["pqcache"]
+    out = generate(model, PROMPTS, method, SCARCE, decoding=Decoding(5, num_beams=beams, eos=None))
+    for state in out.cache.states:
+        assert state.memory.keys.is_pinned() and state.memory.values.is_pinned() and state.memory.pinned
+        assert state.known.entries["codes"].tensor.is_pinned() and state.known.pinned
+
+
+def test_room_that_was_not_foreseen():
+    """The cache of `model.generate` does not know how many tokens will come: home and codes grow while copies run."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model = on(device, "llama")
+        cache, ids = EvictionCache(model, METHODS["pqcache"], SCARCE), torch.tensor(PROMPTS[:1], device=device)
+        with torch.inference_mode():
+            made = [model(ids, past_key_values=cache, use_cache=True).logits[:, -1]]
+            for token in later(5, 1, 70).to(device).split(1, dim=1):
+                made.append(model(token, past_key_values=cache, use_cache=True).logits[:, -1])
+        found.append(torch.cat(made).cpu())
+        assert device == "cpu" or cache.states[0].memory.keys.is_pinned()
+    torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_cached_blocks_hold_what_home_holds(policy):
+    """Batch rows fill and replace blocks of a small cache for many steps, on a stream of their own."""
+    model = random_model("llama", seed=3, dtype="bfloat16", device="cuda", **_BIG)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 500, (n,), generator=generator).tolist() for n in (900, 400, 700)]
+    method = PQCache(cache_tokens=256, cache_block=32, cache_policy=policy, cache_blocks_per_step=8)
+    out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=Decoding(40, eos=None))
+    torch.cuda.synchronize()
+    for state in out.cache.states:
+        memory, cache = state.memory, state.memory.cache
+        memory.settle()
+        for row, held in enumerate(cache.policies):
+            assert held.places
+            for block, place in held.places.items():
+                start, at = cache.first + block * 32, place * 32
+                for mine, home in ((cache.keys, memory.keys), (cache.values, memory.values)):
+                    assert torch.equal(mine[row, :, at : at + 32].cpu(), home[row, :, start : start + 32])
+
+
+def test_clustering_waits_for_no_computation():
+    """The host clusters while the device is busy with something long: it must be done before the device is."""
+    model = random_model("llama", seed=3, dtype="bfloat16", device="cuda", **_BIG)
+    ids = torch.randint(0, 500, (1, 600), generator=torch.Generator().manual_seed(1)).cuda()
+    for turn in range(2):  # the first warms up
+        cache = EvictionCache(model, PQCache(max_iter=1), Budget(kv_ratio=0.2), max_new_tokens=8)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache, use_cache=True)
+            torch.cuda._sleep(20_000_000_000 if turn else 1)  # about ten seconds, behind the prompt on its stream
+            end = torch.cuda.Event()
+            end.record()
+            for state in cache.states:
+                state.building.wait()
+            if turn:
+                assert not end.query(), "the index was waiting for the device"
+        torch.cuda.synchronize()
+
+
+def test_no_pinned_memory_left_is_noted_and_changes_no_token(monkeypatch):
+    model, decoding = on("cuda", "llama"), Decoding(7, eos=None)
+    pinned = generate(model, PROMPTS, METHODS["pqcache"], SCARCE, decoding=decoding)
+    real = torch.empty
+
+    def refuse(*shape, pin_memory=False, **options):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    pageable = generate(model, PROMPTS, METHODS["pqcache"], SCARCE, decoding=decoding)
+    assert pageable.tokens == pinned.tokens
+    notes = receipts(pageable.cache)[0].retrieval["notes"]
+    assert any(note.startswith("no more memory could be pinned") for note in notes)
 
 
 def test_oracle_in_half_precision_keeps_nearly_the_same():

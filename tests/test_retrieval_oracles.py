@@ -278,3 +278,17 @@ def test_no_method_keeps_more_attention_than_oracle(rival, seed, tokens, prompt)
                 assert len(held[step][row][head]) == len(most[step][row][head])
                 theirs, ours = (sum(mass[p] for p in kept[step][row][head]) for kept in (held, most))
                 assert ours >= theirs - 1e-6
+
+
+@pytest.mark.parametrize(("grouped", "repeated"), [("shared", "shared"), ("query_head", "kv_head")])
+@pytest.mark.parametrize("prefill", ["full", "blockwise"])
+def test_infllm_with_grouped_heads_is_infllm_with_repeated_ones(grouped, repeated, prefill):
+    """Representatives belong to query heads, so repeating keys and values for them changes nothing but memory."""
+    streams = Streams.random(11, PROMPT + STEPS, dim=DIM)
+    whole = Streams(streams.q, *(x.repeat_interleave(GROUP, dim=2) for x in (streams.k, streams.v)))
+    options = {"n_sinks": 2, "block": 3, "chunk": 4, "rounding": "blocks", "prefill": prefill, "cache_tokens": 6}
+    _, ours, state = run(InfLLM(choice=grouped, **options), streams, 15)
+    _, theirs, _ = run(InfLLM(choice=repeated, **options), whole, 15)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert state.memory.keys.shape[1] == (HEADS if grouped == "shared" else HEADS * GROUP)

@@ -26,10 +26,10 @@ def kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def check_retrieval(model: PreTrainedModel, method: Retrieval) -> None:
-    """ConfigError where the method cannot work on this model."""
-    method.check_heads(head_dim(model.config))
-    family = family_of(model.config)
+def check_retrieval(config: Any, method: Retrieval) -> None:
+    """ConfigError where the method cannot work on a model of this configuration."""
+    method.check_heads(head_dim(config))
+    family = family_of(config)
     if method.clamps and family.position == "learned":
         raise ConfigError(
             f"method.far_positions=clamped cannot work on {family.title}: its learned positions are added to the "

@@ -1,9 +1,13 @@
-"""`python -m kvexp.reference_check FILE.npz ...`: exit code 0 if every compared field of every file passes."""
+"""`python -m kvexp.reference_check FILE.npz ...`: exit code 0 if every compared field of every file passes.
+
+A folder stands for the .npz files in it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.reference_check.run import run
@@ -11,9 +15,9 @@ from kvexp.reference_check.run import run
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvexp.reference_check", description=__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE.npz", help="recordings of the authors' code")
+    parser.add_argument("files", nargs="+", metavar="FILE.npz", help="recordings of the authors' code, or their folder")
     failed = 0
-    for path in parser.parse_args(arguments).files:
+    for path in [path for named in parser.parse_args(arguments).files for path in _files(named, parser)]:
         print(path)
         try:
             report = run(path)
@@ -25,6 +29,16 @@ def main(arguments: list[str] | None = None) -> int:
         failed += not report.passed
     print(f"{failed} file(s) failed" if failed else "all files pass")
     return 1 if failed else 0
+
+
+def _files(named: str, parser: argparse.ArgumentParser) -> list[str]:
+    """A file as it is named, a folder's recordings in the order of their names."""
+    if not Path(named).is_dir():
+        return [named]
+    found = [str(path) for path in sorted(Path(named).glob("*.npz"))]
+    if not found:
+        parser.error(f"{named} is a folder without any .npz file")
+    return found
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
     done = done.assign(name=done["task"].astype(str).str.removeprefix(PREFIX), full=done["baseline"].map(known))
     done["full"] = done["full"].where(done["method"] != "full", done["score"])
     keys = [key for key in KEYS if key in done]
+    done = _of_one_setting(done, keys)
     groups: Any = done.groupby(keys, dropna=False, sort=False)
     rows = [_row(dict(zip(keys, values, strict=True)), group, names) for values, group in groups]
     others = sorted(set(done["name"]) - set(names))
@@ -52,6 +53,24 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
     wide["_later"] = wide["method"] != "full"
     order = [key for key in ("model", "_later", "method", "kv_ratio", "tokens", "setting") if key in wide]
     return wide.sort_values(order, ignore_index=True).drop(columns="_later")
+
+
+def _of_one_setting(done: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The same without the names of data files, of which each data set has its own.
+
+    Where a data set was run on two files under settings otherwise equal, all of them keep the names: one score must
+    not take the other's place.
+    """
+    if "setting" not in done:
+        return done
+    plain = done.assign(setting=done["setting"].map(_without_files))
+    twice = plain.duplicated([*keys, "name"], keep=False)
+    groups: Any = plain.assign(twice=twice).groupby(keys, dropna=False, sort=False)
+    return plain.assign(setting=plain["setting"].where(~groups["twice"].transform("any"), done["setting"]))
+
+
+def _without_files(setting: Any) -> str:
+    return " ".join(word for word in str(setting or "").split() if not word.startswith("task.data_files="))
 
 
 def _row(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from . import stats
+from . import retrieval, stats
 from .compare import SUFFIX, Comparison, compare, quality, resample
 from .read import Folder, Row, chosen, evicted, folders, number
 
@@ -24,7 +24,10 @@ VERDICTS = (
     "length_of_full",
     "length_ok",
 )
-COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "batch_size", "smallest_batch")
+COST = (
+    *("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "batch_size"),
+    *("smallest_batch", *retrieval.NAMES),
+)
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
 
@@ -51,6 +54,7 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None) -> pd
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
     row: Row = {**folder.labels, **_counts(folder), **_means(folder), **_cost(folder)}
+    row |= retrieval.cost(folder.scored.values())
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
     if pair is not None:
@@ -107,8 +111,9 @@ def _cost(folder: Folder) -> dict[str, float]:
 
     Per row (one prompt): slots; kv_bytes and peak_kv_bytes, an equal share of the batch's, its padding included; and
     tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
-    batch: ttft_s and tpot_s, how long the whole batch took to its first and per further token. batch_size: the largest
-    number of prompts in one forward, smallest_batch the least. Compare bytes and seconds only at equal batch_size.
+    batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its first, to its second and per further token
+    (all after the first). batch_size: the largest number of prompts in one forward, smallest_batch the least. Compare
+    bytes and seconds only at equal batch_size.
     """
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
@@ -122,6 +127,7 @@ def _cost(folder: Folder) -> dict[str, float]:
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
         "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),
         "ttft_s": _over(np.median, ttft),
+        "tt2t_s": _over(np.median, (timed.get("tt2t") for timed in seconds)),
         "tpot_s": _over(np.median, tpot),
         "tokens_per_s": float(new[timed].sum()) / total if total > 0 else math.nan,
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),

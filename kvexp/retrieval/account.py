@@ -56,9 +56,9 @@ class _Layer:
 
     @classmethod
     def of(cls, state: RetrievalState) -> _Layer | None:
-        if state.memory is None or state.known is None or state.tally is None:
+        if state.memory is None or state.tally is None:
             return None
-        return cls(state.memory, state.known, state.tally, state.method)
+        return cls(state.memory, state.indexed, state.tally, state.method)
 
 
 def _noted(layers: list[_Layer], name: str, rows: Iterable[int]) -> list[Any]:
@@ -70,6 +70,6 @@ def _notes(layers: list[_Layer], rows: Sequence[int]) -> list[str]:
     notes = []
     if any(_noted(layers, "exact", rows)):
         notes.append("no more tokens to cluster than centroids: searched exactly")
-    if any(not layer.memory.pinned for layer in layers):
+    if any(not (layer.memory.pinned and layer.index.pinned) for layer in layers):
         notes.append("no more memory could be pinned: ordinary memory was used, copies wait for each other")
     return notes

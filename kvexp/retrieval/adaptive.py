@@ -11,6 +11,7 @@ import torch
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 
 FEW, MORE = 3, 9  # iterations timed: the fixed part of clustering is that of `FEW`, the slope comes from both
+PATIENCE = 2.0  # seconds: a length that took more to measure is the longest one measured
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,22 @@ def fitted(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tup
 def measured(
     layer_seconds: Callable[[int], float], problems: int, dim: int, clusters: int, lengths: Sequence[int], device: str
 ) -> Profile:
-    """Time one layer and the clustering of its keys (`problems` = kv heads x sub-spaces, `dim` components each)."""
-    compute = [layer_seconds(n) for n in lengths]
-    few = [clustering_seconds(n, problems, dim, clusters, FEW, device) for n in lengths]
-    more = [clustering_seconds(n, problems, dim, clusters, MORE, device) for n in lengths]
-    slopes = [max(1e-9, (b - a) / (MORE - FEW)) for a, b in zip(few, more, strict=True)]
-    return Profile(fitted(lengths, compute, 2), fitted(lengths, few, 1), fitted(lengths, slopes, 1))
+    """Time one layer and the clustering of its keys (`problems` = kv heads x sub-spaces, `dim` components each).
+
+    lengths: ascending; those after one that takes longer than PATIENCE are left to the fit.
+    """
+    known: list[int] = []
+    compute, few, slopes = [], [], []
+    for n in lengths:
+        start = time.perf_counter()
+        known.append(n)
+        compute.append(layer_seconds(n))
+        few.append(clustering_seconds(n, problems, dim, clusters, FEW, device))
+        more = clustering_seconds(n, problems, dim, clusters, MORE, device)
+        slopes.append(max(1e-9, (more - few[-1]) / (MORE - FEW)))
+        if time.perf_counter() - start > PATIENCE:
+            break
+    return Profile(fitted(known, compute, 2), fitted(known, few, 1), fitted(known, slopes, 1))
 
 
 def clustering_seconds(

@@ -86,9 +86,10 @@ class BlockCache:
             counts = torch.bincount(blocks[blocks < complete], minlength=complete)
             # Among equals the newer block first, as everywhere.
             order = counts.flip(0).argsort(descending=True, stable=True)[: self.spec.per_step]
-            chosen = [block for block in (complete - 1 - order).tolist() if counts[block] > 0]
-            came.append(self._insert(row, chosen, complete, keys, values, lanes))
+            order = order[: int((counts > 0).sum())]
+            came.append(self._insert(row, (complete - 1 - order).tolist(), complete, keys, values, lanes))
         self.ready = lanes.mark_in()
+        lanes.filling(self.keys, self.values)
         return came
 
     def _insert(self, row: int, chosen: list[int], blocks: int, keys: Tensor, values: Tensor, lanes: Lanes) -> int:
@@ -97,7 +98,7 @@ class BlockCache:
         for block in chosen:
             policy.insert(block)
         new = [(block, place) for block, place in policy.places.items() if before.get(block) != place]
-        self._room(max((place for _, place in new), default=-1) + 1, blocks)
+        self._room(max((place for _, place in new), default=-1) + 1, blocks, lanes)
         with lanes.inwards():
             for block, place in new:
                 start, at = self.first + block * size, place * size
@@ -107,16 +108,16 @@ class BlockCache:
                             source[row, head, start : start + size], non_blocking=True
                         )
         self.table[row] = -1
-        for block, place in policy.places.items():
-            self.table[row, block] = place
+        self.table[row, list(policy.places)] = torch.tensor(list(policy.places.values()), dtype=torch.int64)
         return len(new)
 
-    def _room(self, places: int, blocks: int) -> None:
+    def _room(self, places: int, blocks: int, lanes: Lanes) -> None:
         """Grow to so many places on the device and so many blocks in the table."""
         if blocks > self.table.shape[1]:
             self.table = torch.nn.functional.pad(self.table, (0, blocks - self.table.shape[1]), value=-1)
         have = self.keys.shape[2] // self.spec.block
         if places > have:
+            lanes.join(lanes.mark_in())  # what came for the rows before is still on its way into the old buffers
             places = min(max(places, 2 * have), self.spec.tokens // self.spec.block)
             for name in ("keys", "values"):
                 old: Tensor = getattr(self, name)
@@ -124,9 +125,11 @@ class BlockCache:
                 new[:, :, : old.shape[2]] = old
                 setattr(self, name, new)
 
-    def picked(self, rows: Tensor) -> BlockCache:
+    def picked(self, rows: Tensor, lanes: Lanes) -> BlockCache:
         """These rows, which may repeat, in a cache of their own."""
+        lanes.join(self.ready)
         other = copy.copy(self)
+        other.ready = None
         other.policies = [copy.deepcopy(self.policies[i]) for i in rows.tolist()]
         other.table = self.table[rows]
         place = rows.to(self.keys.device)

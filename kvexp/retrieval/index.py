@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.lanes import Lanes, on_host
+from kvexp.retrieval.lanes import Lanes, on_host, rows_at_home
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Index:
         self.lanes: Lanes | None = None  # set once it is known where the prompt is
         self.entries: dict[str, _Entry] = {}
         self.notes: dict[str, list[Any]] = {}  # what a row of results should say, per batch row
+        self.pinned = True  # False: no memory was left to pin for something that is shipped
         self._on_its_way: dict[str, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._to_write: list[tuple[str, list[int], Tensor, torch.cuda.Event | None]] = []
 
@@ -35,10 +36,12 @@ class Index:
         """Remember a tensor [B, ...].
 
         per: axis 2 has a place for every so many positions and grows with them (0: it does not grow).
-        home: keep it there, in pinned memory beside a GPU, and copy it over at every step; None: it stays where it is.
+        home: keep it there, in pinned memory beside a GPU, and copy it over at every step; None: it is on the device,
+        or goes there when it is first asked for, so that a job on the host waits for no computation.
         """
         if home is not None and self.lanes is not None and self.lanes.device != home:
-            tensor = on_host(tuple(tensor.shape), tensor, home, pinned=True)[0].copy_(tensor)
+            kept, fine = on_host(tuple(tensor.shape), tensor, home, pinned=True)
+            tensor, self.pinned = kept.copy_(tensor), self.pinned and fine
         self.entries[name] = _Entry(tensor, per, home is not None)
 
     def __contains__(self, name: str) -> bool:
@@ -47,9 +50,13 @@ class Index:
     def __getitem__(self, name: str) -> Tensor:
         """The tensor on the device. A shipped one is a copy for this step, of which the next one knows nothing."""
         entry, lanes = self.entries[name], self.lanes
-        if not entry.ship or lanes is None or entry.tensor.device == lanes.device:
+        if lanes is None or entry.tensor.device == lanes.device:
             return entry.tensor
-        self.prefetch()
+        if not entry.ship:
+            entry.tensor = entry.tensor.to(lanes.device)
+            return entry.tensor
+        if name not in self._on_its_way:
+            self.prefetch()
         tensor, event = self._on_its_way.pop(name)
         lanes.join(event, tensor)
         return tensor
@@ -60,7 +67,7 @@ class Index:
         if max(at) >= entry.tensor.shape[2]:
             self.grow(max(at) * max(entry.per, 1) + 1)
         value, lanes = value.to(entry.tensor.dtype), self.lanes
-        if not entry.ship or lanes is None or entry.tensor.device == lanes.device:
+        if lanes is None or not self._elsewhere(entry):
             entry.tensor[torch.arange(len(at)), :, torch.tensor(at)] = value
             return
         part, _ = on_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
@@ -80,26 +87,34 @@ class Index:
     def grow(self, positions: int) -> None:
         """Make room for so many positions and some more; new places hold zeros."""
         self.settle()
-        for entry in self.entries.values():
-            need = -(-(positions + 63) // entry.per) if entry.per else 0
-            if entry.per and positions > entry.tensor.shape[2] * entry.per:
-                old = entry.tensor
-                new = old.new_zeros(*old.shape[:2], need, *old.shape[3:])
-                new[:, :, : old.shape[2]] = old
-                entry.tensor = new
+        for name, entry in self.entries.items():
+            old = entry.tensor
+            if not entry.per or positions <= old.shape[2] * entry.per:
+                continue
+            shape = (*old.shape[:2], -(-(positions + 63) // entry.per), *old.shape[3:])
+            new, fine = on_host(shape, old, old.device, pinned=self._elsewhere(entry) and self.pinned)
+            new[:, :, : old.shape[2]] = old
+            new[:, :, old.shape[2] :] = 0
+            entry.tensor, self.pinned = new, self.pinned and fine
+            self._on_its_way.pop(name, None)  # too short by now
 
     # -- shipping -----------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Start copying what is shipped to the device, beside the computation of the layer before."""
-        self.settle()
+        if self._to_write:
+            self.settle()
+            self._on_its_way.clear()  # nobody asked for it in the step before, and it does not know the newest tokens
         for name, entry in self.entries.items():
-            if entry.ship and self.lanes is not None and name not in self._on_its_way:
-                if entry.tensor.device == self.lanes.device:
-                    continue
+            if self._elsewhere(entry) and name not in self._on_its_way:
+                assert self.lanes is not None
                 with self.lanes.inwards():
                     arriving = entry.tensor.to(self.lanes.device, non_blocking=True)
                 self._on_its_way[name] = (arriving, self.lanes.mark_in())
+
+    def _elsewhere(self, entry: _Entry) -> bool:
+        """Is it shipped, and from another device?"""
+        return entry.ship and self.lanes is not None and entry.tensor.device != self.lanes.device
 
     def nbytes(self, *, ship: bool) -> int:
         """Bytes of what is shipped, or of what stays on the device."""
@@ -112,9 +127,9 @@ class Index:
         self.settle()
         other = copy.copy(self)
         other._on_its_way, other._to_write = {}, []
-        other.entries = {
-            name: _Entry(e.tensor.index_select(0, rows.to(e.tensor.device)), e.per, e.ship)
-            for name, e in self.entries.items()
-        }
+        other.entries = {}
+        for name, entry in self.entries.items():
+            tensor, fine = rows_at_home(entry.tensor, rows, pinned=self._elsewhere(entry) and self.pinned)
+            other.entries[name], other.pinned = _Entry(tensor, entry.per, entry.ship), other.pinned and fine
         other.notes = {name: [values[i] for i in rows.tolist()] for name, values in self.notes.items()}
         return other

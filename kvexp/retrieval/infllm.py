@@ -78,6 +78,10 @@ class InfLLM(Retrieval):
 
     # -- indexing -----------------------------------------------------------------------------------------------------
 
+    @property
+    def alters_prompt(self) -> bool:
+        return self.prefill == "blockwise"
+
     def attend_prompt(self, sight: Sight, index: Index, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
             out = attend_prompt(sight)

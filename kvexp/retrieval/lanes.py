@@ -51,9 +51,16 @@ class Lanes:
 
     def leaving(self, *tensors: Tensor) -> None:
         """These are read by copies out: their memory may not be reused before those are done."""
+        self._used(0, tensors)
+
+    def filling(self, *tensors: Tensor) -> None:
+        """These are written by copies in: their memory may not be reused before those are done."""
+        self._used(1, tensors)
+
+    def _used(self, which: int, tensors: tuple[Tensor, ...]) -> None:
         if self.streams is not None:
             for tensor in tensors:
-                tensor.record_stream(self.streams[0])
+                tensor.record_stream(self.streams[which])
 
 
 @lru_cache(maxsize=16)
@@ -73,3 +80,9 @@ def on_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinne
         except RuntimeError:
             return torch.empty(shape, dtype=like.dtype, device=device), False
     return torch.empty(shape, dtype=like.dtype, device=device), True
+
+
+def rows_at_home(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
+    """Rows of a tensor at home, in memory of the same kind: what `on_host` returns, filled."""
+    made, fine = on_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
+    return torch.index_select(x, 0, rows.to(x.device), out=made), fine

@@ -19,7 +19,8 @@ from kvexp.retrieval.asked import Asked, Chosen
 from kvexp.retrieval.base import Prompt, Retrieval, left_aligned
 from kvexp.retrieval.index import Index
 from kvexp.retrieval.later import Later
-from kvexp.retrieval.offload import Layout, Memory
+from kvexp.retrieval.layout import Layout
+from kvexp.retrieval.offload import Memory
 from kvexp.retrieval.tally import Tally
 
 
@@ -82,10 +83,9 @@ class RetrievalState:
             assert self.slots is not None
             self.ledger.set(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
             return
-        near = self.memory.near_bytes + self.known.nbytes(ship=False)
-        far = self.memory.home_bytes + self.known.nbytes(ship=True)
-        moved = sum(row.out + row.into for row in self.memory.traffic)
-        away = self.method.offload
+        near = self.memory.near_bytes + self.indexed.nbytes(ship=False)
+        far = self.memory.home_bytes + self.indexed.nbytes(ship=True)
+        away, moved = self.method.offload, sum(row.out + row.into for row in self.memory.traffic)
         self.ledger.set(self.index, near if away else near + far)
         self.ledger.note(self.index, offloaded=far if away else 0, moved=moved)
 
@@ -196,6 +196,11 @@ class RetrievalState:
             geometry=geometry,
         )
 
+    @property
+    def indexed(self) -> Index:
+        """What can be counted: nothing while another thread may still be at it, so that counts are always the same."""
+        return self.known if self.known and (self.building is None or self.building.waited_for) else Index()
+
     def ready(self) -> Index | None:
         """The index, once it is built."""
         if self.building is not None:
@@ -240,8 +245,6 @@ class RetrievalState:
 
     def kept(self) -> list[list[list[int]]]:
         """Position ids the newest token attended to, per batch row and kv head, ascending; before there is one, all."""
-        if self.memory is None:
+        if self.memory is None or self.tally is None:
             raise CacheError("this layer has not seen a prompt yet")
-        if self.tally is None or self.tally.attended is None:
-            return [[list(range(length))] * self.memory.keys.shape[1] for length in self.memory.lengths]
-        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.tally.attended.tolist()]
+        return self.tally.positions(self.memory)

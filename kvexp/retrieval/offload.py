@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.block_cache import BlockCache, CacheSpec
-from kvexp.retrieval.lanes import lanes_of, on_host
+from kvexp.retrieval.block_cache import BlockCache
+from kvexp.retrieval.lanes import lanes_of, on_host, rows_at_home
+from kvexp.retrieval.layout import Layout, Traffic, leaves
 from kvexp.retrieval.near import Near
 
 GROWTH = 64  # positions added at a time where the final length is not known
-
-
-@dataclass
-class Traffic:
-    """Bytes that crossed between device and home for one batch row, and hits of the block cache.
-
-    On a CPU nothing crosses: these are the bytes that would. out: keys and values offloaded; into: everything fetched
-    (selected rows, cached blocks, whatever a method's index ships); asked, hits: (kv head, token) pairs selected, and
-    those of them found in the block cache.
-    """
-
-    out: int = 0
-    into: int = 0
-    asked: int = 0
-    hits: int = 0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """sinks: first tokens that stay on the device; local: past tokens of the recent window, per row (the newest token
-    comes on top); room: positions to make room for; offload: the rest leaves the device; cache: of blocks."""
-
-    sinks: int
-    local: list[int]
-    room: int
-    offload: bool = True
-    cache: CacheSpec | None = None
-
-
-def leaves(layout: Layout, device: torch.device) -> bool:
-    """Do tokens go to another device than the one they were made on?"""
-    return layout.offload and device.type == "cuda"
 
 
 class Memory:
@@ -233,7 +202,10 @@ class Memory:
         other.lengths = [self.lengths[i] for i in chosen]
         other.traffic = [copy.copy(self.traffic[i]) for i in chosen]
         other.layout = replace(self.layout, local=[self.layout.local[i] for i in chosen])
-        other.keys, other.values = (x.index_select(0, rows.to(x.device)) for x in (self.keys, self.values))
+        pinned = self.apart and self.pinned
+        other.keys, fine = rows_at_home(self.keys, rows, pinned=pinned)
+        other.values, also = rows_at_home(self.values, rows, pinned=pinned)
+        other.pinned = self.pinned and fine and also
         other.near = self.near.picked(rows)
-        other.cache = self.cache.picked(rows) if self.cache is not None else None
+        other.cache = self.cache.picked(rows, self.lanes) if self.cache is not None else None
         return other

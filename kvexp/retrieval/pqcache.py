@@ -17,7 +17,7 @@ from kvexp.retrieval.block_cache import CacheSpec
 from kvexp.retrieval.index import Index
 from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
 
-PROFILED = (256, 512, 1024, 2048)  # prompt lengths that the adaptive cap is fitted to
+PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,15 @@ class PQCache(Retrieval):
     their receipts say so. combine: how the query heads of a kv head become one choice.
 
     max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
-    cluster_on: cpu, beside the computation on a GPU (the paper), or model, where the keys are. Codes live at home and
-    are fetched one layer ahead. cache_tokens: capacity of the block cache per kv head, 0 for none.
+    cluster_on: cpu, beside the computation on a GPU (the paper), or model, the model's device (which it is anyway with
+    offload=False). Codes live at home and are fetched one layer ahead. cache_tokens: capacity of the block cache per kv
+    head, 0 for none.
 
     Departures from the release, whose defects are not reproduced: prompt tokens of the recent window are clustered with
     their own keys (there: whatever the buffer held); generated tokens get codes in every version; window and candidates
     move in step in all layers; nothing survives from one prompt to the next; only full blocks are cached; scores are
-    float32; codes are one or two bytes, not eight, and only those in use are moved; any grouping of heads works;
-    inner-product clustering, which does not run there, is left out. n_sinks=32 there.
+    float32; codes are one or two bytes, not eight, with room for this prompt and its answer alone; any grouping of
+    heads works; inner-product clustering, which does not run there, is left out. n_sinks=32 there.
     """
 
     name: ClassVar[str] = "pqcache"
@@ -89,7 +90,7 @@ class PQCache(Retrieval):
         if self.max_iter != "adaptive":
             return None
         lengths = [n for n in PROFILED if n <= longest] or [longest]
-        where = device if self.cluster_on == "model" else "cpu"
+        where = "cpu" if self.cluster_on == "cpu" and self.offload else device
         return measured(seconds, heads * self.m, dim // self.m, 1 << self.b, lengths, where)
 
     # -- indexing -----------------------------------------------------------------------------------------------------
@@ -106,8 +107,7 @@ class PQCache(Retrieval):
             centroids[same], codes[same] = centroids[row].clone(), codes[row].clone()
             index.notes["kmeans_iterations"][same] = [made or 0.0] * prompt.samples
             index.notes["exact"][same] = [made is None] * prompt.samples
-        device = prompt.device
-        index.put("centroids", centroids.to(device))
+        index.put("centroids", centroids)
         index.put("codes", codes, per=1, home=prompt.home)
 
     def _cluster(self, keys: Tensor, prompt: Prompt, row: int, centroids: Tensor, codes: Tensor) -> float | None:

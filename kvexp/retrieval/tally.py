@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvexp.core.attend import Sight
 from kvexp.retrieval.asked import Asked
+from kvexp.retrieval.offload import Memory
 
 
 class Tally:
@@ -37,6 +38,12 @@ class Tally:
             exact = torch.softmax(asked.against(memory.keys[:, :, : memory.used], past=True), dim=-1).mean(2)
             held = exact.gather(-1, sight.positions.clamp(min=0)).masked_fill(sight.positions < 0, 0.0)
             self.kept = held.sum(-1).mean(-1)
+
+    def positions(self, memory: Memory) -> list[list[list[int]]]:
+        """What the newest token attended to, per row and kv head, ascending; before there is one, everything held."""
+        if self.attended is None:
+            return [[list(range(length))] * memory.keys.shape[1] for length in memory.lengths]
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in self.attended.tolist()]
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         """Keep, repeat or reorder batch rows; beams of a sample share what was kept of their first token."""

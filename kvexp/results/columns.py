@@ -1,0 +1,148 @@
+"""The columns of a table for people: what names a row, and what is said of it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import stats
+from .table import COUNTS, FIRST, LAST, VERDICTS
+from .units import absent, count, fixed, seconds, short, size
+
+Row = Mapping[str, Any]
+Record = dict[str, Any]
+_KEY = re.compile(r" +(?=[\w.@/+~]+=)")  # before the key of an override
+MOVING = "moving"  # in the label `revision`: a hub id without a pinned commit
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    cell: Callable[[Row], str]
+    right: bool = True
+
+
+def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
+    """(overrides that every row has, the rows with their other ones): what is the same everywhere needs no column."""
+    # A value may hold spaces: a setting is parted only where a new key begins.
+    each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
+    shared = [word for word in each[0] if word and all(word in words for words in each)]
+    if not shared:
+        return [], rows
+    left = [" ".join(word for word in words if word not in shared) for words in each]
+    return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
+
+
+def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
+    """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
+    fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
+    names = list(rows[0])[: list(rows[0]).index("n")]
+    varied = [name for name in names if name not in fixed and _tells(name, rows)]
+    axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
+    return [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
+
+
+def _tells(name: str, rows: Sequence[Row]) -> bool:
+    """Whether this label is worth a column: it is not the same in all rows, or says that a revision moves."""
+    values = {str(row[name]) for row in rows}
+    return len(values) > 1 or (name == "revision" and any(MOVING in value for value in values))
+
+
+def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
+    metrics = [
+        name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
+    ]
+    metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
+    runs = f"({rows[0]['comparisons']} runs)"
+    columns = [_metric(name) for name in metrics]
+    if metrics:
+        headline = next(
+            (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
+        )
+        columns += [
+            Column(f"{short(headline)} %\nof full", lambda row: fixed(row[f"{headline}_of_full"], 1)),
+            Column("95 %\ninterval", lambda row: _interval(row, headline)),
+        ]
+    columns += [
+        Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
+        Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
+        Column("n to\ndecide", lambda row: _needed(row)),
+        Column("n", lambda row: str(row["n"])),
+        Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
+        *_counted("skip-\nped", "skipped", rows),
+        *_counted("prompt\ncut", "prompt_cut", rows),
+        Column("status", lambda row: str(row["status"]), right=False),
+        Column("slots", lambda row: fixed(row["slots"], 1)),
+        Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
+        *_times(rows),
+        *_moving(rows),
+        *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
+    ]
+    return [*([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
+
+
+def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
+    """A column of counts, where there is anything to count."""
+    return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def _times(rows: Sequence[Row]) -> list[Column]:
+    """Where any run was timed by itself."""
+    if all(absent(row["ttft_s"]) for row in rows):
+        return []
+    return [
+        Column("TTFT", lambda row: seconds(row["ttft_s"])),
+        Column("TPOT", lambda row: seconds(row["tpot_s"])),
+        Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
+    ]
+
+
+def _moving(rows: Sequence[Row]) -> list[Column]:
+    """Where a method keeps everything: what crosses to it and back, and the time that its index is part of."""
+    if all(absent(row["moved_bytes"]) for row in rows):
+        return []
+    return [
+        *([] if all(absent(row["tt2t_s"]) for row in rows) else [Column("TT2T", lambda row: seconds(row["tt2t_s"]))]),
+        Column("moved", lambda row: size(row["moved_bytes"])),
+        Column("cache\nhits", lambda row: fixed(row["cache_hit_rate"], 2)),
+    ]
+
+
+def _batch(row: Row) -> str:
+    """Prompts per forward, from the smallest batch to the largest."""
+    least, most = row["smallest_batch"], row["batch_size"]
+    return "-" if absent(most) else f"{most:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
+
+
+def plain(name: str, head: str, right: bool = True) -> Column:
+    def cell(row: Row) -> str:
+        value = row.get(name)
+        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+    return Column(head, cell, right)
+
+
+def _metric(name: str) -> Column:
+    return Column(short(name), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
+
+
+def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
+    """A failure that the headline does not show names its cause."""
+    verdict = "-" if row["status"] == "refused" else str(row[f"verdict{ending}"])
+    if verdict != "fail":
+        return verdict
+    lost = [name for name in metrics if row.get(f"{name}_verdict{ending}") == "fail"]
+    if lost and lost[0] == metrics[0]:
+        return verdict
+    return f"fail ({short(lost[0])})" if lost else "fail (length)"
+
+
+def _needed(row: Row) -> str:
+    if absent(row["needed"]) and absent(row["needed999"]):
+        return "-"
+    return f"{count(row['needed'])} / {count(row['needed999'])}"
+
+
+def _interval(row: Row, metric: str) -> str:
+    low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+    return "-" if absent(low) else f"{low:.1f}..{high:.1f}"

@@ -1,0 +1,79 @@
+"""What every row of a table has in common stands above it; what names the rows never squeezes out the numbers."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvexp.record import Run
+from kvexp.results import print_table, table, to_markdown
+
+
+def record(folder, method, setting, kv_ratio=0.5, baseline=None):
+    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": setting}
+    run = Run.open(folder, {"method": method, "kv_ratio": kv_ratio, "setting": setting}, labels, {}, baseline=baseline)
+    receipt = {"slots": 8.0, "kv_bytes": 10, "peak_kv_bytes": 20, "evicted": True, "batch_size": 1}
+    for number in range(6):
+        run.append(
+            {
+                "example": str(number),
+                "metrics": {"rouge1": 50.0 + number, "rouge2": 40.0, "rougeL": 40.0},
+                "seconds": {"ttft": 0.1, "tpot": 0.1},
+                "receipt": receipt,
+                "new_tokens": 4,
+                "skipped": None,
+            }
+        )
+    run.finish(6)
+    return run.hash
+
+
+def printed(folder, width):
+    out = io.StringIO()
+    print_table(table(folder), Console(file=out, width=width))
+    return out.getvalue()
+
+
+SHARED = "task.data_files=some_folder_of_texts.jsonl task.max_prompt_tokens=2048 task.size=120"
+
+
+@pytest.fixture
+def outputs(tmp_path):
+    full = record(tmp_path, "full", SHARED, None)
+    for share in ("0.2", "0.5"):
+        record(tmp_path, "h2o", f"method.recent_ratio={share} {SHARED}", baseline=full)
+    return tmp_path
+
+
+def test_settings_of_all_rows_stand_in_the_title(outputs):
+    text = printed(outputs, 300)
+    title, *rest = text.splitlines()
+    assert title == f"tiny / xsum, {', '.join(SHARED.split())}"
+    assert "task.size" not in "".join(rest)
+    assert "method.recent_ratio=0.2" in text and "method.recent_ratio=0.5" in text
+    assert to_markdown(table(outputs)).startswith(f"**{title}**")
+
+
+def test_a_setting_of_some_rows_alone_stays_with_them(outputs):
+    record(outputs, "window", "task.size=7")
+    text = printed(outputs, 300)
+    assert text.splitlines()[0] == "tiny / xsum"
+    assert "task.size=120" in text and "task.size=7" in text
+
+
+def test_a_value_with_spaces_is_one_word(tmp_path):
+    for letter in "ab":
+        record(tmp_path, "h2o", f"task.frame={letter} and the rest task.size=3")
+    title = printed(tmp_path, 300).splitlines()[0]
+    assert title == "tiny / xsum, task.size=3"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_long_settings_fold_and_leave_room_for_numbers(tmp_path, width):
+    for number in range(3):
+        record(tmp_path, "h2o", " ".join(f"cache.some_long_option_{i}={number}" for i in range(4)))
+    text = printed(tmp_path, width)
+    parts = text.count("method ")
+    assert parts <= (4 if width == 80 else 3), text
+    assert max(len(line) for line in text.splitlines() if not line.startswith("tiny / xsum:")) <= width
+    assert "cache.some_long_option_3=2" in text  # folds between overrides, not inside one
