@@ -6,8 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
-from kvexp.figures import grid, heatmap
-from kvexp.figures.heatmap import main
+from kvexp.figures.heatmap import grid, heatmap, main
 from kvexp.record import Run
 
 

@@ -69,6 +69,42 @@ def test_an_unreachable_hub_is_one_error_and_no_retries(closed, caplog, load):
     assert load == "model" or "HF_HUB_OFFLINE=1 and task.streaming=false" in message
 
 
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """A cache of `datasets` with copies of two commits of kvexp/news, the second one newer."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    features = datasets.Features({name: datasets.Value("string") for name in ("document", "summary", "id")})
+    for number, commit in enumerate(("a" * 40, "b" * 40), start=1):
+        place = tmp_path / "kvexp___news" / "default" / "0.0.0" / commit
+        place.mkdir(parents=True)
+        with ArrowWriter(path=str(place / "news-validation.arrow"), features=features) as writer:
+            writer.write({"document": f"text {number}", "summary": "s", "id": "1"})
+            rows, size = writer.finalize()
+        split = datasets.SplitInfo("validation", num_bytes=size, num_examples=rows)
+        splits = datasets.SplitDict({"validation": split}, dataset_name="news")
+        named = {"dataset_name": "news", "config_name": "default", "version": "0.0.0", "builder_name": "parquet"}
+        datasets.DatasetInfo(features=features, splits=splits, **named).write_to_directory(str(place))
+        os.utime(place, (1000 * number, 1000 * number))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("revision", [None, "b" * 40, "b" * 8])
+def test_data_of_the_cache_is_read(copies, revision):
+    found = XSum(hub_id="kvexp/news", revision=revision, streaming=False)
+    assert [example.body for example in found.examples()] == ["text 2"]
+
+
+def test_data_of_another_commit_in_the_cache_is_refused(copies):
+    """`datasets` takes the newest copy whatever revision is asked for, and says so in a log line alone."""
+    with pytest.raises(ConfigError) as caught:
+        XSum(hub_id="kvexp/news", revision="a" * 40, streaming=False).check()
+    for words in ("revision " + "a" * 40, "is of commit " + "b" * 40, "Make the hub reachable", "set task.revision="):
+        assert words in str(caught.value)
+
+
 def test_a_label_says_that_an_open_revision_moves(tmp_path):
     node = {"kind": "pretrained", "path": "kvexp/tiny"}
     assert ModelSpec.of(node).shown_revision() == "main (moving)"

@@ -36,6 +36,19 @@ def test_the_average_of_the_paper():
     assert found.loc[0, list(FOURTEEN)].tolist() == LLAMA2 and found["missing"].tolist() == ["", ""]
 
 
+def test_each_data_set_may_have_a_file_of_its_own():
+    """Without an archive at hand: the names of the files do not part what belongs together, two files of one do."""
+    own = frame(("full", math.nan, {"trec": 60.0, "qmsum": 20.0}))
+    own["setting"] = ["seed=1 task.data_files=trec.jsonl", "seed=1 task.data_files=qmsum.jsonl"]
+    found = averages(own, names=("trec", "qmsum"))
+    assert found["average"].tolist() == [40.0] and found["setting"].tolist() == ["seed=1"]
+    again = own.iloc[[0]].assign(score=10.0, hash="again", setting="seed=1 task.data_files=other.jsonl")
+    parted = averages(pd.concat([own, again]), names=("trec", "qmsum"))
+    assert parted["average"].isna().all() and len(parted) == 3
+    other = own.iloc[[0]].assign(score=10.0, hash="other", setting="seed=2 task.data_files=trec.jsonl")
+    assert averages(pd.concat([own, other]), names=("trec", "qmsum"))["average"].tolist()[0] == 40.0
+
+
 def test_one_missing_means_no_average():
     full = dict(zip(FOURTEEN, LLAMA2, strict=True))
     less = {name: score for name, score in full.items() if name not in ("trec", "qmsum")}

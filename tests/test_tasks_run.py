@@ -92,6 +92,48 @@ def test_a_frame_makes_a_template_unnecessary(tmp_path, monkeypatch):
         runner.run(settings(tmp_path, *LONG, "model.chat=true", "method=full"))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([*LONG, "task.chat_frame='[INST]{prompt}[/INST]'"], "set model.chat=true or task.chat_frame=null"),
+        ([*LONG, "task.chat_wrap=always"], "set model.chat=true or task.chat_wrap=official"),
+        (
+            ["task=gsm8k_cot", f"task.data_files={FIXTURES}/gsm8k.jsonl", "task.chat_wrap=true"],
+            "set model.chat=true or task.chat_wrap=false",
+        ),
+    ],
+)
+def test_what_is_for_chat_models_is_refused_for_base_models(tmp_path, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        settings(tmp_path, *overrides)
+    assert words in str(error.value)
+    assert settings(tmp_path, *overrides, "model.chat=true").model.chat
+
+
+TALE = ["task=stories", f"task.data_files={FIXTURES}/stories.jsonl", "task.max_new_tokens=2"]
+
+
+def test_answers_that_leave_no_room_are_said_before_the_model_loads(tmp_path, monkeypatch):
+    holds = "model.config.max_position_embeddings=64"
+    monkeypatch.setattr(runner, "load", lambda spec: pytest.fail("a model was loaded"))
+    with pytest.raises(ConfigError, match=r"max_new_tokens=65 leaves no room .* holds 64 positions .* lower task\.max"):
+        rows(tmp_path, *TALE, holds, "task.max_new_tokens=65")
+    text = ["task=perplexity", f"task.data_files={FIXTURES}/perplexity.jsonl", "task.max_new_tokens=65"]
+    with pytest.raises(pytest.fail.Exception, match="a model was loaded"):  # nothing is generated there
+        rows(tmp_path, *text, holds, "task.prefill_tokens=16", "task.total_tokens=48")
+
+
+def test_a_continuation_too_long_is_a_skipped_row_and_never_a_shorter_one(tmp_path):
+    whole = rows(tmp_path, *TALE, "method=full")
+    need = [row["prompt_tokens"] + row["info"]["nll_tokens"] - 1 for row in whole]  # the last token is fed to nobody
+    held = sorted(need)[1]
+    found = rows(tmp_path, *TALE, "method=full", f"model.config.max_position_embeddings={held}")
+    assert [row["skipped"] for row in found] == [None if n <= held else "too long with its continuation" for n in need]
+    assert sum(row["skipped"] is None for row in found) == 2 and len(set(need)) == 3
+    for row, other in zip(found, whole, strict=True):
+        assert row["skipped"] or row["info"]["nll_tokens"] == other["info"]["nll_tokens"]
+
+
 def test_where_the_data_lies_changes_nothing(tmp_path):
     one = settings(tmp_path, *LONG)
     two = settings(tmp_path, *LONG, f"task.data_files={FIXTURES}/longbench/qasper.jsonl")

@@ -1,4 +1,4 @@
-"""What a tokenizer alone can tell before weights load: whether it has a chat template, and examples of set lengths."""
+"""What tokenizer and configuration can tell before weights load: a chat template, room for answers, set lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvexp.errors import ConfigError
 from kvexp.runner.model import holds
 from kvexp.runner.prompts import tokenise
 from kvexp.runner.settings import Settings
-from kvexp.tasks import Example, Task
+from kvexp.tasks import Example, LMEval, Task
 
 
 def check_template(settings: Settings, tokenizer: Any) -> None:
@@ -17,6 +17,19 @@ def check_template(settings: Settings, tokenizer: Any) -> None:
     task = settings.task
     if settings.model.chat and task.wrapped and task.frame is None and not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
+
+
+def check_room(settings: Settings, todo: list[tuple[int, Example]]) -> None:
+    """ConfigError where the answers to be generated leave no position for a prompt, or the model cannot be."""
+    room, longest = holds(settings.model), settings.decoding.max_new_tokens
+    generates = not settings.task.only_nll and not isinstance(settings.task, LMEval)
+    if settings.beyond_context or not generates or all(example.choices for _, example in todo):
+        return
+    if longest > room:
+        raise ConfigError(
+            f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
+            "task.max_new_tokens (or generation.max_new_tokens)"
+        )
 
 
 def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
@@ -34,10 +47,11 @@ def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) 
 
 
 def with_ends(settings: Settings, model: Any, tokenizer: Any) -> Settings:
-    """The settings with the end tokens that the task adds to the model's."""
+    """The settings with the end tokens that the task adds to the model's; a text that has no token ends nothing."""
     from kvexp.generate.request import eos_ids
 
-    more = [tokenizer(text, add_special_tokens=False).input_ids[-1] for text in settings.task.also_ends]
+    each = [tokenizer(text, add_special_tokens=False).input_ids for text in settings.task.also_ends]
+    more = [ids[-1] for ids in each if ids]
     if not more:
         return settings
     eos = tuple(dict.fromkeys([*eos_ids(model, settings.decoding.eos), *more]))

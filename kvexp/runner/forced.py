@@ -14,16 +14,13 @@ from kvexp.runner.settings import Settings
 
 
 def forced(settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt) -> tuple[list[float], Answer]:
-    """Log-probabilities of the continuation's tokens, as many as the model holds; and their cost, in an empty answer.
+    """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
 
     One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
     """
     from kvexp.generate import judge, prefill, receipts
-    from kvexp.models.families import longest
 
     words = continuation(prompt, tokenizer, chat=settings.model.chat)
-    if not settings.beyond_context:
-        words = words[: longest(model.config) - prompt.size + 1]
     ahead = len(prompt.question) + len(words)
     context = prefill(
         model,

@@ -12,6 +12,7 @@ GROUPS = ("model", "task", "method", "model_task")  # choices with a label of th
 NEUTRAL = ("limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
+QUOTES = "\"'"
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
 
 
@@ -21,7 +22,7 @@ def setting(overrides: Sequence[str]) -> str:
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
     shown = [word for word in shown if not word.startswith("log.") and word != "budget=ratio"]
     named = [(word, *word.partition("=")[::2]) for word in shown]
-    return " ".join(sorted(f"{key}={Path(v).name}" if key in FILES else word for word, key, v in named))
+    return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
 
 
 def labels_of(

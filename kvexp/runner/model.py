@@ -7,11 +7,14 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvexp.build import typed
 from kvexp.errors import ConfigError
 from kvexp.runner.labels import MOVING
+
+if TYPE_CHECKING:
+    from kvexp.core import Method
 
 
 @dataclass(frozen=True)
@@ -152,11 +155,25 @@ def tokenizer_of(spec: ModelSpec) -> Any:
 def holds(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
     from kvexp.models.families import longest
+
+    return longest(_config(spec))
+
+
+def check_fits(spec: ModelSpec, method: Method) -> None:
+    """ConfigError if the method cannot work on the model, whose configuration alone is read."""
+    from kvexp.models.retrieval import check_retrieval
+    from kvexp.retrieval.base import Retrieval
+
+    if isinstance(method, Retrieval):
+        check_retrieval(_config(spec), method)
+
+
+def _config(spec: ModelSpec) -> Any:
     from kvexp.models.load import config_of, random_config
 
     if spec.kind == "random":
-        return longest(random_config(str(spec.family), **json.loads(spec.config)))
-    return longest(config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code))
+        return random_config(str(spec.family), **json.loads(spec.config))
+    return config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def commit_of(model: Any) -> str | None:

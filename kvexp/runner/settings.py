@@ -13,6 +13,7 @@ from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
 from kvexp.methods import Full
+from kvexp.runner.chat import check_chat
 from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
 from kvexp.runner.padding import check_padding
@@ -183,6 +184,7 @@ def _check(settings: Settings) -> None:
             "of all prompts of a batch"
         )
     check_padding(settings)
+    check_chat(settings)
     if isinstance(settings.task, LMEval):
         from kvexp.runner.lm_eval import check_item_settings
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,6 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_COMMIT = re.compile("[0-9a-f]{7,40}")
 SAMPLES = ("first", "shuffled", "with_replacement")
 
 Row = dict[str, Any]
@@ -156,7 +158,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset
+    from datasets import load_dataset_builder
 
     if not source.hub_id:
         raise ConfigError("the task names no data: set task.data_files=PATH or task.hub_id=OWNER/NAME")
@@ -168,17 +170,34 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
             f"(a copy in the cache is read with HF_HUB_OFFLINE=1 and task.streaming=false), or {files}"
         )
     try:
-        loaded = load_dataset(
-            source.hub_id,
-            source.hub_config,
-            split=source.split,
-            revision=source.revision,
-            streaming=source.streaming,
-        )
+        builder = load_dataset_builder(source.hub_id, source.hub_config, revision=source.revision)
+        _check_copy(builder, source)
+        if source.streaming:
+            loaded = builder.as_streaming_dataset(source.split)
+        else:
+            builder.download_and_prepare()
+            loaded = builder.as_dataset(source.split)
         for number, row in enumerate(loaded, start=1):
             yield f"row {number} of {source}", row
+    except ConfigError:
+        raise
     except Exception as error:  # huggingface_hub's, httpx', fsspec's and datasets' own: no common base
         where, way = "from the Hugging Face hub", "correct that"
         if cached:
             where, way = "from the cache (HF_HUB_OFFLINE=1)", "make the hub reachable"
         raise ConfigError(f"cannot load {source} {where}: {error}. Either {way}, or {files}") from error
+
+
+def _check_copy(builder: Any, source: Source) -> None:
+    """ConfigError where `datasets` fell back on a copy in its cache that is not of the commit asked for.
+
+    It takes the newest one whatever the revision, also where the hub answers and this data set cannot be fetched.
+    """
+    wanted = source.revision or ""
+    cached = type(builder).__module__.startswith("datasets.packaged_modules.cache")
+    if cached and _COMMIT.fullmatch(wanted) and not str(builder.hash).startswith(wanted):
+        raise ConfigError(
+            f"cannot load {source}: the newest copy in the cache ({builder.cache_dir}) is of commit {builder.hash}. "
+            f"Make the hub reachable, set task.revision={builder.hash} to use that copy, or remove it if there is one "
+            "of the right commit beside it"
+        )

@@ -102,10 +102,12 @@ class LongBench(Asked):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         found = row.get("dataset")
-        if found is not None and found not in (self.subset, f"{self.subset}_e"):
+        if found is not None and found not in (self.subset, self.member):
+            extended = str(str(found).endswith("_e")).lower()
             raise ConfigError(
-                f"{where} is of {found!r}, but task.subset={self.subset}: name a file of {self.subset} or set "
-                f"task.subset={found.removesuffix('_e')}"
+                f"{where} is of {found!r}, but task.subset={self.subset} task.extended={str(self.extended).lower()}: "
+                f"name a file of {self.member} or set task.subset={str(found).removesuffix('_e')} "
+                f"task.extended={extended}"
             )
         context = text(row, self.context_field, where, "context_field")
         asked = text(row, self.input_field, where, "input_field", empty=True) if "{input}" in self.of.prompt else ""

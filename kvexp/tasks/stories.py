@@ -19,7 +19,8 @@ class Stories(Task):
     The first int(prompt_share * words) words, at least one, are the prompt, all of it body; the others, at most
     `continuation_words` of them, are the continuation, which begins with the white space before its first word. ROUGE
     compares the answer with the continuation; with `nll` the runner also measures the continuation's negative
-    log-likelihood. A prompt cut at its end would not lead to the continuation: truncate must be skip.
+    log-likelihood. A prompt cut at its end would not lead to the continuation: truncate must be skip. With `nll` a row
+    is skipped too where the model cannot hold prompt and continuation: that of fewer words would be another number.
     """
 
     name: ClassVar[str] = "stories"
