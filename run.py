@@ -13,7 +13,11 @@ def main(config: DictConfig) -> None:
     job(config)
 
 
+# Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
+ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
+
 if __name__ == "__main__":
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
     try:
         main()
     except KeyboardInterrupt:

@@ -253,3 +253,18 @@ def test_the_last_line_of_a_folder_of_rows_is_json_that_others_can_read(command,
         assert [line["revision"] for line in lines] == [None, None]
     shown = table(tmp_path / "out")
     assert list(shown["batch_size"]) == list(shown["smallest_batch"]) == [2, 2]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_the_flag_of_a_sweep_may_stand_anywhere(tmp_path, monkeypatch, capsys, flag, place):
+    """Hydra's own parser takes it in front of the overrides or behind them alone."""
+    monkeypatch.setattr(report, "COMMAND", report._Command())
+    for name, value in vars(Sweep()).items():
+        monkeypatch.setattr(SWEEP, name, value)
+    given = ["method=h2o", f"outputs_dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *given[:place], flag, *given[place:], "kv_ratio=1.5,2.5"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(RUN), run_name="__main__")
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 1 and "[2/2] kv_ratio=2.5" in out and "unrecognized" not in err

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "": set(),  # kvexp/__init__.py: constants, so that `import kvexp` costs nothing
     "errors": set(),
     "hub": {"huggingface_hub"},  # comes with transformers and with datasets
-    "core": {".errors", "torch"},
+    "core": {".errors", "torch", "triton"},  # triton: in ON_DEMAND alone
     "methods": {".errors", ".core", "torch"},
     "retrieval": {".errors", ".core", "torch", "numpy"},  # numpy: its legacy generator drew PQCache's first centroids
     "models": {
@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "generate": {".errors", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},
     "testbed": set(),
-    "training": {".testbed", "torch", "transformers", "tokenizers", "rich"},
+    "training": {".errors", ".testbed", "torch", "transformers", "tokenizers", "rich"},
     "tasks": {
         *(".errors", ".hub", ".testbed"),
         *("numpy", "datasets", "evaluate", "rouge_score", "lm_eval", "huggingface_hub", "jieba"),
@@ -51,8 +51,11 @@ ALLOWED: dict[str, set[str]] = {
 # A GPU machine may hold torch and transformers (which bring numpy and safetensors) and nothing else of these.
 NOT_NEEDED = (
     *("hydra", "omegaconf", "datasets", "evaluate", "rouge_score", "lm_eval", "wandb", "pandas", "matplotlib"),
-    "accelerate",
+    *("accelerate", "triton"),
 )
+
+# Imported when asked for (observe=triton), never by importing anything else.
+ON_DEMAND = {"kvexp.core.triton_kernels"}
 
 
 def layer_of(module: str) -> str:
@@ -198,7 +201,8 @@ def import_without(modules: list[str], blocked: tuple[str, ...]) -> subprocess.C
 
 
 def modules_under(layer: str) -> list[str]:
-    return [module_name(path) for path in FILES if layer_of(module_name(path)) == layer]
+    names = [module_name(path) for path in FILES]
+    return [name for name in names if layer_of(name) == layer and name not in ON_DEMAND]
 
 
 @pytest.mark.parametrize("layer", ["core", "methods", "retrieval", "models", "generate"])

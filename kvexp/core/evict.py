@@ -84,6 +84,8 @@ def ranked(method: Method, now: Moment, sliding_window: int | None) -> Tensor:
 class Mode:
     """How slots are dropped. As it stands here a mode keeps no state and appends every newcomer."""
 
+    dense = False  # after the last eviction nothing was dead but the slots for the next newcomers
+
     def place(self) -> Tensor | None:
         """The slot [B, H, 1] that the next single newcomer takes, or None: append."""
         return None
@@ -117,14 +119,28 @@ class Overwrite(Mode):
         self.cursor += 1
         return self.free[..., self.cursor - 1 : self.cursor]
 
+    @property
+    def steady(self) -> bool:
+        """Is exactly one slot per head free, so that the next token fits and the next eviction frees one again?"""
+        return self.every == 1 and self.free is not None and self.closed is not None and self.cursor == 0
+
+    def take(self) -> Tensor:
+        """`place`, of a steady cache."""
+        assert self.free is not None
+        self.cursor += 1
+        return self.free
+
+    def give(self, free: Tensor) -> None:
+        """These slots [B, H, every] are free for the next newcomers."""
+        self.free, self.cursor = free, 0
+
     def loosen(self) -> None:
         self.free = self.closed = None
 
     def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
         if self.free is not None and self.closed is not None and slots.used == self.closed.shape[-1]:
-            self.free = victims(rank, slots.positions, guard, self.closed, self.free.shape[-1])
+            self.give(victims(rank, slots.positions, guard, self.closed, self.free.shape[-1]))
             slots.kill(self.free)
-            self.cursor = 0
             return
         if self.every is None:
             gather(slots, rank, guard, quota, 0)

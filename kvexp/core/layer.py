@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.core import observe
+from kvexp.core import observe, step
 from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with, renumbered
-from kvexp.core.evict import Quota, mode_of, protected, ranked
+from kvexp.core.evict import Overwrite, Quota, mode_of, protected, ranked
 from kvexp.core.ledger import Ledger
 from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
@@ -18,6 +18,9 @@ from kvexp.core.view import Attention
 from kvexp.core.watch import Watched
 from kvexp.errors import CacheError
 
+# Column sums of a prompt by what was observed and how, for caches that share it.
+Columns = dict[tuple[Attention, str, int | None], Tensor]
+
 
 class LayerState:
     """The cache of one attention layer. Batch rows are independent unless the method says otherwise."""
@@ -27,11 +30,14 @@ class LayerState:
     ) -> None:
         self.plan, self.index, self.layers = plan, index, layers
         self.timeline, self.ledger, self.shared = timeline, ledger, shared
+        self.view = plan.method.view
+        self.quick = step.allowed(plan, shared is not None)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; the next forward starts a prompt."""
         self.slots: Slots | None = None
+        self._stack: step.Stack | None = None
         self.quota: Quota | None = None
         self.columns = 0
         self.evicted = False
@@ -46,30 +52,77 @@ class LayerState:
         query [B, H * G, Q, D] and key [B, H, Q, D] with positions applied as the model does, value [B, H, Q, Dv];
         padding: [B, columns so far] with 0 for padding, or None. Returns [B, H * G, Q, Dv].
         """
-        time = self.timeline
-        positions = time.join(self.columns, key.shape[0], key.shape[2], padding, key.device, self.layers)
-        self.columns = time.end
-        slots = self._store(key, value, positions)
-        sight = self._sight(slots, query, positions, geometry)
-        out, probabilities = self._attend(sight)
-        self._score(slots, sight, probabilities)
+        if step.ready(self, query, padding):
+            return self._alone().forward(query, key, value, geometry)
+        self._stack = None
+        sight = self.look(query, key, value, geometry, padding)
+        out, probabilities = self.attend(sight)
+        self.finish(sight, probabilities, {})
+        return out.flatten(1, 2)
+
+    def _alone(self) -> step.Stack:
+        """A stack of this cache only, made anew when its buffers have become others."""
+        if self._stack is None or self._stack.keys is not self.held().keys:
+            self._stack = step.Stack([self])
+        return self._stack
+
+    def look(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Sight:
+        """The first part of `forward`: store the newcomers and say what they see."""
+        positions = self.join(key, padding)
+        return self._sight(self._store(key, value, positions), query, positions, geometry)
+
+    def finish(self, sight: Sight, probabilities: Tensor | None, seen: Columns) -> None:
+        """The last part of `forward`, after `attend`: observe and evict. seen: sums that another layer has made."""
+        slots, time = self.held(), self.timeline
+        self._score(slots, sight, probabilities, seen)
         if self._due():
             watched = Watched.of(sight, slots) if time.in_prompt else None
-            self._evict(slots, geometry)
+            self._evict(slots, sight.geometry)
             if watched is not None:
                 self.attention_kept = watched.kept(slots)
         self.ledger.set(self.index, slots.kv_bytes, slots.take_peak_bytes())
         time.arrive()
-        return out.flatten(1, 2)
 
     # -- storing ------------------------------------------------------------------------------------------------------
+
+    def join(self, key: Tensor, padding: Tensor | None) -> Tensor:
+        time = self.timeline
+        positions = time.join(self.columns, key.shape[0], key.shape[2], padding, key.device, self.layers)
+        self.columns = time.end
+        return positions
+
+    def _born(self, key: Tensor, positions: Tensor) -> Tensor:
+        birth = self.plan.method.birth(key, positions, self.timeline.seeds.to(key.device), self.index)
+        return torch.zeros(key.shape[:3], device=key.device) if birth is None else birth
+
+    @property
+    def steady(self) -> bool:
+        """Will the next real token overwrite a free slot, and its eviction free one again? (see kvexp.core.step)"""
+        return self.quick and isinstance(self.mode, Overwrite) and self.mode.steady
+
+    @property
+    def grows(self) -> bool:
+        """Does this cache only grow, to a size that is known?"""
+        return self._room() > 0
+
+    def share(self, sight: Sight, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
+        """`look` where another cache has stored this whole prompt: hold its slots until one is evicted or added."""
+        positions = self.join(key, padding)
+        if self._room():  # it will only grow: in buffers of its own from the start
+            self._store(key, value, positions)
+            return
+        self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
+        self.slots.borrow(sight.keys, sight.values, positions, self._born(key, positions))
+
+    def held(self) -> Slots:
+        assert self.slots is not None
+        return self.slots
 
     def _store(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
         if self.slots is None:
             self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
         slots, time = self.slots, self.timeline
-        birth = self.plan.method.birth(key, positions, time.seeds.to(key.device), self.index)
-        score = torch.zeros(key.shape[:3], device=key.device) if birth is None else birth
+        score = self._born(key, positions)
         if key.shape[2] > 1 and not time.in_prompt:
             self.mode.loosen()
         place = self.mode.place() if key.shape[2] == 1 and not time.in_prompt else None
@@ -105,10 +158,10 @@ class LayerState:
             sight = renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
         return sight
 
-    def _attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    def attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """Output [B, H, G, Q, D], and the probabilities where a decode step has them anyway."""
         method, count = self.plan.method, sight.query.shape[3]
-        if self.timeline.in_prompt or (method.view is None and not method.per_query):
+        if self.timeline.in_prompt or (self.view is None and not method.per_query):
             return attend_prompt(sight), None
         x = sight.logits(slice(0, count), sight.keys.shape[2])
         if method.per_query:
@@ -130,24 +183,31 @@ class LayerState:
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
-    def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None) -> None:
-        view, time = self.plan.method.view, self.timeline
+    def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None, seen: Columns) -> None:
+        view, time = self.view, self.timeline
         if view is None or (not time.in_prompt and not self.plan.method.evicts_while_decoding):
             return
+        if time.in_prompt:
+            key = (view.observed, self.plan.observe, self.plan.block)
+            columns = seen.get(key)
+            columns = seen[key] = self._columns(view, sight, None) if columns is None else columns
+        else:
+            columns = self._columns(view, sight, probabilities)
+        self._accumulate(slots, view, self.pooled(view, columns), sight.query_positions)
+
+    def _columns(self, view: Attention, sight: Sight, probabilities: Tensor | None) -> Tensor:
+        """Column sums [B, H, S] of this forward's rows."""
+        time = self.timeline
         rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
         weights = observe.row_weights(view, sight.query_positions, rows_left)
         if probabilities is not None and view.plain:
-            columns = observe.weighted_columns(probabilities, weights)
-        else:
-            taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
-            seeds = time.seeds.to(weights.device)
-            if self.plan.observe == "naive":
-                columns = observe.naive(sight, view, weights, taus, seeds, self.index)
-            else:
-                columns = observe.blocked(sight, view, weights, taus, seeds, self.index, rows_left, self.plan.block)
-        self._accumulate(slots, view, self._pooled(view, columns), sight.query_positions)
+            return observe.weighted_columns(probabilities, weights)
+        taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
+        seeds = time.seeds.to(weights.device)
+        how, block = self.plan.observe, self.plan.block
+        return observe.columns(how, sight, view, weights, taus, seeds, self.index, rows_left, block)
 
-    def _pooled(self, view: Attention, columns: Tensor) -> Tensor:
+    def pooled(self, view: Attention, columns: Tensor) -> Tensor:
         """Sum columns [B, H, S] over heads and over the batch rows that share a score."""
         b, h, s = columns.shape
         if view.pool_heads:
@@ -220,14 +280,29 @@ class LayerState:
             reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
             slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
-        self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.kept)
+        self.mode.dense = self._dense()
+        self.note_losses()
+
+    def _dense(self) -> bool:
+        """Do all rows hold as many tokens as their budgets allow, with no place behind that is closed to them?"""
+        assert self.quota is not None
+        kept, time = self.quota.kept, self.timeline
+        decoded = time.end - (time.prompt_columns or 0)
+        full = min(time.prompt_lengths) + decoded >= max(kept) == min(kept)
+        return full and self.held().used == max(kept) + (self.plan.cadence.every or 0)
+
+    def note_losses(self) -> None:
+        """Remember, row by row, when the first slot was lost."""
+        if not self.first_eviction or None in self.first_eviction:
+            assert self.quota is not None
+            self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.kept)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @property
-    def large(self) -> list[Slots | None]:
+    def large(self) -> list[Slots | step.Stack | None]:
         """What a copy of the whole cache leaves out and `take_over` brings."""
-        return [self.slots]
+        return [self.slots, self._stack]
 
     def take_over(self, other: LayerState, rows: Tensor) -> None:
         """Go on from these rows of another state, which stays as it is."""
@@ -238,6 +313,7 @@ class LayerState:
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows: keys, values, positions, score and bookkeeping together."""
+        self._stack = None
         if self.slots is not None:
             self.slots.select_rows(rows)
             self.mode.select_rows(rows)

@@ -72,6 +72,11 @@ class Method:
         return self.per_query
 
     @property
+    def alters_prompt(self) -> bool:
+        """Do prompt tokens attend otherwise than in the model, so that the prefill serves no other method?"""
+        return False
+
+    @property
     def sinks(self) -> int:
         """First real tokens that are never evicted."""
         return 0

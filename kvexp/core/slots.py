@@ -20,6 +20,7 @@ class Slots:
         self.keys, self.values, self.positions, self.score, self.visible = keys, values, positions, score, visible
         self.used = keys.shape[2]
         self.aligned = False
+        self._borrowed = False
         self._peak_bytes = 0
 
     @classmethod
@@ -42,6 +43,7 @@ class Slots:
         """Exchange one buffer; old and new are in memory together for a moment, and the ledger shall know."""
         if name in ("keys", "values"):
             self._peak_bytes = max(self._peak_bytes, self.kv_bytes + tensor.nbytes)
+        self._borrowed = False
         setattr(self, name, tensor)
 
     def take_peak_bytes(self) -> int:
@@ -74,6 +76,17 @@ class Slots:
         if self.visible is not None:
             self.visible[:, :, where] = True
         self.used += count
+
+    def borrow(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
+        """Hold another cache's prompt, keys and values [B, H, S, *], until these slots are changed; positions [B, S].
+
+        Whatever changes keys, values or the rows makes buffers of its own first: there is no room behind to append to.
+        """
+        self.keys, self.values, self.score = keys, values, score
+        self.positions = positions[:, None].expand(score.shape).contiguous()
+        if self.visible is not None:
+            self.visible = torch.ones(score.shape, dtype=torch.bool, device=keys.device)
+        self.used, self._borrowed = keys.shape[2], True
 
     def _grow(self, by: int) -> None:
         for name, old in self.tensors.items():
@@ -109,13 +122,27 @@ class Slots:
     def select_rows(self, rows: Tensor) -> None:
         """Keep, repeat or reorder batch rows (beams, batch_select_indices)."""
         rows = rows.to(self.keys.device)
-        frozen = self.keys.is_inference() and not torch.is_inference_mode_enabled()
+        frozen = self._borrowed or (self.keys.is_inference() and not torch.is_inference_mode_enabled())
         for name, tensor in self.tensors.items():
             chosen = tensor.index_select(0, rows)
             if rows.shape[0] == tensor.shape[0] and not frozen:
                 tensor.copy_(chosen)  # in place: buffers keep their addresses
             else:
                 self._replace(name, chosen)
+
+    @classmethod
+    def stacked(cls, parts: list[Slots]) -> Slots:
+        """Buffers [sum of B, H, most P, *] that hold all parts, which become views of them; the rest is dead slots."""
+        sizes, most = [part.keys.shape[0] for part in parts], max(part.keys.shape[2] for part in parts)
+        places = [part.keys.shape[2] for part in parts]
+        whole = []
+        for name, like in parts[0].tensors.items():
+            buffer = like.new_full((sum(sizes), like.shape[1], most, *like.shape[3:]), -1 if name == "positions" else 0)
+            for part, rows, count in zip(parts, buffer.split(sizes), places, strict=True):
+                rows[:, :, :count] = part.tensors[name]
+                setattr(part, name, rows[:, :, :count])
+            whole.append(buffer)
+        return cls(*whole)
 
     def picked(self, rows: Tensor) -> Slots:
         """These batch rows, which may repeat, in buffers of their own, without the room to grow."""

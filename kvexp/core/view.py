@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,6 +59,12 @@ class Attention:
     def plain(self) -> bool:
         """True when the observed rows are the attention probabilities themselves."""
         return self.tau == (1.0, 1.0) and self.noise is None and self.over == "survivors"
+
+    @property
+    def observed(self) -> Attention:
+        """What of it decides the column sums of prompt rows: the rest is done to the sums."""
+        start = self.tau[0]
+        return replace(self, tau=(start, start), pool_heads=False, across_layers=False, batch="per_beam")
 
     def tau_at(self, step: int, max_new_tokens: int | None) -> float:
         """tau of the query row of decode step `step` (0: a prompt row)."""

@@ -110,6 +110,14 @@ def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCa
     return forward_all(model, ids, mask, cache, keep=1)[:, -1]
 
 
+def one_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    """One real new token per row, [B, 1] at positions [B, 1], with no mask to look through. Returns logits [B, V]."""
+    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
+    output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
 def forward_all(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
     """`forward`, with the logits of the last `keep` columns: [B, keep, V]."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

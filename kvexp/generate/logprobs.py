@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from kvexp.core import Budget, Method, Plan
 from kvexp.errors import ConfigError
 from kvexp.generate.context import Context, forward, forward_all, prefill
+from kvexp.generate.generation import check_scores
 from kvexp.generate.request import check_length, check_request, check_tokens
-from kvexp.generate.run import check_scores
 
 __all__ = ["Token", "continuation_logprobs", "feeds_at_once", "forward", "judge", "judged"]
 

@@ -84,7 +84,7 @@ class EvictionCache(Cache):
         cadence: Cadence | None = None,
         mode: Literal["overwrite", "compact", "mask"] = "overwrite",
         positions: Literal["original", "renumbered"] | None = None,
-        observe: Literal["blocked", "naive"] = "blocked",
+        observe: Literal["blocked", "naive", "triton"] = "blocked",
         block: int | None = None,
         num_beams: int = 1,
         prompt_tokens: int | None = None,
@@ -97,7 +97,7 @@ class EvictionCache(Cache):
             raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
         place = positions or method.positions
         if isinstance(method, Retrieval):
-            check_retrieval(model, method)
+            check_retrieval(config, method)
         if place == "renumbered" and family.position == "learned":
             raise ConfigError(
                 f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "

@@ -17,3 +17,8 @@ class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
     ) -> tuple[Tensor, None]:
         geometry = Geometry(1 / float(self.scale_attn), upcast=True)
         return attend(query, key, value, attention_mask, geometry), None
+
+    def _get_embed_positions(self, position_ids: Tensor) -> Tensor:
+        """The table [rows, positions, dim] as a view: the original copies it for every row in every layer and step."""
+        self.embed_positions = self.embed_positions.to(position_ids.device)
+        return self.embed_positions.expand(position_ids.shape[0], -1, -1)

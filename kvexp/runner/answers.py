@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,33 @@ def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tu
         **settings.plan(),
     )
     return dict(zip((index for index, _ in batch), answers_of(result, tokenizer), strict=True))
+
+
+def generated_together(
+    runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
+) -> list[dict[int, Answer]]:
+    """`generated`, for several runs that differ in method and budget: one prefill, and all decode together."""
+    from kvexp.generate import finish, prefill_together
+
+    first, prompts = runs[0], [prompt.ids for _, prompt in batch]
+    seeds = [first.seed + index for index, _ in batch]
+    start, new = time.perf_counter(), first.decoding.max_new_tokens
+    options: dict[str, Any] = {"max_new_tokens": new, "tokenizer": tokenizer, "seeds": seeds}
+    contexts = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=first.beyond_context)
+    results = finish(model, contexts, first.decoding, seeds, tokenizer, start=start)
+    indices = [index for index, _ in batch]
+    return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
+
+
+def variants(runs: Sequence[Settings], prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """What `kvexp.generate.prefill_together` takes."""
+    from kvexp.generate import Variant
+
+    made = []
+    for settings in runs:
+        plan = {key: value for key, value in settings.plan().items() if key != "beyond_context"}
+        made.append(Variant(settings.method, budget_of(settings, [len(ids) for ids in prompts]), plan))
+    return made
 
 
 def answers_of(result: Any, tokenizer: Any) -> list[Answer]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvexp.runner.answers import Answer, answers_of
+from kvexp.runner.answers import Answer, answers_of, variants
 from kvexp.runner.padding import budget_of
 from kvexp.runner.prompts import Prompt
 from kvexp.runner.settings import Settings
@@ -22,19 +22,28 @@ def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[
     Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
     context (`seed_of`), sampling by the example.
     """
-    made: dict[int, Answer] = {}
-    for part in _parts(settings, batch):
-        contexts, place_of = _prefilled(settings, model, tokenizer, part)
+    return asked_together([settings], model, tokenizer, batch)[0]
+
+
+def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Items) -> list[dict[int, Answer]]:
+    """`asked`, for several runs that differ in method and budget: they share every prefill."""
+    made: list[dict[int, Answer]] = [{} for _ in runs]
+    first = runs[0]
+    for part in _parts(first, batch):
+        each, place_of = _prefilled(runs, model, tokenizer, part)
         groups = defaultdict(list)
         for index, prompt in part:
-            if prompt.choices:
-                made[index] = _chosen(settings, model, prompt, contexts, place_of[index])
-            else:
+            if not prompt.choices:
                 groups[len(prompt.question)].append((index, prompt))
+                continue
+            for mine, settings, contexts in zip(made, runs, each, strict=True):
+                mine[index] = _chosen(settings, model, prompt, contexts, place_of[index])
         for group in groups.values():
-            for start in range(0, len(group), settings.batch_size):
-                some = group[start : start + settings.batch_size]
-                made |= _answered(settings, model, tokenizer, some, contexts.fork([place_of[i] for i, _ in some]))
+            for start in range(0, len(group), first.batch_size):
+                some = group[start : start + first.batch_size]
+                forks = [contexts.fork([place_of[i] for i, _ in some]) for contexts in each]
+                for mine, more in zip(made, _answered(first, model, tokenizer, some, forks), strict=True):
+                    mine |= more
     return made
 
 
@@ -67,10 +76,11 @@ def _ahead(settings: Settings, prompt: Prompt) -> int:
     return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
 
 
-def _prefilled(settings: Settings, model: Any, tokenizer: Any, part: Items) -> tuple[Any, dict[int, int]]:
-    """Every context of the part once, and the place of each index among them."""
-    from kvexp.generate import prefill
+def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items) -> tuple[list[Any], dict[int, int]]:
+    """Every context of the part once, for each run; and the place of each index among them."""
+    from kvexp.generate import prefill, prefill_together
 
+    settings = runs[0]
     places: dict[Any, int] = {}
     place_of = {}
     for index, prompt in part:
@@ -78,34 +88,37 @@ def _prefilled(settings: Settings, model: Any, tokenizer: Any, part: Items) -> t
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
     ahead = _ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
-    contexts = prefill(
+    prompts = [list(ids) for _, ids, _ in places]
+    options: dict[str, Any] = {
+        "max_new_tokens": ahead,  # not of the longest question: what is allocated shall not depend on the company
+        "tokenizer": tokenizer,
+        "seeds": [seed for seed, _, _ in places],
+    }
+    if len(runs) > 1:
+        beyond = settings.beyond_context
+        made = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=beyond)
+        return made, place_of
+    options |= {"num_beams": 1 if choosing else decoding.num_beams, "chunk": decoding.prefill_chunk}
+    budget = budget_of(settings, [len(ids) for ids in prompts])
+    return [prefill(model, prompts, settings.method, budget, **options, **settings.plan())], place_of
+
+
+def _answered(
+    settings: Settings, model: Any, tokenizer: Any, some: Items, each: Sequence[Any]
+) -> list[dict[int, Answer]]:
+    """Generated after questions of one length, for each run's contexts."""
+    from kvexp.generate import ask_together
+
+    results = ask_together(
         model,
-        [list(ids) for _, ids, _ in places],
-        settings.method,
-        budget_of(settings, [len(ids) for _, ids, _ in places]),
-        max_new_tokens=ahead,  # not of the longest question: what is allocated shall not depend on the company
-        num_beams=1 if choosing else decoding.num_beams,
-        chunk=decoding.prefill_chunk,
-        tokenizer=tokenizer,
-        seeds=[seed for seed, _, _ in places],
-        **settings.plan(),
-    )
-    return contexts, place_of
-
-
-def _answered(settings: Settings, model: Any, tokenizer: Any, some: Items, contexts: Any) -> dict[int, Answer]:
-    """Generated after questions of one length."""
-    from kvexp.generate import ask
-
-    result = ask(
-        model,
-        contexts,
+        each,
         [prompt.question for _, prompt in some],
         decoding=settings.decoding,
         tokenizer=tokenizer,
         seeds=[settings.seed + index for index, _ in some],
     )
-    return dict(zip((index for index, _ in some), answers_of(result, tokenizer), strict=True))
+    indices = [index for index, _ in some]
+    return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
 
 
 def _chosen(settings: Settings, model: Any, prompt: Prompt, contexts: Any, place: int) -> Answer:

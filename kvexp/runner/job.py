@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -21,13 +22,73 @@ if TYPE_CHECKING:
     from kvexp.runner.settings import Settings
 
 
+@dataclass(frozen=True)
+class Job:
+    """What Hydra composed; number: its place in a sweep, None for a single run."""
+
+    config: DictConfig
+    overrides: list[str]
+    choices: dict[str, str]
+    number: int | None
+
+
+class Swept:
+    """The jobs of a sweep whose launcher takes them together."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] | None = None
+
+    def begin(self) -> None:
+        """From now on jobs are collected instead of run."""
+        self.jobs = []
+
+    def end(self) -> list[Job]:
+        """Those collected; the next ones are run."""
+        jobs, self.jobs = self.jobs or [], None
+        return jobs
+
+
+SWEPT = Swept()
+
+
 def job(config: DictConfig) -> None:
-    """Run it. Errors of the user's making are one line on stderr, others come with their traceback."""
+    """Hydra's task function: run the job, or leave it to the launcher that collects."""
     hydra = HydraConfig.get()
-    overrides, choices = list(hydra.overrides.task), dict(hydra.runtime.choices)
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+    one = Job(config, list(hydra.overrides.task), dict(hydra.runtime.choices), number)
+    if SWEPT.jobs is None:
+        run_job(one)
+    else:
+        SWEPT.jobs.append(one)
+
+
+def perform(jobs: list[Job]) -> None:
+    """Those that can share prefills do; then each has its turn."""
+    from kvexp.runner.together import fill, groups
+
+    for group in groups(settings for one in jobs if (settings := _readable(one)) is not None):
+        try:
+            fill(group)
+        except Exception as error:  # a run's own turn comes, and tells what is wrong with it
+            if not _expected(error):
+                traceback.print_exc()
+    for one in jobs:
+        run_job(one)
+
+
+def _readable(one: Job) -> Settings | None:
+    """The job's settings; None where they are wrong, which its turn will say."""
+    try:
+        return _settings(one.config, one.choices, one.overrides)
+    except Exception:
+        return None
+
+
+def run_job(one: Job) -> None:
+    """Run it. Errors of the user's making are one line on stderr, others come with their traceback."""
+    config, overrides, choices = one.config, one.overrides, one.choices
     settings: Settings | None = None
-    with SWEEP.job(number, overrides):
+    with SWEEP.job(one.number, overrides):
         try:
             settings = _settings(config, choices, overrides)
             for part in _parts(settings):

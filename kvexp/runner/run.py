@@ -14,10 +14,10 @@ from typing import Any
 from kvexp.record import Run
 from kvexp.runner.answers import UNTIMED, Answer, generated
 from kvexp.runner.contexts import asked, mixes_rows
-from kvexp.runner.fitting import check_template, fitted, with_ends
+from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
 from kvexp.runner.forced import forced
 from kvexp.runner.lm_eval import ItemAnswer, item_answers, item_prompt
-from kvexp.runner.model import commit_of, holds, load, tokenizer_of
+from kvexp.runner.model import check_fits, commit_of, load, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.prompts import Prompt, continuation, tokenise
 from kvexp.runner.rows import check_commit, recordable
@@ -37,15 +37,16 @@ def run(settings: Settings) -> Run:
     if settings.is_baseline:
         settings.task.check()  # once for a run and its baseline, which comes first and has the same task
     else:
+        check_fits(settings.model, settings.method)
         baseline = run(settings.baseline())
     record = Run.open(
         settings.outputs_dir,
         settings.identity,
         settings.labels,
-        _environment(),
+        environment(),
         baseline=baseline.hash if baseline is not None else None,
     )
-    with record.claim(waiting=_waiting(record)):
+    with record.claim(waiting=waiting(record)):
         try:
             _fill(settings, record)
         except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
@@ -57,7 +58,7 @@ def run(settings: Settings) -> Run:
     return record
 
 
-def _waiting(record: Run) -> Any:
+def waiting(record: Run) -> Any:
     def say(seconds: float) -> None:
         if seconds == 0:
             print(f"{record.path} is being worked on by another process; waiting for it", flush=True)
@@ -77,7 +78,7 @@ def _fill(settings: Settings, record: Run) -> None:
         print(f"{title}: {len(examples) - len(todo)} of {len(examples)} rows are there already ({record.path})")
     if not todo:
         return
-    holds(settings.model)  # an impossible configuration is said before weights are made or read
+    check_room(settings, todo)  # an impossible configuration is said before weights are made or read
     words = tokenizer_of(settings.model)
     check_template(settings, words)
     todo = fitted(settings, words, todo)
@@ -87,13 +88,13 @@ def _fill(settings: Settings, record: Run) -> None:
     check_commit(record, commit)
     with Progress(title, len(examples), len(examples) - len(todo)) as progress:
         shared = 1 if mixes_rows(settings) else SHARED
-        for batch in _batches(todo, settings.batch_size, shared):
+        for batch in batches(todo, settings.batch_size, shared):
             for row in _rows(settings, model, tokenizer, batch):
                 record.append(recordable(row, commit))
                 progress.advance(row)
 
 
-def _batches(todo: list[tuple[int, Example]], size: int, shared: int) -> Iterator[list[tuple[int, Example]]]:
+def batches(todo: list[tuple[int, Example]], size: int, shared: int) -> Iterator[list[tuple[int, Example]]]:
     """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow."""
     batch: list[tuple[int, Example]] = []
     for item in todo:
@@ -108,15 +109,15 @@ def _batches(todo: list[tuple[int, Example]], size: int, shared: int) -> Iterato
 
 def _rows(settings: Settings, model: Any, tokenizer: Any, batch: list[tuple[int, Example]]) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
-    prompts = [_prompt(settings, model, tokenizer, example) for _, example in batch]
+    prompts = [prompt_of(settings, model, tokenizer, example) for _, example in batch]
     runnable = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True) if prompt.skipped is None]
     made = _generate(settings, model, tokenizer, runnable) if runnable else {}
     each = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True)]
-    return [made.get(index) or _skipped(settings, index, prompt) for index, prompt in each]
+    return [made.get(index) or skipped(settings, index, prompt) for index, prompt in each]
 
 
-def _prompt(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
-    """The example's tokens, which leave room for its answer: what is generated, or the longest choice."""
+def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
+    """The example's tokens, which leave room for its answer: what is generated, the longest choice, a continuation."""
     from kvexp.models.families import longest
 
     if isinstance(example, Item):
@@ -125,13 +126,14 @@ def _prompt(settings: Settings, model: Any, tokenizer: Any, example: Example) ->
     alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
     room = holds - max(alone, default=settings.decoding.max_new_tokens) + 1
     prompt = tokenise(example, settings.task, tokenizer, room, chat=settings.model.chat)
-    if prompt.skipped or not example.choices:
+    given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
+    if prompt.skipped or not given:
         return prompt
-    chat = settings.model.chat
-    choices = [continuation(prompt, tokenizer, chat=chat, words=words) for words in example.choices]
-    if prompt.size + max(map(len, choices)) > holds + 1:  # a choice may have more tokens where it stands than alone
-        return Prompt(example, "", [], skipped="too long", tokens=prompt.tokens)
-    return dataclasses.replace(prompt, choices=choices)
+    after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
+    if prompt.size + max(map(len, after)) > holds + 1:  # a choice may have more tokens where it stands than alone
+        why = "too long" if example.choices else "too long with its continuation"
+        return Prompt(example, "", [], skipped=why, tokens=prompt.tokens)
+    return dataclasses.replace(prompt, choices=after) if example.choices else prompt
 
 
 def _generate(
@@ -139,18 +141,18 @@ def _generate(
 ) -> dict[int, dict[str, Any]]:
     """Index -> row."""
     if settings.task.only_nll:
-        return {index: _row(settings, model, tokenizer, index, prompt, None) for index, prompt in batch}
+        return {index: row_of(settings, model, tokenizer, index, prompt, None) for index, prompt in batch}
     if isinstance(settings.task, LMEval):
         answers = item_answers(settings, model, tokenizer, batch)
-        return {index: _row(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
+        return {index: row_of(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
     straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
     others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
     made = generated(settings, model, tokenizer, straight) if straight else {}
     made |= asked(settings, model, tokenizer, others) if others else {}
-    return {index: _row(settings, model, tokenizer, index, prompt, made[index]) for index, prompt in batch}
+    return {index: row_of(settings, model, tokenizer, index, prompt, made[index]) for index, prompt in batch}
 
 
-def _row(
+def row_of(
     settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt, answer: Answer | None
 ) -> dict[str, Any]:
     """answer: None where the task wants log-probabilities alone."""
@@ -196,12 +198,12 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
+def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     empty = {"metrics": {}, "new_tokens": 0, "seconds": dict(UNTIMED), "receipt": None}
     return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Where and with what a run was made: versions, device, commit."""
     import torch
 

@@ -1,0 +1,67 @@
+"""What a generation returns, and what is checked before it is returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvexp.core import Ledger
+from kvexp.errors import CacheError
+from kvexp.models import EvictionCache
+
+
+@dataclass
+class Timing:
+    """Seconds from the call to the first and second token, then per output token; NaN where there were too few."""
+
+    ttft_s: float = float("nan")
+    tt2t_s: float = float("nan")
+    tpot_s: float = float("nan")
+
+    @classmethod
+    def of(cls, start: float, stamps: list[float]) -> Timing:
+        nan = float("nan")
+        first = stamps[0] - start if stamps else nan
+        second = stamps[1] - start if len(stamps) > 1 else nan
+        per_token = (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else nan
+        return cls(first, second, per_token)
+
+
+@dataclass
+class Generation:
+    """tokens: new token ids per row, cut after the end token; sequences [B, columns]: prompts and new tokens, padded.
+
+    beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it.
+    """
+
+    tokens: list[list[int]]
+    sequences: Tensor
+    timing: Timing
+    ledger: Ledger
+    cache: EvictionCache
+    beam_scores: list[float] | None = None
+    logits: tuple[Tensor, ...] = field(default=(), repr=False)
+
+
+def check_scores(cache: EvictionCache) -> None:
+    """After a run: NaN in a score means that slots were chosen by nothing."""
+    if not cache.scores_are_finite():
+        raise CacheError("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
+
+
+def cut(tokens: list[int], eos: list[int]) -> list[int]:
+    """Tokens up to and including the first end token: what follows is padding."""
+    for i, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: i + 1]
+    return tokens
+
+
+def check_columns(cache: EvictionCache, prompt: int, steps: int) -> None:
+    seen = cache.get_seq_length()
+    if seen != prompt + steps - 1:
+        raise CacheError(
+            f"the cache has seen {seen} columns, {prompt + steps - 1} were expected: this version of transformers "
+            "feeds the model differently, no number of this run can be trusted"
+        )

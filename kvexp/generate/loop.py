@@ -1,0 +1,166 @@
+"""Greedy and sampled decoding, token by token: the tokens of Hugging Face's generate() without its cost per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+
+from kvexp.errors import ConfigError
+from kvexp.generate.context import Context, one_step
+from kvexp.generate.decoding import Decoding, processors
+from kvexp.generate.generation import Generation, Timing, check_columns, check_scores, cut
+from kvexp.generate.request import eos_ids, pad_id
+from kvexp.models import EvictionCache, JoinedCache
+
+
+@dataclass
+class _Rows:
+    """ids [R, columns] of all read or written; positions [R, 1] and logits [R, V] of the last column; seeds."""
+
+    ids: Tensor
+    positions: Tensor
+    logits: Tensor
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, contexts: Sequence[Context], seeds: list[int]) -> _Rows:
+        """One context's rows behind the other's; every context has the same seeds."""
+        first, many = contexts[0], len(contexts)
+        last = first.mask.sum(1, keepdim=True) - 1
+        logits = torch.cat([context.logits for context in contexts])
+        return cls(first.ids.repeat(many, 1), last.repeat(many, 1), logits, seeds * many)
+
+    def keep(self, rows: Tensor) -> None:
+        self.ids, self.positions = self.ids[rows], self.positions[rows]
+        self.seeds = [self.seeds[row] for row in rows.tolist()]
+
+    def append(self, token: Tensor) -> None:
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.positions = self.positions + 1
+
+
+class _Chooser:
+    """Takes one token per row and knows which rows have ended: an end token, or a stop string has been written."""
+
+    def __init__(
+        self, decoding: Decoding, rows: _Rows, eos: list[int], pad: int, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        self.decoding, self.eos, self.pad = decoding, eos, pad
+        self.columns, device = rows.ids.shape[1], rows.ids.device
+        self.processors = processors(decoding, rows.seeds, self.columns, eos, device)
+        self.done = torch.zeros(len(rows.ids), dtype=torch.bool, device=device)
+        self.ends = torch.tensor(eos, dtype=torch.int64, device=device)
+        self.stops = None
+        if decoding.stop_strings:
+            if tokenizer is None:
+                raise ConfigError("stop_strings need the tokenizer: pass tokenizer=")
+            self.stops = StopStringCriteria(tokenizer, list(decoding.stop_strings))
+
+    def take(self, rows: _Rows) -> Tensor:
+        """[R, 1]: the next token of every row, padding for those that have ended; appends it to the rows."""
+        scores = self.processors(rows.ids, rows.logits.to(rows.ids.device, torch.float32, copy=True))
+        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
+        rows.append(token)
+        if len(self.ends):
+            self.done = self.done | torch.isin(token[:, 0], self.ends)
+        if self.stops is not None:
+            self.done = self.done | self.stops(rows.ids, scores)
+        return token
+
+    def keep(self, kept: Tensor, rows: _Rows) -> None:
+        """Go on with the rows `kept`, which `rows` now are."""
+        self.processors = processors(self.decoding, rows.seeds, self.columns, self.eos, rows.ids.device)
+        self.done = self.done[kept]
+
+
+@dataclass
+class _Written:
+    """What one cache's rows have become: ids, when each token was known, and the logits [B, V] of each if asked for."""
+
+    ids: Tensor
+    stamps: list[float]
+    logits: list[Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def finish(
+    model: PreTrainedModel,
+    contexts: Sequence[Context],
+    decoding: Decoding,
+    seeds: list[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    start: float,
+    keep_logits: bool = False,
+) -> list[Generation]:
+    """Go on from contexts of the same prompts, together; uses them up. Every row is what it would be alone.
+
+    seeds: of sampling, one per prompt; start: when the times begin.
+    """
+    eos, columns = eos_ids(model, decoding.eos), contexts[0].ids.shape[1]
+    written = _write(model, contexts, decoding, seeds, eos, tokenizer, keep_logits)
+    made = []
+    for context, one in zip(contexts, written, strict=True):
+        check_columns(context.cache, columns, len(one.stamps))
+        check_scores(context.cache)
+        made.append(
+            Generation(
+                tokens=[cut(row, eos) for row in one.ids[:, columns:].tolist()],
+                sequences=one.ids,
+                timing=Timing.of(start, one.stamps),
+                ledger=context.cache.ledger,
+                cache=context.cache,
+                logits=tuple(one.logits),
+            )
+        )
+    return made
+
+
+def _write(
+    model: PreTrainedModel,
+    contexts: Sequence[Context],
+    decoding: Decoding,
+    seeds: list[int],
+    eos: list[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    keep_logits: bool,
+) -> list[_Written]:
+    """Up to max_new_tokens tokens per row; the last one is not fed. A cache whose rows have all ended is left alone."""
+    size, rows = len(contexts[0].ids), _Rows.of(contexts, seeds)
+    chooser = _Chooser(decoding, rows, eos, pad_id(model, tokenizer), tokenizer)
+    written = [_Written(context.ids, []) for context in contexts]
+    going = list(range(len(contexts)))
+    cache = joined(contexts)
+    for left in reversed(range(decoding.max_new_tokens)):
+        if keep_logits:
+            for place, which in enumerate(going):
+                written[which].logits.append(rows.logits[place * size : (place + 1) * size].float())
+        token = chooser.take(rows)
+        ended = chooser.done.view(-1, size).all(1).tolist()  # waits for the device, so that the stamp is true
+        now = time.perf_counter()
+        for place, which in enumerate(going):
+            written[which].stamps.append(now)
+            if ended[place] or not left:
+                written[which].ids = rows.ids[place * size : (place + 1) * size]
+        if all(ended) or not left:
+            break
+        if any(ended):
+            going = [which for which, end in zip(going, ended, strict=True) if not end]
+            kept = (~torch.tensor(ended, device=rows.ids.device)).repeat_interleave(size).nonzero()[:, 0]
+            rows.keep(kept)
+            chooser.keep(kept, rows)
+            token, cache = token[kept], joined([contexts[which] for which in going])
+        rows.logits = one_step(model, token, rows.positions, cache)
+    return written
+
+
+def joined(contexts: Sequence[Context]) -> EvictionCache | JoinedCache:
+    """The cache through which all of them take their next token."""
+    if len(contexts) == 1:
+        return contexts[0].cache
+    return JoinedCache([context.cache for context in contexts], len(contexts[0].ids))

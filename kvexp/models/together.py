@@ -1,0 +1,142 @@
+"""Several caches over one prompt: computed once, observed by every method, decoded as rows of one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvexp.core import LayerState, Rotation
+from kvexp.core.attend import Geometry
+from kvexp.core.layer import Columns
+from kvexp.core.slots import Slots
+from kvexp.core.step import Stack, ready, turn
+from kvexp.errors import ConfigError
+from kvexp.models.cache import EvictionCache, SlotLayer
+from kvexp.retrieval.layer import RetrievalState
+
+State = LayerState | RetrievalState
+WASTE = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
+
+
+class JoinedState:
+    """Stands where `LayerState` stands: one layer of every cache.
+
+    A prompt comes as the rows of one cache, B of them, and goes to all. Of later forwards each cache has its own rows,
+    one cache's behind the other's.
+    """
+
+    def __init__(self, states: list[State], rows: int) -> None:
+        self.states, self.rows = states, rows
+        self._able: list[int] = []
+        self._stacks: list[tuple[list[int], Stack]] = []
+
+    @property
+    def columns(self) -> int:
+        return self.states[0].columns
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
+        """As `LayerState.forward`."""
+        if self.columns == 0:
+            return self._prompt(query, key, value, geometry, padding)
+        parts = [x.split(self.rows) for x in (query, key, value)]
+        outputs: dict[int, Tensor] = {}
+        for places, stack in self._stacked(query, padding):
+            q, k, v = (torch.cat([part[place] for place in places]) for part in parts)
+            outputs |= zip(places, stack.forward(q, k, v, geometry).split(self.rows), strict=True)
+        for place, state in enumerate(self.states):
+            if place not in outputs:
+                mask = None if padding is None else padding.split(self.rows)[place]
+                outputs[place] = state.forward(*(part[place] for part in parts), geometry, mask)
+        return torch.cat([outputs[place] for place in range(len(self.states))])
+
+    def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], Stack]]:
+        """The caches that take this step together: those in the steady state, in stacks of similar size."""
+        slots = {i: state for i, state in enumerate(self.states) if isinstance(state, LayerState)}
+        able = [i for i, state in slots.items() if ready(state, query, padding)]
+        if able != self._able:
+            several = [places for places in grouped({i: slots[i].held() for i in able}) if len(places) > 1]
+            ordered = [sorted(places, key=lambda i: turn(slots[i])) for places in several]
+            self._stacks = [(places, Stack([slots[i] for i in places])) for places in ordered]
+            self._able = able
+        return self._stacks
+
+    def _prompt(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
+        slots = [state for state in self.states if isinstance(state, LayerState)]
+        # Retrieval methods index the prompt in their own way: they attend for themselves, to the same result.
+        outputs = [
+            state.forward(query, key, value, geometry, padding)
+            for state in self.states
+            if isinstance(state, RetrievalState)
+        ]
+        if not slots:
+            return outputs[0]
+        slots.sort(key=lambda state: not state.grows)  # its buffers have room for more tokens, which no other needs
+        first, *others = slots
+        sight = first.look(query, key, value, geometry, padding)
+        out, _ = first.attend(sight)
+        for state in others:
+            state.share(sight, key, value, padding)
+        seen: Columns = {}
+        for state in slots:
+            state.finish(sight, None, seen)
+        return out.flatten(1, 2)
+
+
+def grouped(held: dict[int, Slots]) -> list[list[int]]:
+    """Which of these slots to put into common buffers: as many together as waste no more than WASTE bytes a layer."""
+    groups: list[list[int]] = []
+    for place in sorted(held, key=lambda place: held[place].used, reverse=True):
+        if groups:
+            largest = held[groups[-1][0]]
+            spare = [largest.kv_bytes * (1 - held[i].used / largest.used) for i in (*groups[-1], place)]
+            if sum(spare) <= WASTE:
+                groups[-1].append(place)
+                continue
+        groups.append([place])
+    return groups
+
+
+class _JoinedLayer(SlotLayer):
+    """What Hugging Face sees of it."""
+
+    state: JoinedState  # type: ignore[assignment]
+
+    def __init__(self, state: JoinedState, rotation: Rotation | None) -> None:
+        CacheLayerMixin.__init__(self)
+        self.state, self.rotation = state, rotation  # type: ignore[assignment]
+        self.is_initialized = True
+
+
+class JoinedCache(Cache):  # type: ignore[misc]
+    """Caches of one model and one batch of B prompts, for a prefill in one forward and then for decoding together.
+
+    All are new, or all have seen as many columns. Each behaves and counts as it would alone.
+    """
+
+    def __init__(self, caches: list[EvictionCache], rows: int) -> None:
+        for cache in caches:
+            if cache.plan.method.alters_prompt and cache.get_seq_length() == 0 and len(caches) > 1:
+                raise ConfigError(f"{cache.plan.method.name} computes prompts in its own way: prefill it apart")
+            if cache.timeline.num_beams > 1:
+                raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
+        self.caches, self.batch = caches, rows
+        layers = []
+        for index in range(len(caches[0].layers)):
+            each = [cache.layers[index] for cache in caches]
+            rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
+            layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows), rotation))
+        super().__init__(layers=layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def without(self, ended: list[bool]) -> JoinedCache:
+        """The caches that go on."""
+        return JoinedCache([cache for cache, end in zip(self.caches, ended, strict=True) if not end], self.batch)
+
+    def crop(self, *_: Any) -> None:
+        """Refused, as by each cache."""
+        self.caches[0].crop()

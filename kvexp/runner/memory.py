@@ -1,0 +1,62 @@
+"""How many runs of a group fit into memory at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvexp.runner.padding import budget_of
+from kvexp.runner.prompts import Prompt
+from kvexp.runner.settings import Settings
+
+SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
+
+
+def at_once(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
+    """Places of the runs to take together: neighbours, as many as `free_bytes` holds; one alone is always tried."""
+    lengths = [prompt.size for _, prompt in batch]
+    token = token_bytes(model)
+    room = free_bytes(model) * SHARE - token * sum(lengths)  # the shared prompt
+    groups: list[list[int]] = [[]]
+    left = room
+    for place, settings in enumerate(runs):
+        need = token * sum(held(settings, lengths))
+        if groups[-1] and need > left:
+            groups.append([])
+            left = room
+        groups[-1].append(place)
+        left -= need
+    return groups
+
+
+def held(settings: Settings, lengths: Sequence[int]) -> list[int]:
+    """Slots per layer and kv head that each prompt holds at most once it is evicted."""
+    new = settings.decoding.max_new_tokens
+    budget = budget_of(settings, lengths)
+    if budget is None or settings.mode == "mask" or settings.method.keeps_everything or not settings.cadence.at_prefill:
+        return [length + new for length in lengths]
+    return [slots + 1 for slots in budget.resolve(lengths, max(lengths), new, 0, 1)]
+
+
+def token_bytes(model: Any) -> int:
+    """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * config.num_hidden_layers * kv_heads * dim * model.dtype.itemsize)
+
+
+def free_bytes(model: Any) -> int:
+    """Free memory of the device the model begins on."""
+    import torch
+
+    device = model.get_input_embeddings().weight.device
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with open("/proc/meminfo") if os.path.exists("/proc/meminfo") else open(os.devnull) as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62  # not known: what does not fit is halved when it fails

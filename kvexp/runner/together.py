@@ -1,0 +1,177 @@
+"""The runs of a sweep that differ in method and budget alone: one prefill per example for all of them.
+
+This fills in rows ahead of the runs themselves, which then find them done. What goes wrong here is left to a run's own
+turn, where it is told and recorded as always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kvexp.errors import CacheError, ConfigError
+from kvexp.record import Run
+from kvexp.runner.answers import generated_together
+from kvexp.runner.contexts import asked_together, mixes_rows
+from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
+from kvexp.runner.memory import at_once
+from kvexp.runner.model import commit_of, load, tokenizer_of
+from kvexp.runner.progress import Progress
+from kvexp.runner.prompts import Prompt
+from kvexp.runner.rows import check_commit, recordable
+from kvexp.runner.run import SHARED, batches, environment, prompt_of, row_of, skipped, waiting
+from kvexp.runner.settings import Settings
+from kvexp.tasks import Example, LMEval
+
+Numbered = Sequence[tuple[int, Example]]
+
+
+def joint(settings: Settings) -> bool:
+    """Whether a run can share its prefill with others and still write the rows it would write alone."""
+    task, decoding = settings.task, settings.decoding
+    if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
+        return False
+    if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
+        return False
+    return not mixes_rows(settings) and not settings.method.alters_prompt
+
+
+def groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
+    """The runs, with their baselines, that share prefills: several each, in the order they were asked for."""
+    alike: dict[str, dict[str, Settings]] = defaultdict(dict)
+    for settings in wanted:
+        if joint(settings):
+            base = settings if settings.is_baseline else settings.baseline()
+            for one in (base, settings):
+                alike[_company(one)].setdefault(str(one.identity), one)
+    return [list(group.values()) for group in alike.values() if len(group) > 1]
+
+
+def _company(settings: Settings) -> str:
+    """Equal for runs that see the same prompts through the same model."""
+    same = {key: settings.identity[key] for key in ("model", "task", "data", "generation", "beyond_context")}
+    extra = (settings.limit, settings.batch_size, settings.seed, settings.outputs_dir, settings.model.path)
+    return repr((sorted(same.items()), extra, getattr(settings.task, "size", None)))
+
+
+def fill(members: list[Settings]) -> None:
+    """Write the rows that these runs lack, as far as that goes together."""
+    members[0].task.check()
+    by_name = {}
+    for settings in members:
+        baseline = None if settings.is_baseline else Run.open(*_named(settings.baseline())).hash
+        run = Run.open(*_named(settings), environment(), baseline=baseline)
+        by_name[run.hash] = (settings, run)
+    with ExitStack() as claims:
+        for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it
+            run = by_name[name][1]
+            claims.enter_context(run.claim(waiting=waiting(run)))
+        _fill([Member(*pair) for pair in by_name.values()])
+
+
+def _named(settings: Settings) -> tuple[Any, Any, Any]:
+    return settings.outputs_dir, settings.identity, settings.labels
+
+
+class Member:
+    """One run of a group: its settings, its folder, and which examples have their row."""
+
+    def __init__(self, settings: Settings, run: Run) -> None:
+        self.settings, self.run = settings, run
+        self.done = {row["example"] for row in run.rows()}
+
+    def lacks(self, batch: Numbered) -> bool:
+        return any(example.id not in self.done for _, example in batch)
+
+    def write(self, row: dict[str, Any], commit: str | None) -> None:
+        if row["example"] not in self.done:
+            self.run.append(recordable(row, commit))
+            self.done.add(row["example"])
+
+
+def _fill(members: list[Member]) -> None:
+    lead = members[0].settings
+    examples = list(lead.task.examples())
+    todo = [(i, example) for i, example in enumerate(examples) if any(m.lacks([(i, example)]) for m in members)]
+    if sum(m.lacks(todo) for m in members) < 2:
+        return
+    check_room(lead, todo)
+    words = tokenizer_of(lead.model)
+    check_template(lead, words)
+    todo = list(fitted(lead, words, todo))
+    model, tokenizer = load(lead.model)
+    commit = commit_of(model)
+    for member in members:
+        check_commit(member.run, commit)
+        member.settings = with_ends(member.settings, model, tokenizer)
+    title = f"{len(members)} runs that share each prompt's prefill"
+    missing = sum(example.id not in m.done for m in members for _, example in todo)
+    with Progress(title, missing, 0) as progress:
+        for batch in batches(todo, lead.batch_size, SHARED):
+            lacking = [m for m in members if m.lacks(batch)]
+            for member, row in _rows(lacking, model, tokenizer, batch):
+                known = row["example"] in member.done
+                member.write(row, commit)
+                if not known:
+                    progress.advance(row)
+
+
+def _rows(
+    members: list[Member], model: Any, tokenizer: Any, batch: Numbered
+) -> Iterable[tuple[Member, dict[str, Any]]]:
+    """Rows of a batch, for every member that is not left to its own turn."""
+    prompts = [(index, prompt_of(members[0].settings, model, tokenizer, example)) for index, example in batch]
+    runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
+    for member in members:
+        for index, prompt in prompts:
+            if prompt.skipped is not None:
+                yield member, skipped(member.settings, index, prompt)
+    if not runnable:
+        return
+    for part in at_once([m.settings for m in members], model, runnable):
+        some = [members[place] for place in part]
+        for member, answers in _answers(some, model, tokenizer, runnable):
+            for index, prompt in runnable:
+                yield member, row_of(member.settings, model, tokenizer, index, prompt, answers[index])
+
+
+def _answers(
+    members: list[Member], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
+) -> Iterable[tuple[Member, dict[int, Any]]]:
+    """Each member with its answers; half as many at a time where memory is short; none where a member would fail."""
+    try:
+        made = _together([m.settings for m in members], model, tokenizer, batch)
+    except Exception as error:
+        if len(members) == 1 and not isinstance(error, ConfigError | CacheError | MemoryError | RuntimeError):
+            raise
+        if len(members) == 1:
+            return  # its own turn will say what is wrong with it
+        half = len(members) // 2
+        yield from _answers(members[:half], model, tokenizer, batch)
+        yield from _answers(members[half:], model, tokenizer, batch)
+        return
+    yield from zip(members, made, strict=True)
+
+
+def _together(
+    members: list[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
+) -> list[dict[int, Any]]:
+    """Index -> answer, for each member."""
+    straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
+    others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
+    made: list[dict[int, Any]] = [{} for _ in members]
+    if straight:
+        for mine, more in zip(made, generated_together(members, model, tokenizer, straight), strict=True):
+            mine |= more
+    if others:
+        for mine, more in zip(made, asked_together(members, model, tokenizer, others), strict=True):
+            mine |= more
+    return [{i: dataclasses.replace(answer, seconds=_untimed(answer)) for i, answer in mine.items()} for mine in made]
+
+
+def _untimed(answer: Any) -> dict[str, None]:
+    """A step taken in company says nothing about the time of one taken alone."""
+    return dict.fromkeys(answer.seconds)

@@ -1,0 +1,141 @@
+"""The launcher that groups a sweep: the same rows, folders, verdicts and failures as one run after the other."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+
+import kvexp.runner.together as together
+from kvexp.record import runs
+from kvexp.runner.settings import settings_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
+
+
+def command(*arguments):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    line = [sys.executable, "run.py", *arguments]
+    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+def settings(outputs, method, *overrides):
+    words = small("limit=3", "task.max_new_tokens=4", f"outputs_dir={outputs}", f"method={method}", *overrides)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", words)
+    plain = OmegaConf.to_container(config, resolve=True)
+    choices = {"method": method, "model": "tiny", "task": "sample", "budget": "ratio"}
+    plain["task"]["data_files"] = f"{ROOT}/conf/task/sample.jsonl"
+    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+
+
+def content(folder):
+    """Everything a sweep leaves but times, by run and example; and each run's configuration and end."""
+    made = {}
+    for run in runs(folder):
+        rows = {row["example"]: {k: v for k, v in row.items() if k != "seconds"} for row in run.rows()}
+        made[run.hash] = (run.config, run.labels, run.baseline, run.finished, rows)
+    return made
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        ("task=testbed_summary", "limit=5", "batch_size=2"),
+        ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3"),
+        ("task=testbed_choice", "limit=3"),
+        ("task=sample", "limit=2", "task.max_new_tokens=5"),
+    ],
+)
+def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
+    both = {}
+    for launcher in ("shared_prefill", "basic"):
+        out = tmp_path / launcher
+        done = command("-m", f"hydra/launcher={launcher}", *SWEEP, *task, "model=testbed_rope", f"outputs_dir={out}")
+        assert done.returncode == 0, done.stderr
+        both[launcher] = content(out)
+        told = "share each prompt's prefill" in done.stdout
+        assert told == (launcher == "shared_prefill")
+    assert len(both["basic"]) == 9
+    assert both["shared_prefill"] == both["basic"]
+    times = [row["seconds"]["ttft"] for run in runs(tmp_path / "shared_prefill") for row in run.rows()]
+    assert set(times) == {None}
+
+
+def test_a_sweep_goes_on_from_what_is_there(tmp_path):
+    """Rows of some runs exist, one run is complete: nothing is made twice, nothing is missing."""
+    members = together.groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    assert [m.labels["method"] for m in members] == ["full", "h2o", "keyformer", "a2sf"]
+    together.fill(members)
+    whole = content(tmp_path)
+    for number, run in enumerate(runs(tmp_path)):
+        file = run.path / "examples.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[: number % 4]))
+    left = sum(len(run.rows()) for run in runs(tmp_path))
+    assert 0 < left < 12
+    together.fill(members)
+    assert content(tmp_path) == whole
+    assert sum(len((run.path / "examples.jsonl").read_text().splitlines()) for run in runs(tmp_path)) == 12
+
+
+def test_a_run_that_cannot_be_fails_alone(tmp_path):
+    out = tmp_path / "out"
+    words = small("limit=2", "task.max_new_tokens=4", f"outputs_dir={out}")
+    done = command("-m", *words, "method=h2o,streaming_llm,a2sf", "budget=tokens", "budget.tokens=4,40")
+    assert done.returncode == 1
+    assert "1 run(s) failed" in done.stdout and "cannot hold sink=4" in done.stdout
+    rows = {(run.labels["method"], run.labels["setting"]): len(run.rows()) for run in runs(out)}
+    assert rows.pop(("streaming_llm", next(s for m, s in rows if m == "streaming_llm" and "=4 " in s + " "))) == 0
+    assert set(rows.values()) == {2} and len(rows) == 6
+
+
+def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
+    members = together.groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    sizes, original = [], together.generated_together
+
+    def greedy(group, *rest):
+        sizes.append(len(group))
+        if len(group) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(group, *rest)
+
+    monkeypatch.setattr(together, "generated_together", greedy)
+    together.fill(members)
+    assert sizes[:3] == [4, 2, 2]
+    monkeypatch.undo()
+    together.fill(together.groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0])
+    assert content(tmp_path / "small") == content(tmp_path / "large")
+    monkeypatch.setattr("kvexp.runner.memory.free_bytes", lambda model: 1)
+    monkeypatch.setattr(
+        together, "generated_together", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+    )
+    together.fill(together.groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0])
+    assert set(n for n in sizes if n < 0) == {-1}
+    assert content(tmp_path / "none") == content(tmp_path / "large")
+
+
+def test_what_shares_no_prompt_is_in_no_group(tmp_path):
+    here = [settings(tmp_path, "h2o"), settings(tmp_path, "h2o", "seed=1"), settings(tmp_path, "a2sf", "batch_size=2")]
+    assert [len(group) for group in together.groups(here)] == [2, 2, 2]
+    beams = settings(tmp_path, "h2o", "generation=beam4")
+    whole = settings(tmp_path, "h2o", "method.score_batch=sum_all")
+    chunks = settings(tmp_path, "h2o", "generation.prefill_chunk=8")
+    own = settings(tmp_path, "infllm", "method.prefill=blockwise")
+    assert together.groups([beams, whole, chunks, own]) == []
+
+
+def test_rows_say_nothing_about_time_and_the_table_says_why(tmp_path):
+    words = small("limit=2", "task.max_new_tokens=4", f"outputs_dir={tmp_path}")
+    done = command("-m", *words, "method=h2o,a2sf")
+    assert done.returncode == 0
+    assert "hydra/launcher=basic" in done.stdout
+    row = json.loads(next(iter(runs(tmp_path))).path.joinpath("examples.jsonl").read_text().splitlines()[0])
+    assert row["seconds"] == {"ttft": None, "tt2t": None, "tpot": None}

@@ -1,0 +1,190 @@
+"""One prefill for many methods: every cache ends as it would alone, token for token and byte for byte."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import prompts_of, tiny
+
+import kvexp.generate.together as module
+from kvexp.core import Budget, Cadence
+from kvexp.core.slots import Slots
+from kvexp.errors import ConfigError
+from kvexp.generate import (
+    Decoding,
+    Variant,
+    ask,
+    ask_together,
+    finish,
+    generate,
+    prefill,
+    prefill_together,
+    receipts,
+)
+from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, SnapKV, StreamingLLM, Window
+from kvexp.models.together import JoinedCache, grouped
+from kvexp.retrieval import InfLLM, Oracle, PQCache
+
+HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
+VARIANTS = [
+    Variant(H2O(), FIFTH),
+    Variant(Full()),
+    Variant(H2O(), HALF),
+    Variant(Keyformer(), FIFTH),
+    Variant(Keyformer(tau_end=3.0), HALF),
+    Variant(Keyformer(score_scope="shared"), HALF),
+    Variant(A2SF(alpha=0.3), FIFTH),
+    Variant(A2SF(), HALF),
+    Variant(TOVA(), HALF),
+    Variant(Window(), FIFTH),
+    Variant(SnapKV(window=4, kernel=3), HALF),
+    Variant(KNorm(), HALF),
+    Variant(Random(), HALF),
+    Variant(H2O(), Budget(kv_ratio=1.0)),
+    Variant(H2O(), HALF, {"mode": "compact"}),
+    Variant(A2SF(), HALF, {"mode": "mask"}),
+    Variant(Ideal(), HALF, {"mode": "mask"}),
+    Variant(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
+    Variant(H2O(), HALF, {"observe": "naive"}),
+]
+PROMPTS = prompts_of(5, (40, 33, 40))
+SEEDS = [3, 4, 9]
+
+
+def alone(model, variant, decoding, **options):
+    options |= {"decoding": decoding, "seeds": SEEDS}
+    return generate(model, PROMPTS, variant.method, variant.budget, **options, **variant.plan)
+
+
+def together(model, variants, decoding):
+    contexts = prefill_together(model, PROMPTS, variants, max_new_tokens=decoding.max_new_tokens, seeds=SEEDS)
+    return finish(model, contexts, decoding, SEEDS, None, start=0.0)
+
+
+def same(one, other):
+    assert one.tokens == other.tokens
+    assert torch.equal(one.sequences, other.sequences)
+    for a, b in zip(receipts(one.cache), receipts(other.cache), strict=True):
+        a, b = dataclasses.asdict(a), dataclasses.asdict(b)
+        kept, other_kept = a.pop("attention_kept"), b.pop("attention_kept")
+        assert kept == (other_kept if kept is None else pytest.approx(other_kept, abs=1e-6))
+        assert a == b
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt", "mistral"])
+def test_every_method_is_what_it_is_alone(family):
+    model, decoding = tiny(family), Decoding(12, eos=None)
+    for variant, joint in zip(VARIANTS, together(model, VARIANTS, decoding), strict=True):
+        same(alone(model, variant, decoding), joint)
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_rows_that_end_early_and_caches_that_leave(family):
+    """An end token per row: caches finish at different steps, and the others go on."""
+    model = tiny(family)
+    free = [alone(model, variant, Decoding(12, eos=None)) for variant in VARIANTS]
+    ends = sorted({free[0].tokens[0][2], free[2].tokens[1][4], free[6].tokens[2][7]})
+    decoding = Decoding(12, eos=ends, min_new_tokens=2)
+    each = [alone(model, variant, decoding) for variant in VARIANTS]
+    assert len({g.sequences.shape[1] for g in each}) > 1, "all caches ended at one step: nothing is tested"
+    for one, joint in zip(each, together(model, VARIANTS, decoding), strict=True):
+        same(one, joint)
+
+
+def test_sampling_draws_what_it_draws_alone():
+    model, decoding = tiny("llama"), Decoding(9, eos=None, sample=True, temperature=1.5, top_k=20)
+    greedy = together(model, VARIANTS[:4], Decoding(9, eos=None))
+    for variant, joint, sure in zip(VARIANTS[:4], together(model, VARIANTS[:4], decoding), greedy, strict=True):
+        same(alone(model, variant, decoding), joint)
+        assert joint.tokens != sure.tokens
+
+
+def test_retrieval_methods_join():
+    methods = [Oracle(n_sinks=1), PQCache(m=2, b=3, n_sinks=1, max_iter=4), InfLLM(n_sinks=1, block=4)]
+    variants = [*(Variant(m, HALF) for m in methods), *VARIANTS[:4]]
+    model, decoding = tiny("llama"), Decoding(8, eos=None)
+    for some in (variants, variants[:3], variants[:1]):
+        for variant, joint in zip(some, together(model, some, decoding), strict=True):
+            same(alone(model, variant, decoding), joint)
+
+
+def test_questions_share_the_context_too():
+    model, decoding = tiny("llama"), Decoding(7, eos=None)
+    questions = [[5, 6, 7, 8], [9, 8, 7, 6], [1, 2, 3, 4]]
+    many = prefill_together(model, PROMPTS, VARIANTS[:9], max_new_tokens=11, seeds=SEEDS)
+    for rows in ([0, 1, 2], [2, 2, 0]):
+        asked = [questions[row] for row in rows]
+        joint = ask_together(model, [c.fork(rows) for c in many], asked, decoding=decoding, seeds=SEEDS)
+        for variant, generation in zip(VARIANTS, joint, strict=False):
+            options = {"max_new_tokens": 11, "seeds": SEEDS, **variant.plan}
+            own = prefill(model, PROMPTS, variant.method, variant.budget, **options)
+            same(ask(model, own.fork(rows), asked, decoding=decoding, seeds=SEEDS), generation)
+
+
+def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
+    model, widths, original = tiny("llama"), [], module.forward
+
+    def counted(model, ids, *rest):
+        widths.append(tuple(ids.shape))
+        return original(model, ids, *rest)
+
+    monkeypatch.setattr(module, "forward", counted)
+    later = Variant(H2O(), HALF, {"cadence": Cadence(at_prefill=False, every=2)})
+    contexts = prefill_together(model, PROMPTS, [later] * 3, max_new_tokens=5)
+    assert widths == [(3, 40)]
+    first, *others = (c.cache.states[0].slots for c in contexts)
+    for slots in others:  # nothing is evicted from the prompt yet: one buffer serves all
+        assert slots.keys.data_ptr() == first.keys.data_ptr()
+    finish(model, contexts, Decoding(5, eos=None), [0, 0, 0], None, start=0.0)
+    own = {c.cache.states[0].slots.keys.untyped_storage().data_ptr() for c in contexts}
+    assert len(own) in (1, 3)  # parts of one common buffer, or each its own: never the prompt's
+    assert first.keys.untyped_storage().data_ptr() in own
+
+
+def test_equal_views_are_observed_once(monkeypatch):
+    import kvexp.core.observe as observe
+
+    calls, original = [], observe.blocked
+    monkeypatch.setattr(observe, "blocked", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
+    model = tiny("llama")
+    methods = [(H2O(), FIFTH), (H2O(), HALF), (Keyformer(), HALF), (Keyformer(tau_end=5.0), FIFTH)]
+    some = [Variant(*pair) for pair in methods]
+    prefill_together(model, PROMPTS, some, max_new_tokens=5)
+    assert len(calls) == 2 * model.config.num_hidden_layers
+
+
+def test_buffers_are_common_where_little_is_wasted(monkeypatch):
+    def slots(count):
+        keys = torch.zeros(2, 3, count, 8)
+        return Slots(keys, keys.clone(), torch.zeros(2, 3, count, dtype=torch.int64), torch.zeros(2, 3, count))
+
+    held = {4: slots(10), 7: slots(40), 8: slots(10), 9: slots(38)}
+    assert grouped(held) == [[7, 9, 4, 8]]
+    monkeypatch.setattr("kvexp.models.together.WASTE", 2 * 2 * 3 * 2 * 8 * 4 + 1)  # two slots of a cache, and rounding
+    assert grouped(held) == [[7, 9], [4, 8]]
+    monkeypatch.setattr("kvexp.models.together.WASTE", 0)
+    assert grouped(held) == [[7], [9], [4, 8]]
+
+
+def test_what_cannot_be_shared_is_refused():
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match="in its own way"):
+        prefill_together(model, PROMPTS, [VARIANTS[0], Variant(InfLLM(prefill="blockwise"), HALF)], max_new_tokens=4)
+    beams = prefill(model, PROMPTS, H2O(), HALF, num_beams=2, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="beam"):
+        JoinedCache([beams.cache, beams.cache], 6)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        prefill_together(model, PROMPTS, [VARIANTS[0], Variant(StreamingLLM(), Budget(tokens=3))], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("method", [H2O(), Keyformer(), A2SF(alpha=0.3), Window()])
+def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
+    """The long row's buffers have places that the short one may not use: they are no room, and nothing to look at."""
+    model, decoding = tiny("llama"), Decoding(9, eos=None)
+    context = prefill(model, PROMPTS, method, HALF, max_new_tokens=12, seeds=SEEDS)
+    for row in (1, 0):
+        taken = ask(model, context.fork([row]), [[5, 6, 7]], decoding=decoding, keep_logits=True)
+        own = prefill(model, PROMPTS[row : row + 1], method, HALF, max_new_tokens=12, seeds=SEEDS[row : row + 1])
+        alone = ask(model, own, [[5, 6, 7]], decoding=decoding, keep_logits=True)
+        assert taken.tokens == alone.tokens
+        torch.testing.assert_close(torch.stack(taken.logits), torch.stack(alone.logits), atol=1e-4, rtol=0)
