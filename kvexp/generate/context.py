@@ -112,7 +112,9 @@ def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCa
 
 def one_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
     """One real new token per row, [B, 1] at positions [B, 1], with no mask to look through. Returns logits [B, V]."""
-    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
+    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions}
+    # A mask of no columns: without one some models look for padding in the token, a wait for the device at every step.
+    options["attention_mask"] = token.new_ones(token.shape[0], 0)
     output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
     logits: Tensor = output.logits[:, -1]
     return logits
