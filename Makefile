@@ -24,7 +24,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,12 @@ $(PEERS)/.stamp: constraints.txt
 	@$(PEERS)/bin/pip install --quiet torch==$(TORCH)
 	@$(PEERS)/bin/pip install --quiet torch==$(TORCH) kvpress==0.5.5
 	@touch $@
+
+bench: $(VENV)/.stamp ## measure speed and memory on this CPU, as ratios (under 10 minutes on 2 free cores; goes on where it was)
+	@$(BIN)/python -m benchmarks.suite cpu $(ARGS)
+
+bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

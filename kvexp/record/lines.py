@@ -35,11 +35,15 @@ def rows(folder: Path) -> list[Json]:
     return found
 
 
-def append(folder: Path, row: Mapping[str, Any]) -> None:
-    """Write one row, as `Run.append` promises it."""
-    if not isinstance(row.get("example"), str):
-        raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
-    line, file = canonical(plain(row, "row"), sort_keys=False) + b"\n", folder / NAME
+def append(folder: Path, *rows: Mapping[str, Any]) -> None:
+    """Write rows, as `Run.append` promises it."""
+    for row in rows:
+        if not isinstance(row.get("example"), str):
+            raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
+    if not rows:
+        return
+    file = folder / NAME
+    line = b"".join(canonical(plain(row, "row"), sort_keys=False) + b"\n" for row in rows)
     with explained(file), locked(folder):
         fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:

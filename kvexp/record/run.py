@@ -144,9 +144,12 @@ class Run:
         """
         return lines.rows(self.path)
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row, durably, wholly or not at all. NaN and the like are a ValueError, a full disk an OSError."""
-        lines.append(self.path, row)
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Write one row or several at once, durably: all wholly or none, and after a kill those that are whole.
+
+        NaN and the like are a ValueError, a full disk an OSError.
+        """
+        lines.append(self.path, *rows)
 
     def finish(self, total: int) -> None:
         """Say that the run is complete with this many rows."""

@@ -28,6 +28,9 @@ from kvexp.tasks.lm_eval import Item, LMEval
 SHARED = 8  # questions about one context that are answered from one prefill before their rows are written
 
 
+AHEAD: set[str] = set()  # runs that this process has filled in before their turn: no news to the reader
+
+
 def run(settings: Settings) -> Run:
     """Rows for every example of the task (up to `limit`), and for the full-attention baseline; resumes what exists.
 
@@ -74,7 +77,7 @@ def _fill(settings: Settings, record: Run) -> None:
     name = f"{settings.labels['method']} {settings.labels['setting']}".strip()
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
-    if done:
+    if done and record.hash not in AHEAD:
         print(f"{title}: {len(examples) - len(todo)} of {len(examples)} rows are there already ({record.path})")
     if not todo:
         return

@@ -22,7 +22,7 @@ from kvexp.runner.model import commit_of, load, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.prompts import Prompt
 from kvexp.runner.rows import check_commit, recordable
-from kvexp.runner.run import SHARED, batches, environment, prompt_of, row_of, skipped, waiting
+from kvexp.runner.run import AHEAD, SHARED, batches, environment, prompt_of, row_of, skipped, waiting
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval
 
@@ -70,6 +70,7 @@ def fill(members: list[Settings]) -> None:
             run = by_name[name][1]
             claims.enter_context(run.claim(waiting=waiting(run)))
         _fill([Member(*pair) for pair in by_name.values()])
+    AHEAD.update(by_name)
 
 
 def _named(settings: Settings) -> tuple[Any, Any, Any]:
@@ -86,10 +87,12 @@ class Member:
     def lacks(self, batch: Numbered) -> bool:
         return any(example.id not in self.done for _, example in batch)
 
-    def write(self, row: dict[str, Any], commit: str | None) -> None:
-        if row["example"] not in self.done:
-            self.run.append(recordable(row, commit))
-            self.done.add(row["example"])
+    def write(self, rows: list[dict[str, Any]], commit: str | None) -> list[dict[str, Any]]:
+        """Those that were missing."""
+        new = [row for row in rows if row["example"] not in self.done]
+        self.run.append(*(recordable(row, commit) for row in new))
+        self.done |= {row["example"] for row in new}
+        return new
 
 
 def _fill(members: list[Member]) -> None:
@@ -112,30 +115,33 @@ def _fill(members: list[Member]) -> None:
     with Progress(title, missing, 0) as progress:
         for batch in batches(todo, lead.batch_size, SHARED):
             lacking = [m for m in members if m.lacks(batch)]
-            for member, row in _rows(lacking, model, tokenizer, batch):
-                known = row["example"] in member.done
-                member.write(row, commit)
-                if not known:
+            for member, rows in _rows(lacking, model, tokenizer, batch):
+                for row in member.write(rows, commit):
                     progress.advance(row)
 
 
 def _rows(
     members: list[Member], model: Any, tokenizer: Any, batch: Numbered
-) -> Iterable[tuple[Member, dict[str, Any]]]:
+) -> Iterable[tuple[Member, list[dict[str, Any]]]]:
     """Rows of a batch, for every member that is not left to its own turn."""
     prompts = [(index, prompt_of(members[0].settings, model, tokenizer, example)) for index, example in batch]
     runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
-    for member in members:
-        for index, prompt in prompts:
-            if prompt.skipped is not None:
-                yield member, skipped(member.settings, index, prompt)
     if not runnable:
+        yield from ((member, [skipped(member.settings, *each) for each in prompts]) for member in members)
         return
     for part in at_once([m.settings for m in members], model, runnable):
         some = [members[place] for place in part]
         for member, answers in _answers(some, model, tokenizer, runnable):
-            for index, prompt in runnable:
-                yield member, row_of(member.settings, model, tokenizer, index, prompt, answers[index])
+            settings = member.settings
+            yield (
+                member,
+                [
+                    row_of(settings, model, tokenizer, i, prompt, answers[i])
+                    if i in answers
+                    else skipped(settings, i, prompt)
+                    for i, prompt in prompts
+                ],
+            )
 
 
 def _answers(

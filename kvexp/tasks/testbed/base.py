@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Task
 from kvexp.testbed import LANGUAGE
-from kvexp.testbed.document import LONGEST, SPLITS, Shape
+from kvexp.testbed.document import LONGEST, SPLITS, Document, Shape, document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,13 @@ class Generated(Task):
     def random(self, number: int) -> Random:
         """The generator that makes document `number`."""
         return Random(f"{self.split} {self.seed} {number}")
+
+    def document(self, number: int) -> tuple[Document, Random]:
+        """Document `number`, and its generator as the document leaves it."""
+        made, state = _seeded(f"{self.split} {self.seed} {number}", self.split, self.shape)
+        rng = Random()
+        rng.setstate(state)
+        return made, rng
 
     @property
     def shape(self) -> Shape:
@@ -83,6 +91,12 @@ class Generated(Task):
             raise ConfigError(
                 f"task.{option} must be at most {trained}, as the models were trained, got {getattr(self, option)}"
             )
+
+
+@lru_cache(maxsize=512)  # a sweep reads the same rows for every run; states are large
+def _seeded(words: str, split: str, shape: Shape) -> tuple[Document, tuple[Any, ...]]:
+    rng = Random(words)
+    return document(rng, split, shape), rng.getstate()
 
 
 MOST_MARKED = 10  # the words "eleventh" and "twelfth" were never trained

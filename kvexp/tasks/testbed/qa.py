@@ -11,7 +11,6 @@ from kvexp.tasks.asked import Asked
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, qa_f1
 from kvexp.tasks.testbed.base import Generated
-from kvexp.testbed.document import document
 from kvexp.testbed.forms import ask, opening
 
 
@@ -37,8 +36,7 @@ class TestbedQA(Asked, Generated):
             yield f"document {row['number']}, question {row['question']}", row
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        rng = self.random(row["number"])
-        doc = document(rng, self.split, self.shape)
+        doc, rng = self.document(row["number"])
         fact = rng.sample(doc.current(), self.per_document)[row["question"]]
         name = f"{self.split}-{row['number']}.{row['question']}"
         return self.ask(name, ("", opening(doc.text), ""), ask(fact), fact.value)

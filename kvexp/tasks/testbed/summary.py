@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from kvexp.tasks.base import Example
 from kvexp.tasks.testbed.base import Generated
-from kvexp.testbed.document import document
 from kvexp.testbed.forms import SUMMARY, opening, summary
 from kvexp.testbed.words import ORDINALS
 
@@ -26,7 +25,7 @@ class TestbedSummary(Generated):
     max_new_tokens: int = 48
 
     def example(self, row: dict[str, Any], where: str) -> Example:
-        doc = document(self.random(row["number"]), self.split, self.shape)
+        doc, _ = self.document(row["number"])
         return Example(f"{self.split}-{row['number']}", opening(doc.text) + SUMMARY, summary(doc.marked))
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:

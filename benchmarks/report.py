@@ -1,0 +1,64 @@
+"""Every table of a folder of results, then the issue's targets with what was reached.
+
+python -m benchmarks.report benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import printed
+from benchmarks.store import RESULTS, Cell
+from benchmarks.table import Line, table
+
+
+def tables(folder: Path, tiny: bool = False) -> tuple[list[str], list[Line]]:
+    """The printed tables in order of file and cell, and the lines that have a target."""
+    texts, judged = [], []
+    for file in sorted(folder.glob("*.json")):
+        module = _module(file.stem)
+        for cell in json.loads(file.read_text("utf-8")) if module else ():
+            if cell["key"].get("tiny") and not tiny:
+                continue
+            texts.append(printed(file.stem, cell, module.title, module.lines))
+            judged += [_named(file.stem, module, cell, line) for line in module.lines(cell) if line.target]
+    return texts, judged
+
+
+def _module(name: str) -> Any:
+    """The benchmark that wrote a file of this name; None for other files."""
+    try:
+        module = importlib.import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError:
+        return None
+    return module if hasattr(module, "title") and hasattr(module, "lines") else None
+
+
+def _named(name: str, module: Any, cell: Cell, line: Line) -> Line:
+    """The line under its full name: what a table's heading says, in front."""
+    where = f"{name}, {cell['key']['device']}, {module.title(cell['key'])}: {line.what}"
+    return Line(where, line.ratio, line.by_cpu, target=line.target, note=line.note)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--tiny", action="store_true", help="also what was run with --tiny")
+    options = parser.parse_args(arguments)
+    texts, judged = tables(options.folder, options.tiny)
+    if not texts:
+        print(f"no results under {options.folder}; run: make bench")
+        return 1
+    print("\n".join(texts))
+    if judged:
+        print(f"\ntargets\n\n{table(judged)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`make bench` and `make bench-gpu`: the benchmarks in order, each a command of its own that may take ten minutes.
+
+    python -m benchmarks.suite cpu
+    python -m benchmarks.suite gpu --only table1_1k llama2_32k
+
+What is already under benchmarks/results is not measured again, so a suite that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.store import RESULTS
+
+MINUTES = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One command: benchmarks.`module` with `arguments`; `tiny`: what to change to try it on a CPU in seconds."""
+
+    name: str
+    module: str
+    arguments: str
+    tiny: str
+    python: str = sys.executable
+
+    def words(self, tiny: bool = False) -> list[str]:
+        return [*self.arguments.split(), *(["--tiny", "--repeats", "1", *self.tiny.split()] if tiny else [])]
+
+
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+EVICTING = "h2o@0.2 keyformer@0.2 a2sf@0.2"
+LONG = "--variants hf full h2o@0.2 keyformer@0.2 a2sf@0.2 streaming_llm@0.2"
+PAPER = "--variants hf full h2o@0.9 keyformer@0.5 h2o@0.5"
+FETCH = "--variants full h2o@0.2 sparq@0.2 infllm@0.2 pqcache@0.2"
+
+CPU = (
+    Run("startup", "startup", "--repeats 2", ""),
+    Run(
+        "decode",
+        "decode",
+        f"--prompts 1024 4096 --repeats 3 --variants hf hf_static full {EVICTING} streaming_llm@0.2 short@0.2",
+        "--prompts 40 --new 4",
+    ),
+    Run(
+        "decode_8k",
+        "decode",
+        f"--prompts 8192 --batches 1 8 --new 32 --repeats 3 --variants hf full {EVICTING} short@0.2",
+        "--prompts 50 --batches 1 2 --new 4",
+    ),
+    Run("prefill", "prefill", f"--prompts 8192 --repeats 2 --variants hf {EVICTING}", "--prompts 40"),
+    Run("sweep_testbed", "sweep", "--model testbed --rows 8 --repeats 1", "--rows 1 --fast basic"),
+    Run("sweep_100m", "sweep", "--model 100m --rows 1 --repeats 1", "--rows 1 --fast basic"),
+    Run("peers", "peers", "--prompts 4096 --repeats 2", "--prompts 70 --new 3", str(PEERS)),
+)
+
+
+def _table_1(length: int) -> Run:
+    """Keyformer's Table 1 and Fig 9."""
+    arguments = f"--shape mpt_7b --lengths {length}+{length} --beams 1 4 --repeats 3 --window 32 {PAPER}"
+    return Run(f"table1_{length // 1024}k", "whole", arguments, "--lengths 20+20 --window 4 --beams 1 2")
+
+
+def _batch(length: int) -> Run:
+    """The same lengths, batch to the limit."""
+    arguments = f"--shape mpt_7b --lengths {length}+{length} --most 96 --repeats 2 --window 16 {PAPER}"
+    tiny = "--lengths 12+12 --most 3 --window 4 --limit-gib 1"
+    return Run(f"batch_{length // 1024}k", "throughput", arguments, tiny)
+
+
+def _long(shape: str, length: int) -> Run:
+    """A 7B layout after a long prompt."""
+    arguments = f"--shape {shape} --lengths {length}+64 --repeats 3 {LONG}"
+    return Run(f"{shape.partition('_')[0]}_{length // 1024}k", "whole", arguments, "--lengths 48+4")
+
+
+def _fetch(length: int) -> Run:
+    """PQCache's Fig 10 a, b (arXiv:2407.12820): time to token 2 and per token of methods that fetch."""
+    arguments = f"--shape mistral_7b --lengths {length}+30 --repeats 3 {FETCH}"
+    return Run(f"retrieval_{length // 1024}k", "whole", arguments, "--lengths 200+4")
+
+
+GPU = (
+    Run(
+        "decode_8k",
+        "decode",
+        f"--shape llama2_7b --prompts 8192 --batches 1 8 --repeats 3 --variants hf full {EVICTING} "
+        "h2o@0.5 keyformer@0.5 a2sf@0.5 short@0.2 short@0.5",
+        "--prompts 50 --batches 1 2 --new 4",
+    ),
+    Run(
+        "prefill",
+        "prefill",
+        f"--shape llama2_7b --prompts 8192 32768 --observe triton --repeats 3 --variants hf full {EVICTING}",
+        "--prompts 40 --observe blocked",
+    ),
+    *(_table_1(length) for length in (1024, 2048, 4096)),
+    Run(
+        "figure_1",
+        "keyformer_figures",
+        "--figures 1 --lengths 512 1024 2048 4096 8192 --beams 1 --repeats 2",
+        "--lengths 8 16 --window 4",
+    ),
+    Run("figure_10", "keyformer_figures", "--figures 10 --beams 1 --repeats 3", "--lengths 8 16 --window 4"),
+    *(_batch(length) for length in (1024, 2048, 4096)),
+    *(_long(shape, length) for shape in ("llama2_7b", "mistral_7b") for length in (2048, 8192, 32768)),
+    *(_fetch(length) for length in (2048, 8192, 32768)),
+)
+
+SUITES = {"cpu": CPU, "gpu": GPU}
+
+
+def run(one: Run, options: argparse.Namespace) -> bool:
+    """Run one command to its limit; False if it failed, was too slow, or cannot run here."""
+    if not Path(one.python).exists():
+        print(f"\n{one.name}: left out, {one.python} does not exist; run: make peers", flush=True)
+        return True
+    more = ["--out", options.out, *(["--again"] if options.again else [])]
+    line = [one.python, "-m", f"benchmarks.{one.module}", *one.words(options.tiny), *more]
+    print(f"\n== {one.name}: python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}", flush=True)
+    start = time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    try:
+        code = subprocess.run(line, cwd=ROOT, env=environment, timeout=options.minutes * 60).returncode
+    except subprocess.TimeoutExpired:
+        print(f"{one.name}: stopped after {options.minutes:g} minutes; the same command goes on from there", flush=True)
+        return False
+    print(f"{one.name}: {time.perf_counter() - start:.0f} s{'' if code == 0 else f', ended with {code}'}", flush=True)
+    return code == 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__)
+    parser.add_argument("suite", choices=list(SUITES))
+    parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    parser.add_argument("--again", action="store_true", help="measure also what is there")
+    parser.add_argument("--tiny", action="store_true", help="tiny layouts: shows that everything runs")
+    parser.add_argument("--out", default=str(RESULTS))
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="per command")
+    options = parser.parse_args(arguments)
+    runs = SUITES[options.suite]
+    unknown = set(options.only or ()) - {one.name for one in runs}
+    if unknown:
+        parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(one.name for one in runs)}")
+    chosen = [one for one in runs if options.only is None or one.name in options.only]
+    if options.list:
+        for one in chosen:
+            print(f"{one.name:16s} python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}")
+        return 0
+    failed = [one.name for one in chosen if not run(one, options)]
+    print(f"\n{len(chosen) - len(failed)} of {len(chosen)} done" + (f"; not: {', '.join(failed)}" if failed else ""))
+    print(f"all tables again: python -m benchmarks.report {options.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
