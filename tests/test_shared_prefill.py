@@ -36,11 +36,22 @@ def settings(outputs, method, *overrides):
     return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
 
 
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def content(folder):
-    """Everything a sweep leaves but times, by run and example; and each run's configuration and end."""
+    """Everything a sweep leaves but times, by run and example; and each run's configuration and end.
+
+    Metrics and log-probabilities to five digits: another batch rounds float32 sums otherwise.
+    """
     made = {}
     for run in runs(folder):
-        rows = {row["example"]: {k: v for k, v in row.items() if k != "seconds"} for row in run.rows()}
+        rows = {row["example"]: rounded({k: v for k, v in row.items() if k != "seconds"}) for row in run.rows()}
         made[run.hash] = (run.config, run.labels, run.baseline, run.finished, rows)
     return made
 
@@ -61,7 +72,7 @@ def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
         done = command("-m", f"hydra/launcher={launcher}", *SWEEP, *task, "model=testbed_rope", f"outputs_dir={out}")
         assert done.returncode == 0, done.stderr
         both[launcher] = content(out)
-        told = "share each prompt's prefill" in done.stdout
+        told = "runs that share each prompt's prefill" in done.stdout
         assert told == (launcher == "shared_prefill")
     assert len(both["basic"]) == 9
     assert both["shared_prefill"] == both["basic"]

@@ -1,14 +1,19 @@
-"""Counter-based noise: a pure function of (seed, layer, query head, query position, key position).
+"""Noise as a pure function of (seed, layer, query head, query position, key position).
 
-No generator state means that blocks, batches, beams, padding and devices cannot change a draw. The mixer is the
-public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts), applied once per query and once
-per element.
+No generator state means that blocks, batches, beams, padding and devices cannot change a draw. Fresh noise, one draw
+per (query, key), would cost several times what attention costs if every draw were hashed and put through two
+logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to a place in it, and the keys of
+that query take the draws from there on, `pool[place + key position]`. Within a row of attention no draw comes twice;
+two rows share a run of draws where their places are near, at different keys (DECISIONS.md, tests/test_noise.py).
+
+The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -18,8 +23,11 @@ from kvexp.errors import ConfigError
 
 EULER = 0.5772156649015329  # mean of the standard Gumbel distribution
 GUMBEL_STD = math.pi / math.sqrt(6)  # its standard deviation, 1.2825
-_GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
 KINDS = ("gumbel", "gaussian", "constant", "none")
+POOL = 1 << 22  # draws: 16 MiB in float32
+SPAN = 1 << 20  # the pool's first draws once more behind its end, so that a row up to this long is one run of memory
+_GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
+_CHUNK = 1 << 16  # draws made at a time: intermediate results stay in the processor's cache
 
 
 def mix(x: Tensor) -> Tensor:
@@ -39,12 +47,47 @@ def uniform(bits: Tensor) -> Tensor:
     return (((bits >> 9) & 0x7FFFFF).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def stream(seeds: Tensor, layer: int, heads: int) -> Tensor:
-    """[B] integer seeds -> [B, heads] int32: one independent stream per row seed, layer and head."""
+def shaped(bits: Tensor, kind: str) -> Tensor:
+    """int32 bits -> float32 draws of the Gumbel distribution, or of the Gaussian with its mean and deviation."""
+    u = uniform(bits)
+    if kind == "gumbel":
+        return u.log_().neg_().log_().neg_()
+    radius = u.log_().mul_(-2).sqrt_()
+    return radius.mul_(torch.cos(2 * math.pi * uniform(mix(bits ^ 0x5BD1E995)))).mul_(GUMBEL_STD).add_(EULER)
+
+
+def stream(seeds: Tensor, layer: int, heads: int, first: int = 0) -> Tensor:
+    """[B] integer seeds -> [B, heads] int32: one independent stream per row seed, layer and head from `first` on."""
     low = seeds.to(torch.int64) & 0xFFFFFFFF
     low = torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
     base = mix(mix(low) + layer * 97 + 1)
-    return mix(base[:, None] + torch.arange(heads, device=seeds.device, dtype=torch.int32) * _GOLDEN)
+    heads_of = torch.arange(first, first + heads, device=seeds.device, dtype=torch.int32)
+    return mix(base[:, None] + heads_of * _GOLDEN)
+
+
+def hashed(kind: str, base: Tensor, keys: Tensor) -> Tensor:
+    """One hash per draw: streams `base` [...], integer keys [..., S] -> draws [..., S] float32."""
+    return shaped(mix(base[..., None] + keys.to(torch.int32) * _GOLDEN), kind)
+
+
+def gumbel(seeds: Tensor, layer: int, query_positions: Tensor, keys: Tensor) -> Tensor:
+    """Draws hashed one by one, for sampling: seeds [B], query_positions [B], keys [B, S] -> [B, S] float32."""
+    base = mix(stream(seeds, layer, 1)[:, 0] + query_positions.to(torch.int32) * _GOLDEN)
+    return hashed("gumbel", base, keys)
+
+
+@cache  # two kinds, on every device there is
+def pool(kind: str, device: torch.device) -> Tensor:
+    """[POOL + SPAN] float32 draws, the same to the bit on every device: they are made on the processor."""
+    with torch.inference_mode(False), torch.no_grad():
+        if device.type != "cpu":
+            return pool(kind, torch.device("cpu")).to(device)
+        table = torch.empty(POOL + SPAN)
+        for start in range(0, POOL, _CHUNK):
+            index = torch.arange(start + 1, start + _CHUNK + 1, dtype=torch.int32)
+            table[start : start + _CHUNK] = shaped(mix(index * _GOLDEN), kind)
+        table[POOL:] = table[:SPAN]
+        return table
 
 
 @dataclass(frozen=True)
@@ -63,25 +106,27 @@ class Noise:
         if self.kind not in KINDS:
             raise ConfigError(f"noise must be one of {', '.join(KINDS)}, got {self.kind!r}")
 
+    @property
+    def constant(self) -> bool:
+        """Is it the same for all keys, so that a softmax does not see it?"""
+        return self.kind in ("constant", "none")
+
     def draw(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Noise for logits.
 
         seeds [B]; heads = H * G query heads; query_positions [B, Q]; key_positions [B, H, S] or [B, 1, S].
-        Returns [B, H * G, Q (1 if per key), S] float32, same device.
+        Returns [B, H * G, Q (1 if per key), S] float32 on the same device, or a scalar where it is constant.
         """
-        if self.kind == "none":
-            return torch.zeros((), device=key_positions.device)
-        if self.kind == "constant":
-            return torch.full((), EULER, device=key_positions.device)
-        base = stream(seeds, layer, heads)[:, :, None]
-        keys = key_positions.to(torch.int32)
-        if keys.shape[1] != 1:
-            keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
-        if self.fresh:
-            base = mix(base + query_positions.to(torch.int32)[:, None, :] * _GOLDEN)
-        bits = mix(base[..., None] + keys[:, :, None, :] * _GOLDEN)
-        u = uniform(bits)
-        if self.kind == "gumbel":
-            return u.log_().neg_().log_().neg_()
-        radius = u.log_().mul_(-2).sqrt_()
-        return radius.mul_(torch.cos(2 * math.pi * uniform(mix(bits ^ 0x5BD1E995)))).mul_(GUMBEL_STD).add_(EULER)
+        if self.constant:
+            return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
+        if not self.fresh:
+            keys = key_positions.repeat_interleave(heads // key_positions.shape[1], dim=1)
+            return hashed(self.kind, stream(seeds, layer, heads), keys)[:, :, None]
+        places = self.places(seeds, layer, heads, query_positions)
+        at = places.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
+        return pool(self.kind, places.device).take(at & (POOL - 1)).flatten(1, 2)
+
+    def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
+        """Where in the pool each query's draws start, for `heads` query heads from `first` on: [B, heads, Q] int32."""
+        base = stream(seeds, layer, heads, first)[:, :, None]
+        return mix(base + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL - 1)

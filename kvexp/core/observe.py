@@ -1,7 +1,9 @@
 """Column sums of observed attention: the one number per slot that accumulating methods remember.
 
-`naive` materialises every query row (the truth); `blocked` walks over blocks of query rows in O(rows x slots) memory.
-Both return the same numbers up to float32 summation order.
+`naive` materialises every query row (the truth); `blocked` walks over blocks of query rows in O(rows x slots) memory;
+`triton` does so in two kernels (kvexp.core.triton_observe).
+All return the same numbers up to float32 rounding: another order of summation, and in tiles the scale of the logits is
+multiplied into the query.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvexp.core import tiles, triton_observe
 from kvexp.core.attend import Sight
 from kvexp.core.view import Attention
 
@@ -49,12 +52,33 @@ def weighted_columns(probabilities: Tensor, weights: Tensor) -> Tensor:
     return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)
 
 
+def columns(
+    how: str,
+    sight: Sight,
+    view: Attention,
+    weights: Tensor,
+    taus: Tensor,
+    seeds: Tensor,
+    layer: int,
+    rows_left: int | None,
+    block: int | None,
+) -> Tensor:
+    """[B, H, S] float32 in the way that was asked for; the kernels observe prompts, decode rows are few."""
+    if how == "naive":
+        return naive(sight, view, weights, taus, seeds, layer)
+    if how == "triton" and rows_left is not None:
+        start = first_row(view, sight.query.shape[3], rows_left)
+        return triton_observe.columns(sight, view, weights, taus, seeds, layer, start)
+    return blocked(sight, view, weights, taus, seeds, layer, rows_left, block)
+
+
 def naive(sight: Sight, view: Attention, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int) -> Tensor:
     """All rows at once: [B, H, S]."""
     rows, slots = slice(0, sight.query.shape[3]), sight.keys.shape[2]
     return weighted_columns(observed(sight, view, rows, slots, taus, seeds, layer), weights)
 
 
+@torch.no_grad()
 def blocked(
     sight: Sight,
     view: Attention,
@@ -65,9 +89,14 @@ def blocked(
     rows_left: int | None = None,
     block: int | None = None,
 ) -> Tensor:
-    """The same in blocks of `block` query rows (default: as many as keep a block's logits under 64 MiB)."""
+    """The same in blocks of `block` query rows (default: as many as keep a block's logits under 64 MiB, or in a tile).
+
+    Which way a prompt is observed on a processor goes by its own length, never by the batch it is in.
+    """
     b, h, g, count, _ = sight.query.shape
     slots = sight.keys.shape[2]
+    if tiles.suited(sight, view) and (block is not None or h * g * count * slots > tiles.WHOLE):
+        return tiles.columns(sight, view, weights, taus, seeds, layer, block)
     block = block or max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
     total = torch.zeros(b, h, slots, device=sight.keys.device)
     for rows in row_blocks(view, count, block, rows_left):
@@ -78,11 +107,16 @@ def blocked(
 
 
 def row_blocks(view: Attention, count: int, block: int, rows_left: int | None) -> list[slice]:
-    """Blocks of rows, oldest first, leaving out the rows whose weight is exactly 0 (padding is on the left only)."""
+    """Blocks of rows, oldest first, from the first that weighs anything on."""
+    return [slice(a, min(a + block, count)) for a in range(first_row(view, count, rows_left), count, block)]
+
+
+def first_row(view: Attention, count: int, rows_left: int | None) -> int:
+    """Rows before it weigh exactly 0, whatever the padding, which is on the left only. Asks no device."""
     start = 0
     if view.decay < 1:
         after = torch.arange(count - 1, -1, -1, dtype=torch.float32)
         start = int((torch.pow(torch.tensor(view.decay), after) == 0).sum())
     if view.last_rows is not None and rows_left is not None:
         start = max(start, min(count, count + rows_left - view.last_rows))
-    return [slice(a, min(a + block, count)) for a in range(start, count, block)]
+    return start

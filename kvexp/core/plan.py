@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from kvexp.core import triton_observe
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
 from kvexp.errors import ConfigError
@@ -15,7 +16,8 @@ class Plan:
     """How all layers of a cache behave: a method, its budget, when and how slots are dropped.
 
     mode: overwrite (default), compact or mask. positions: original ids, or renumbered 0..S-1 among the survivors at
-    every step. observe: blocked, or naive (all prompt rows at once); block: rows per block (None: by memory).
+    every step. observe: blocked, naive (all prompt rows at once) or triton (CUDA kernels); block: rows per block
+    (None: by memory).
     """
 
     method: Method
@@ -23,7 +25,7 @@ class Plan:
     cadence: Cadence = field(default_factory=Cadence)
     mode: Literal["overwrite", "compact", "mask"] = "overwrite"
     positions: Literal["original", "renumbered"] = "original"
-    observe: Literal["blocked", "naive"] = "blocked"
+    observe: Literal["blocked", "naive", "triton"] = "blocked"
     block: int | None = None
 
     def __post_init__(self) -> None:
@@ -31,10 +33,12 @@ class Plan:
         for key, allowed in (
             ("mode", ("overwrite", "compact", "mask")),
             ("positions", ("original", "renumbered")),
-            ("observe", ("blocked", "naive")),
+            ("observe", ("blocked", "naive", "triton")),
         ):
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if self.observe == "triton":
+            triton_observe.check_installed()
         if self.block is not None and self.block < 1:
             raise ConfigError(f"block must be at least 1 row or null, got {self.block}")
         if method.evicts and not method.per_query and not self.cadence.at_prefill and self.cadence.every is None:

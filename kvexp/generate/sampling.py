@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from kvexp.core.noise import Noise
+from kvexp.core.noise import gumbel
 
 
 class RowSampler(LogitsProcessor):  # type: ignore[misc]
@@ -25,7 +25,7 @@ class RowSampler(LogitsProcessor):  # type: ignore[misc]
         if self._seeds is None or self._seeds.device != device:
             self._seeds = torch.tensor(self.seeds, device=device)
         seeds = self._seeds
-        step = torch.full((len(self.seeds), 1), input_ids.shape[1] - self.prompt_columns, device=device)
-        tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), 1, -1)
+        step = torch.full((len(self.seeds),), input_ids.shape[1] - self.prompt_columns, device=device)
+        tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), -1)
         # Layer -1 keeps these draws apart from the noise inside the model under the same seed.
-        return scores.float() + Noise("gumbel").draw(seeds, -1, 1, step, tokens)[:, 0, 0]
+        return scores.float() + gumbel(seeds, -1, step, tokens)

@@ -1,0 +1,175 @@
+"""The kernels against all rows at once: compiled on a CUDA device, else under Triton's interpreter where it is there.
+
+`pip install triton` brings it, without a GPU too; CI does without (285 MB).
+"""
+
+import importlib.util
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvexp.core import Budget, Geometry, Plan, observe, triton_observe
+from kvexp.core.attend import Sight
+from kvexp.errors import ConfigError
+from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+KERNELS = "kvexp.core.triton_kernels"
+installed = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+METHODS = {
+    "h2o": H2O(),
+    "a2sf": A2SF(alpha=0.9),
+    "newest": A2SF(alpha=0.0),
+    "snapkv": SnapKV(window=5),
+    "keyformer": Keyformer(),
+    "per key": Keyformer(fresh=False),
+    "gaussian, warm": Keyformer(noise="gaussian", tau_init=1.7, tau_end=1.7),
+    "constant": Keyformer(noise="constant"),
+    "both": KeyformerA2SF(alpha=0.8),
+}
+WORLDS = {
+    "plain": {},
+    "padding": {"padding": (0, 29)},
+    "alibi": {"alibi": True, "padding": (0, 11)},
+    "window": {"window": 21, "padding": (0, 31)},
+    "later chunk": {"ahead": 23, "padding": (0, 7)},
+    "heads disagree": {"disagree": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    """Kernels decide when they are imported whether they are interpreted."""
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def sight_of(
+    count=65, heads=2, groups=3, dim=24, padding=(0, 0), alibi=False, window=None, ahead=0, disagree=False, dtype=None
+):
+    dice = torch.Generator().manual_seed(2)
+    slots = count + ahead
+    query = torch.randn(2, count, heads * groups, dim, generator=dice).to(DEVICE, dtype) * 2
+    keys = torch.randn(2, heads, slots, dim, generator=dice).to(DEVICE, dtype)
+    columns = (torch.arange(slots) - torch.tensor(padding)[:, None]).clamp(min=-1)
+    seen = columns[:, None]
+    if disagree:  # as after an eviction
+        seen = torch.stack([columns, columns.flip(1)], dim=1)
+    slopes = torch.arange(1, heads * groups + 1, device=DEVICE) / 7 if alibi else None
+    geometry = Geometry(dim**-0.5, sliding_window=window, alibi=slopes)
+    return Sight(
+        query.transpose(1, 2).unflatten(1, (heads, groups)),  # strided, as models hand it in
+        keys,
+        keys,
+        seen.to(DEVICE),
+        columns[:, ahead:].to(DEVICE),
+        geometry,
+        in_order=not disagree,
+        padded=True,
+    )
+
+
+def sums(sight, method, how):
+    view = method.view
+    weights = observe.row_weights(view, sight.query_positions, 0)
+    taus = torch.full((sight.query.shape[3],), view.tau[0], device=DEVICE)
+    return observe.columns(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
+
+
+def same(got, expected):
+    """Tolerance: logits up to 20 at 2**-24 each, through exp, over at most 390 rows that add up."""
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@installed
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_kernels_are_naive(method, world):
+    sight = sight_of(**WORLDS[world])
+    same(sums(sight, METHODS[method], "triton"), sums(sight, METHODS[method], "naive"))
+
+
+@installed
+@pytest.mark.parametrize("method", ["h2o", "keyformer", "snapkv"])
+@pytest.mark.parametrize("count", [1, 17, 63, 64, 65, 130])
+def test_awkward_lengths(count, method):
+    sight = sight_of(count, heads=1, groups=2, dim=7)
+    same(sums(sight, METHODS[method], "triton"), sums(sight, METHODS[method], "naive"))
+
+
+@installed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_rounds_products_as_the_truth_does(dtype):
+    """A product between two numbers of the dtype may be summed up to either; the rounding itself is far larger."""
+    if not GPU and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 wrongly: it takes the bits for whole numbers")
+    sight = sight_of(dtype=dtype)
+    rounded = sums(sight, H2O(), "naive")
+    error = (sums(sight, H2O(), "triton") - rounded).abs().max()
+    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), "naive")
+    assert error < 0.1 * (exact - rounded).abs().max()
+
+
+@installed
+def test_two_runs_agree_to_the_bit():
+    sight = sight_of(130, padding=(0, 5))
+    assert torch.equal(sums(sight, Keyformer(), "triton"), sums(sight, Keyformer(), "triton"))
+
+
+@installed
+def test_padding_neither_gives_nor_takes():
+    score = sums(sight_of(padding=(0, 29)), H2O(), "triton").cpu()
+    torch.testing.assert_close(score.sum(-1), torch.tensor([[65.0], [36.0]]).expand(2, 2) * 3, atol=1e-3, rtol=0)
+    assert (score[1, :, :29] == 0).all()
+
+
+@installed
+def test_three_tokens_by_hand():
+    """Logits 0 and ln 2 only: rows (1), (1/3, 2/3), (1/4, 1/2, 1/4)."""
+    keys = torch.tensor([[0.0], [math.log(2)], [0.0]], device=DEVICE)[None, None]
+    at = torch.arange(3, device=DEVICE)[None]
+    sight = Sight(torch.ones(1, 1, 1, 3, 1, device=DEVICE), keys, keys, at[:, None], at, Geometry(1.0), in_order=True)
+    seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
+    for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
+        weights = observe.row_weights(method.view, at, 0)
+        got = observe.columns("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
+        torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
+
+
+def test_what_cannot_be_said_without_triton_is_said_before_a_model_loads(monkeypatch):
+    monkeypatch.setattr(triton_observe, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="observe=triton needs Triton, which is not installed"):
+        Plan(H2O(), Budget(tokens=9), observe="triton")
+
+
+@installed
+def test_what_the_kernels_refuse(monkeypatch):
+    with pytest.raises(ConfigError, match="float64: set observe=blocked"):
+        sums(sight_of(dtype=torch.float64), H2O(), "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if not GPU:
+        with pytest.raises(ConfigError, match="needs a CUDA device"):
+            sums(sight_of(), H2O(), "triton")
+
+
+@installed
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("method", ["h2o", "keyformer", "a2sf"])
+def test_long_prompts_on_a_gpu(method):
+    """4096 tokens of the 7B shape in bfloat16: the kernels against blocks of rows, relative to the largest score."""
+    sight = sight_of(4096, heads=32, groups=1, dim=128, dtype=torch.bfloat16)
+    expected = sums(sight, METHODS[method], "blocked")
+    assert (sums(sight, METHODS[method], "triton") - expected).abs().max() < 2e-3 * expected.max()
+
+
+def test_nothing_else_imports_the_kernels():
+    code = "import sys, kvexp.core, kvexp.methods; sys.exit('triton' in sys.modules or 'KERNELS' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code.replace("KERNELS", KERNELS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
