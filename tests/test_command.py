@@ -43,7 +43,8 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 def test_a_sweep_counts_its_jobs_and_says_how_long_the_rest_takes(command):
-    code, out, err = command("-m", "method=h2o,window", "kv_ratio=0.3,0.6")
+    each = ("-m", "hydra/launcher=basic", "method=h2o,window", "kv_ratio=0.3,0.6")
+    code, out, err = command(*each)
     assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("[")]
     assert lines[0] == "[1/4] h2o kv_ratio=0.3"
@@ -55,7 +56,7 @@ def test_a_sweep_counts_its_jobs_and_says_how_long_the_rest_takes(command):
     ]
     assert all(", about " in line and line.endswith(" left") for line in lines[1:])
     assert "HYDRA" not in out + err
-    again = [line for line in command("-m", "method=h2o,window", "kv_ratio=0.3,0.6")[1].splitlines() if line[:1] == "["]
+    again = [line for line in command(*each)[1].splitlines() if line[:1] == "["]
     assert again[3] == "[4/4] window kv_ratio=0.6", "nothing was measured, so nothing is foretold"
     assert not any(line.startswith("[") for line in command("method=h2o", "kv_ratio=0.3")[1].splitlines())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.core import observe, step
+from kvexp.core import score, step
 from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with, renumbered
 from kvexp.core.evict import Overwrite, Quota, mode_of, protected, ranked
 from kvexp.core.ledger import Ledger
@@ -122,14 +122,14 @@ class LayerState:
         if self.slots is None:
             self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
         slots, time = self.slots, self.timeline
-        score = self._born(key, positions)
+        born = self._born(key, positions)
         if key.shape[2] > 1 and not time.in_prompt:
             self.mode.loosen()
         place = self.mode.place() if key.shape[2] == 1 and not time.in_prompt else None
         if place is not None:
-            slots.write(place, key, value, positions, score)
+            slots.write(place, key, value, positions, born)
         else:
-            slots.append(key, value, positions, score, room=self._room())
+            slots.append(key, value, positions, born, room=self._room())
         return slots
 
     def _room(self) -> int:
@@ -184,56 +184,19 @@ class LayerState:
     # -- observing ----------------------------------------------------------------------------------------------------
 
     def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None, seen: Columns) -> None:
-        view, time = self.view, self.timeline
-        if view is None or (not time.in_prompt and not self.plan.method.evicts_while_decoding):
+        view, time, plan = self.view, self.timeline, self.plan
+        if view is None or (not time.in_prompt and not plan.method.evicts_while_decoding):
             return
-        if time.in_prompt:
-            key = (view.observed, self.plan.observe, self.plan.block)
-            columns = seen.get(key)
-            columns = seen[key] = self._columns(view, sight, None) if columns is None else columns
-        else:
-            columns = self._columns(view, sight, probabilities)
-        self._accumulate(slots, view, self.pooled(view, columns), sight.query_positions)
-
-    def _columns(self, view: Attention, sight: Sight, probabilities: Tensor | None) -> Tensor:
-        """Column sums [B, H, S] of this forward's rows."""
-        time = self.timeline
-        rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
-        weights = observe.row_weights(view, sight.query_positions, rows_left)
-        if probabilities is not None and view.plain:
-            return observe.weighted_columns(probabilities, weights)
-        taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
-        seeds = time.seeds.to(weights.device)
-        how, block = self.plan.observe, self.plan.block
-        return observe.columns(how, sight, view, weights, taus, seeds, self.index, rows_left, block)
-
-    def pooled(self, view: Attention, columns: Tensor) -> Tensor:
-        """Sum columns [B, H, S] over heads and over the batch rows that share a score."""
-        b, h, s = columns.shape
-        if view.pool_heads:
-            columns = columns.sum(1, keepdim=True).expand(b, h, s)
-        group = {"per_beam": 1, "per_sample": self.timeline.num_beams, "sum_all": b}[view.batch]
-        if group > 1:
-            view.check_lengths(self.timeline.prompt_lengths)
-            columns = columns.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
-            columns = columns.reshape(b, h, s)
-        return columns
+        key = (view.observed, plan.observe, plan.block) if time.in_prompt else None
+        columns = seen.get(key) if key is not None else None
+        if columns is None:
+            columns = score.columns(plan, view, sight, probabilities, time, self.index)
+        if key is not None:
+            seen[key] = columns
+        self._accumulate(slots, view, score.pooled(view, columns, time), sight.query_positions)
 
     def _accumulate(self, slots: Slots, view: Attention, columns: Tensor, query_positions: Tensor) -> None:
-        score = slots.score[:, :, : slots.used]
-        factor: Tensor | None = None
-        if view.decay < 1:
-            new = (query_positions >= 0).sum(1).float()
-            factor = torch.pow(torch.full((), view.decay, device=new.device), new)[:, None, None]
-        shared, in_prompt = self.shared, self.timeline.in_prompt
-        if shared is None or in_prompt:
-            result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
-            columns = result
-        if shared is not None and (not in_prompt or self.timeline.prompt_complete):
-            # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
-            result = shared.update(slots.positions[:, :, : slots.used], columns, None if in_prompt else factor)
-        # In mask mode -inf marks an evicted slot and must survive decay and addition.
-        score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))
+        score.accumulate(slots, view, columns, query_positions, self.timeline, self.shared)
 
     # -- evicting -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from kvexp.core.attend import Geometry, attend_with
 from kvexp.core.evict import Overwrite
 from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
+from kvexp.core.score import pooled
 from kvexp.core.select import LAST
 from kvexp.core.slots import Slots
 
@@ -116,7 +117,7 @@ class Stack:
         columns = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
         if self.pools:
             each = zip(self.states, self.views, columns.split(self.sizes[: self.observing]), strict=False)
-            columns = _joined([state.pooled(view, own) for state, view, own in each if view is not None])
+            columns = _joined([pooled(view, own, state.timeline) for state, view, own in each if view is not None])
         if self.decay is not None:
             self.slots.score.mul_(self.decay)
         self.slots.score[: len(columns)] += columns
