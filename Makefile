@@ -8,6 +8,7 @@ MAKEFLAGS   += --no-builtin-rules
 PYTHON  ?= python3
 WORKERS ?= 2
 TIMEOUT ?= 300
+SCALE   ?= testbed
 ARGS    ?=
 
 VENV  := .venv
@@ -24,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -97,6 +98,15 @@ bench: $(VENV)/.stamp ## measure speed and memory on this CPU, as ratios (under 
 
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
+
+reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=paper: from the hub)
+	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) $(ARGS)
+
+reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under outputs/smoke: does it run?
+	@$(BIN)/python -m experiments.reproduce all --smoke $(ARGS)
+
+reproduce-%: $(VENV)/.stamp
+	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

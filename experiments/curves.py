@@ -1,0 +1,138 @@
+"""Panels of quality against kv_ratio as the papers draw them: full as a black line, 99 % of it in red, intervals."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.theirs import beside
+from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
+
+# As the papers order them, each testbed model at the place of the one whose layout it has.
+MODELS = (
+    *("gptj_6b", "testbed_rope", "cerebras_6b7", "testbed_learned", "mpt_7b", "mpt_7b_storywriter", "mpt_7b_chat"),
+    *("testbed_alibi", "llama_7b", "llama2_7b", "llama2_7b_chat", "mistral_7b_instruct_v02", "testbed_gqa"),
+)
+METHODS = (
+    *("full", "dilated_window", "window", "streaming_llm", "random", "key_attention", "h2o", "h2o_damping", "a2sf"),
+    *("keyformer", "h2o_c", "infllm", "sparq", "quest", "pqcache", "oracle", "ideal"),
+)
+TASKS = ("cnn_dailymail", "testbed_summary", "soda", "testbed_dialogue", "govreport")
+METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "acc": "accuracy (%)", "f1": "F1"}
+WIDTH, HEIGHT = 2.6, 2.3  # inches of a panel: three make a page's width
+
+
+def in_order(values: Sequence[str], order: Sequence[str]) -> list[str]:
+    """Each once, those of the order first."""
+    found = list(dict.fromkeys(values))
+    return [name for name in order if name in found] + [name for name in found if name not in order]
+
+
+def panels_of(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """(model, task) of every panel: a row of the page per task, tasks and models in the papers' order."""
+    tasks, models = in_order(table["task"].tolist(), TASKS), in_order(table["model"].tolist(), MODELS)
+    there = set(zip(table["model"], table["task"], strict=True))
+    return [(model, task) for task in tasks for model in models if (model, task) in there]
+
+
+def curves(
+    table: pd.DataFrame,
+    figure: Figure,
+    paper: str = "",
+    x: str = "kv_ratio",
+    xlabel: str = "KV cache (% of the prompt)",
+) -> None:
+    """Draw `experiments.frame.points`: a panel per model and task, a line per method and setting, in the metric's unit.
+
+    paper: the exhibit whose numbers of the paper are overlaid (hollow) where model and task are the same. x: a column
+    of the table; a share of the prompt is shown in percent.
+    """
+    metric, panels = str(table["metric"].iloc[0]), panels_of(table)
+    columns = min(3, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure.set_size_inches(WIDTH * columns + 0.3, HEIGHT * rows + 0.45)
+    figure.set_layout_engine("constrained")
+    known = beside(paper, table) if paper else None
+    for place, (model, task) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        part = table[table["model"].eq(model) & table["task"].eq(task)]
+        _lines(part, axes, x)
+        if known is not None:
+            _paper(known[known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)], axes)
+        axes.set_title(textwrap.fill(f"{model}, {task} (n = {int(part['n'].min())})", 44), fontsize=8)
+        finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
+    legend(figure)
+
+
+def _lines(part: pd.DataFrame, axes: Axes, x: str) -> None:
+    full = part[part["method"].eq("full")]
+    if len(full):
+        levels(axes, float(full["value"].iloc[0]))
+    for method in in_order(part["method"].tolist(), METHODS):
+        runs = part[part["method"].eq(method) & part[x].notna()]
+        for (setting, line), dash in zip(runs.groupby("setting", sort=False), DASHES * 3, strict=False):
+            label = f"{method} {setting}".strip() if runs["setting"].nunique() > 1 else method
+            line_of(line.sort_values(x), axes, x, method, label, dash)
+
+
+def levels(axes: Axes, full: float) -> None:
+    """The full cache's black line and the red one at 99 % of it."""
+    axes.axhline(full, color="black", linewidth=1.3, label="full", zorder=1)
+    axes.axhline(0.99 * full, color=MARK_COLOR, linewidth=1.0, linestyle=(0, (2, 1.5)), label="99 % of full", zorder=1)
+
+
+def line_of(line: pd.DataFrame, axes: Axes, x: str, method: str, label: str, dash: Any = "-") -> None:
+    """One method's points with their intervals."""
+    where = line[x] * (100 if x == "kv_ratio" else 1)
+    reach = [(line["value"] - line["low"]).clip(lower=0), (line["high"] - line["value"]).clip(lower=0)]
+    axes.errorbar(
+        *(where.to_numpy(), line["value"].to_numpy(), [end.to_numpy() for end in reach]),  # one point is no scalar
+        **{"color": color_of(method), "marker": marker_of(method), "label": label, "linestyle": dash},
+        **{"markersize": 3.5, "linewidth": 1.2, "elinewidth": 0.8, "capsize": 1.5},
+    )
+
+
+def _paper(known: pd.DataFrame, axes: Axes) -> None:
+    """The paper's own points, hollow, with their reading error; its full cache as a thin dotted line."""
+    for method in in_order(known["method"].tolist(), METHODS):
+        theirs = known[known["method"].eq(method)]
+        if method == "full":
+            axes.axhline(
+                float(theirs["value"].iloc[0]), color="black", linewidth=0.8, linestyle=":", label="full (paper)"
+            )
+            continue
+        axes.errorbar(
+            *((100 * theirs["kv_ratio"]).to_numpy(), theirs["value"].to_numpy(), theirs["reading_error"].to_numpy()),
+            **{"color": color_of(method), "marker": marker_of(method), "markerfacecolor": "none", "markersize": 5},
+            **{"linewidth": 0.7, "linestyle": ":", "label": f"{method} (paper)"},
+        )
+
+
+def finish(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel, fontsize=8)
+    axes.set_ylabel(ylabel, fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.92", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Figure, columns: int = 0) -> None:
+    """Every label of every panel once, below all of them."""
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    width, longest = figure.get_size_inches()[0], max(map(len, entries))
+    columns = columns or max(1, min(len(entries), int(width / (0.06 * longest + 0.45))))
+    figure.legend(
+        list(entries.values()), list(entries), fontsize=7, loc="outside lower center", ncols=columns, frameon=False
+    )
+    lines = ceil(len(entries) / columns)
+    figure.set_size_inches(width, figure.get_size_inches()[1] + 0.15 * (lines - 1))

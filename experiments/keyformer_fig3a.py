@@ -1,0 +1,82 @@
+"""Keyformer, Fig. 3a: how sparse full attention is, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.attention_rows import nothing
+from experiments.curves import MODELS, in_order
+from experiments.means import columns
+from experiments.paired import all_hold, words
+from experiments.row_masks import full_attention
+from experiments.theirs import theirs
+from kvexp.runner.settings import Settings
+
+CLAIM = (
+    "Attention is sparse by itself, and how sparse varies with the model and from layer to layer (arXiv:2403.09054, "
+    "Fig. 3a and section 2.2; its threshold is not stated, ours counts weights below 1 % of their row's largest)"
+)
+BELOW = 0.01
+
+
+def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+    rows = []
+    for number, ids in enumerate(prompts):
+        shares = nothing(full_attention(model, ids), BELOW).tolist()
+        rows += [{"prompt": number, "layer": layer, "sparsity": share} for layer, share in enumerate(shares, 1)]
+    return pd.DataFrame(rows)
+
+
+COLLECT = collect
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per model and layer: mean over prompts, with its interval."""
+    found = []
+    for (model, task, layer), part in frame.groupby(["model", "task", "layer"], sort=False):
+        row = {"model": model, "task": task, "layer": layer, "n": part["prompt"].nunique()}
+        found.append(row | columns("sparsity", part["sparsity"].tolist()))
+    return pd.DataFrame(found)
+
+
+def draw(table: pd.DataFrame, figure: Figure) -> None:
+    figure.set_size_inches(4.2, 2.6)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    paper = theirs("keyformer_fig3a")
+    for place, model in enumerate(in_order(table["model"].tolist(), MODELS)):
+        line = table[table["model"].eq(model)].sort_values("layer")
+        reach = [line["sparsity"] - line["sparsity_low"], line["sparsity_high"] - line["sparsity"]]
+        look = {"color": LINES[place % len(LINES)], "marker": "osD^"[place % 4], "markersize": 4, "linewidth": 1.2}
+        axes.errorbar(line["layer"], line["sparsity"], reach, label=model, capsize=2, **look)
+        known = paper[paper["model"].eq(model)]
+        if len(known):
+            look |= {"linestyle": ":", "markerfacecolor": "none"}
+            axes.plot(known["layer"], known["value"], label=f"{model} (paper)", **look)
+    axes.set_xticks(sorted(table["layer"].unique()))
+    axes.set_xlabel("layer", fontsize=8)
+    axes.set_ylabel("attention sparsity (%)", fontsize=8)
+    axes.set_ylim(0, 100)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.92", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+
+
+LINES = ("#332288", "#117733", "#aa4499", "#661100")  # of models: none is a method's color
+
+
+def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
+    """On every model the intervals of two layers do not touch. How sparse is sparse the paper does not say."""
+    verdicts: list[bool | None] = []
+    found = []
+    for model, part in table.groupby("model", sort=False):
+        most, least = part.loc[part["sparsity"].idxmax()], part.loc[part["sparsity"].idxmin()]
+        verdicts.append(True if most["sparsity_low"] > least["sparsity_high"] else None)
+        ends = [words(row["sparsity"], row["sparsity_low"], row["sparsity_high"]) for row in (least, most)]
+        found.append(f"{model} from {ends[0]} % (layer {least['layer']}) to {ends[1]} % (layer {most['layer']})")
+    return all_hold(verdicts), "; ".join(found)

@@ -1,0 +1,75 @@
+"""Keyformer, Fig. 3b: the share of the attention that the best-scored tokens hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.attention_rows import mass
+from experiments.curves import MODELS, in_order
+from experiments.keyformer_fig3a import LINES
+from experiments.means import columns
+from experiments.paired import above, all_hold, words
+from experiments.row_masks import full_attention
+from experiments.theirs import theirs
+from kvexp.runner.settings import Settings
+
+CLAIM = "Around 40 % of the tokens, the key tokens, hold 90 % of the attention score (arXiv:2403.09054, Fig. 3b)"
+SHARES = [share / 10 for share in range(1, 10)]
+KEY, MOST = 0.4, 90.0
+
+
+def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+    rows = []
+    for number, ids in enumerate(prompts):
+        held = mass(full_attention(model, ids), SHARES)
+        rows += [{"prompt": number, "share": s, "mass": m} for s, m in zip(SHARES, held, strict=True)]
+    return pd.DataFrame(rows)
+
+
+COLLECT = collect
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per model and share of the tokens: percent of the accumulated attention, mean over prompts."""
+    found = []
+    for (model, task, share), part in frame.groupby(["model", "task", "share"], sort=False):
+        row = {"model": model, "task": task, "share": share, "n": part["prompt"].nunique()}
+        found.append(row | columns("mass", part["mass"].tolist()))
+    return pd.DataFrame(found)
+
+
+def draw(table: pd.DataFrame, figure: Figure) -> None:
+    figure.set_size_inches(4.2, 2.6)
+    figure.set_layout_engine("constrained")
+    axes = figure.add_subplot()
+    paper = theirs("keyformer_fig3b")
+    for place, model in enumerate(in_order(table["model"].tolist(), MODELS)):
+        line = table[table["model"].eq(model)].sort_values("share")
+        reach = [line["mass"] - line["mass_low"], line["mass_high"] - line["mass"]]
+        look = {"color": LINES[place % len(LINES)], "marker": "osD^"[place % 4], "markersize": 4, "linewidth": 1.2}
+        axes.errorbar(100 * line["share"], line["mass"], reach, label=model, capsize=2, **look)
+        known = paper[paper["model"].eq(model)]
+        if len(known):
+            look |= {"linestyle": ":", "markerfacecolor": "none"}
+            axes.plot(100 * known["kv_ratio"], 100 * known["value"], label=f"{model} (paper)", **look)
+    axes.axhline(MOST, color="0.4", linewidth=0.8, linestyle="--")
+    axes.axvline(100 * KEY, color="0.4", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("tokens, best first (%)", fontsize=8)
+    axes.set_ylabel("attention score (%)", fontsize=8)
+    axes.set_ylim(0, 102)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="0.92", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
+    """At least 90 % of the score on 40 % of the tokens, on every model."""
+    rows = table[table["share"].sub(KEY).abs().lt(1e-9)]
+    verdicts = [above(low, high, MOST) for low, high in zip(rows["mass_low"], rows["mass_high"], strict=True)]
+    cells = [f"{r.model} {words(r.mass, r.mass_low, r.mass_high)} %" for r in rows.itertuples()]
+    return all_hold(verdicts), f"40 % of the tokens hold {'; '.join(cells)} of the score"

@@ -1,0 +1,42 @@
+"""A text through a model under one mask per row, and what its rows attended to: A2SF's own way to look at pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Budget, Method
+from kvexp.lm_eval.row_mask import rule_of
+from kvexp.methods import Full
+from kvexp.models import RowMaskCache
+
+
+@torch.no_grad()
+def attention(model: Any, ids: Sequence[int], method: Method, budget: Budget | None) -> list[tuple[Tensor, Tensor]]:
+    """Per layer (mask bool, probabilities float32), each [query heads, n, n]: row by key.
+
+    One forward (arXiv:2407.20485, its 2024 code): deeper layers read what the mask left of the shallower ones.
+    """
+    cache = RowMaskCache(model, rule_of(method, budget, "local", len(ids), seed=0))
+    device = model.get_input_embeddings().weight.device
+    model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
+    found = [(state.mask, state.probabilities) for state in cache.states]
+    return [(mask[0].cpu(), rows[0].float().cpu()) for mask, rows in found if mask is not None and rows is not None]
+
+
+def full_attention(model: Any, ids: Sequence[int]) -> Tensor:
+    """[layers, query heads, n, n] float32, nothing pruned."""
+    return torch.stack([rows for _, rows in attention(model, ids, Full(), None)])
+
+
+def accumulated(rows: Tensor, alpha: float) -> Tensor:
+    """A_n = sum over q <= n of alpha^(n - q) S_q (arXiv:2407.20485, eq. 5), after every row: [..., n, n] twice."""
+    total = torch.zeros_like(rows[..., 0, :])
+    after = []
+    for q in range(rows.shape[-2]):
+        total = alpha * total + rows[..., q, :]
+        after.append(total)
+    return torch.stack(after, dim=-2)

@@ -1,0 +1,67 @@
+"""An experiment of conf/experiment run as run.py runs it, in this process; and its jobs without running them."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from experiments.exhibits import ROOT
+from kvexp.errors import ConfigError
+from kvexp.runner.job import SWEPT
+from kvexp.runner.report import COMMAND
+from kvexp.runner.settings import Settings, settings_of
+
+QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
+
+
+def sweep(experiment: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Run it, resuming what exists; the hashes of its runs and their baselines. ConfigError if a job failed.
+
+    Once per process: exhibits that show the same runs need not look for them again.
+    """
+    return list(_hashes(experiment, tuple(overrides)))
+
+
+@functools.cache
+def _hashes(experiment: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    COMMAND.hashes.clear()
+    COMMAND.failures.clear()
+    _command([f"experiment={experiment}", *overrides, QUIET])
+    if COMMAND.failures:
+        job, why = COMMAND.failures[0]
+        raise ConfigError(f"{len(COMMAND.failures)} job(s) of experiment={experiment} failed, the first: {job}: {why}")
+    return tuple(COMMAND.hashes)
+
+
+def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
+    """Every job of the sweep as checked settings; nothing is loaded or run."""
+    SWEPT.begin()
+    try:
+        _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET])
+    finally:
+        collected = SWEPT.end()
+    found = []
+    for one in collected:
+        plain = OmegaConf.to_container(one.config, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        config = {str(key): value for key, value in plain.items() if key not in ("log", "experiment")}
+        found.append(settings_of(config, one.choices, one.overrides))
+    return found
+
+
+def _command(overrides: list[str]) -> None:
+    """`python run.py -m OVERRIDES` in this process, so that many sweeps load torch and a model once."""
+    before, sys.argv = sys.argv, [str(ROOT / "run.py"), "-m", *overrides]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code and not COMMAND.failures:
+            raise ConfigError(
+                f"python run.py -m {' '.join(overrides)} did not begin: its message is in sweep.log"
+            ) from end
+    finally:
+        sys.argv = before

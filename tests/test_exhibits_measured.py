@@ -1,0 +1,95 @@
+"""What exhibits of A2SF and PQCache measure inside a model."""
+
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from experiments import a2sf_fig4, a2sf_table2, pqcache_fig5
+from experiments.exhibits import load
+from experiments.row_masks import accumulated, attention, full_attention
+from kvexp.core import Budget
+from kvexp.methods import A2SF, H2O, Ideal, Window
+from tests.exhibits import whole
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+IDS = [random.Random(3).randrange(5, 60) for _ in range(40)]
+
+
+def test_accumulated_attention_is_equation_five():
+    rows = torch.rand(2, 6, 6, generator=torch.Generator().manual_seed(0)).tril()
+    for alpha in (0.0, 0.3, 1.0):
+        found = accumulated(rows, alpha)
+        for n in range(6):
+            wanted = sum((alpha ** (n - q)) * rows[:, q] for q in range(n + 1))
+            torch.testing.assert_close(found[:, n], wanted, rtol=0, atol=1e-6)
+
+
+def test_full_attention_is_causal_and_sums_to_one(model):
+    rows = full_attention(model, IDS)
+    assert torch.equal(rows, rows.tril()) and rows.shape[-1] == len(IDS)
+    torch.testing.assert_close(rows.sum(-1), torch.ones(rows.shape[:-1]), rtol=0, atol=1e-5)
+
+
+def test_row_masks_leave_a_budgets_worth_of_keys(model):
+    for method in (H2O(), A2SF(), Ideal()):
+        for mask, rows in attention(model, IDS, method, Budget(kv_ratio=0.25)):
+            assert int(mask.sum(-1).max()) <= 11 and bool((rows[~mask] == 0).all())
+
+
+class Settings:
+    """As much of a run's settings as a measurement reads."""
+
+    def __init__(self, method, kv_ratio=0.25):
+        self.method, self.budget, self.seed = method, Budget(kv_ratio=kv_ratio), 0
+
+    def plan(self):
+        return {}
+
+
+def test_the_ideal_choice_is_like_itself_and_others_less(model):
+    own = a2sf_table2.collect(model, [IDS], Settings(Ideal())).iloc[0]
+    assert own["cosine"] == pytest.approx(1.0, abs=0.01) and own["overlap"] == 1.0
+    other = a2sf_table2.collect(model, [IDS], Settings(A2SF())).iloc[0]
+    assert 0 < other["overlap"] < 1 and other["cosine_pruned"] < other["cosine"] < own["cosine"]
+
+
+def test_maps_show_the_largest_attention_of_each_cell(model):
+    frame = a2sf_fig4.collect(model, [IDS, IDS], Settings(H2O()))
+    maps = frame[frame["map"].notna()]
+    lines = [line.split() for line in maps["map"].iloc[0].split(";")]
+    assert len(maps) == 2 and len(lines) == len(IDS) == len(lines[0])
+    assert lines[0][0] == "1000" and lines[0][1] == "0"
+    assert frame["sink"].dropna().between(0, 100).all()
+
+
+def test_a_power_law_and_an_exponential_are_told_apart():
+    rank = np.arange(1, 300, dtype=float)
+    power, exponential = pqcache_fig5._fits(rank**-1.5), pqcache_fig5._fits(np.exp(-0.05 * rank))
+    assert power["power"] == pytest.approx(1.0) and power["power_better"] == 100.0
+    assert exponential["exponential"] == pytest.approx(1.0) and exponential["power_better"] == 0.0
+
+
+ALPHAS = tuple((f"method.alpha={alpha}", A2SF(alpha=alpha)) for alpha in (0.1, 0.5))
+MASKS = (("", Window()), ("", H2O()), *ALPHAS)
+JOBS = {"a2sf_fig1": (("method.alpha=1.0", A2SF(alpha=1.0)), ALPHAS[0]), "a2sf_fig6": ALPHAS[:1]}
+JOBS |= {"a2sf_table2": MASKS, "a2sf_fig4": (("", Ideal()), *MASKS), "pqcache_fig5": ALPHAS[:1]}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_measurements_become_tables_verdicts_and_figures(model, name):
+    prompts = [[random.Random(i).randrange(5, 60) for _ in range(40)] for i in range(3)]
+    frames = []
+    for setting, method in JOBS[name]:
+        found = load(name).COLLECT(model, prompts, Settings(method))
+        labels = {"model": "m", "task": "t", "method": method.name, "setting": setting, "kv_ratio": 0.25}
+        frames.append(pd.DataFrame([labels] * len(found)).join(found))
+    whole(load(name), pd.concat(frames, ignore_index=True))
