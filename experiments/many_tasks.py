@@ -49,7 +49,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         task=[f"{task}, {METRICS.get(m, m)}" for task, m in zip(table["task"], table["metric"], strict=True)]
     )
     runs = named[named["method"].ne("full")].sort_values("kv_ratio", ascending=False, kind="stable")
-    bars(pd.concat([named[named["method"].eq("full")], runs]), figure, columns=4, width=2.3)
+    bars(pd.concat([named[named["method"].eq("full")], runs]), figure, columns=4, width=2.7)
     for axes in figure.axes:
         axes.set_ylabel("%" if axes.get_ylabel() else "", fontsize=8)
 

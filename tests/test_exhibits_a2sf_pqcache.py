@@ -99,6 +99,7 @@ def test_fig10d_wants_a_rise_and_a_fall():
         return pd.DataFrame(rows)
 
     assert whole(load("pqcache_fig10d"), frame((0.3, 0.6, 0.4))) is True
+    assert whole(load("pqcache_fig10d"), frame((0.1, 0.3, 0.2))) is False
     assert whole(load("pqcache_fig10d"), frame((0.3, 0.4, 0.6))) is False
 
 
