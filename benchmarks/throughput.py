@@ -56,7 +56,7 @@ def measure(options: Any, length: str) -> list[dict[str, Any]]:
         tokens = min(4, new)  # the fullest moment is the end, or the prefill: try both
         for at in {windows(v, prompt, new, tokens)[0], windows(v, prompt, new, tokens)[-1]}:
             sample = attempt(functools.partial(run, v, at, batch, tokens))
-            if "error" in sample or (limit is not None and sample["peak_bytes"] > limit * 2**30):
+            if "error" in sample or (limit is not None and sample["peak_bytes"] >= limit * 2**30):
                 return False
         return True
 

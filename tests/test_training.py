@@ -168,7 +168,9 @@ several({name: [sys.executable, "-c", sys.argv[2], str(folder / name)] for name 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_those_that_run_and_begins_no_other(number, tmp_path):
-    prepared = "import signal; signal.signal(signal.SIGTERM, signal.default_int_handler)" + LAUNCHER
+    # Both by hand: where the tests run in the background of a shell, SIGINT is ignored by all they start.
+    handled = "signal.signal(signal.SIG{}, signal.default_int_handler)"
+    prepared = "; ".join(["import signal", handled.format("TERM"), handled.format("INT")]) + LAUNCHER
     launcher = subprocess.Popen([sys.executable, "-c", prepared, str(tmp_path), ASLEEP], cwd=ROOT, stderr=-3)
     try:
         wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "ab"))
