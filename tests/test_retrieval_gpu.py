@@ -1,32 +1,18 @@
 """Retrieval on CUDA: the choices and tokens of the CPU, copies that are in time, memory that stays flat."""
 
-import copy
-
 import pytest
 import torch
+from test_gpu import _exact, on  # noqa: F401  # the fixture is used by being here
 from test_retrieval import LENGTHS, METHODS, PROMPTS, RELEASED, SCARCE
-from tiny import CONFIGS, later, stock
+from tiny import CONFIGS, later
 
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
-from kvexp.models import EvictionCache, install, random_model
+from kvexp.models import EvictionCache, random_model
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-def on(device, family, dtype=torch.float32):
-    return install(copy.deepcopy(stock(family)).to(device=device, dtype=dtype))
-
-
-@pytest.fixture(autouse=True)
-def _exact():
-    """TensorFloat-32 would round float32 products to ten bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("beams", [1, 4])

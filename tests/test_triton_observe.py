@@ -11,28 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_observe_tiles import METHODS
 
 from kvexp.core import Budget, Geometry, Plan, observe, triton_observe
 from kvexp.core.attend import Sight
 from kvexp.errors import ConfigError
-from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
+from kvexp.methods import A2SF, H2O, Keyformer
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 KERNELS = "kvexp.core.triton_kernels"
 installed = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-METHODS = {
-    "h2o": H2O(),
-    "a2sf": A2SF(alpha=0.9),
-    "newest": A2SF(alpha=0.0),
-    "snapkv": SnapKV(window=5),
-    "keyformer": Keyformer(),
-    "per key": Keyformer(fresh=False),
-    "gaussian, warm": Keyformer(noise="gaussian", tau_init=1.7, tau_end=1.7),
-    "constant": Keyformer(noise="constant"),
-    "both": KeyformerA2SF(alpha=0.8),
-}
 WORLDS = {
     "plain": {},
     "padding": {"padding": (0, 29)},

@@ -50,16 +50,14 @@ def generate(
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, beyond_context)
     ahead: dict[str, Any] = {"num_beams": decoding.num_beams, "max_new_tokens": new, "beyond_context": beyond_context}
-    if questions is not None:
-        ahead |= {"chunk": decoding.prefill_chunk, "tokenizer": tokenizer}
-        context = prefill(model, prompts, method, budget, seeds=row_seeds, **ahead, **plan)
-        options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": row_seeds}
-        return ask(model, context, questions, **options, keep_logits=keep_logits)
-    if decoding.num_beams == 1:
+    if questions is not None or decoding.num_beams == 1:
         start = time.perf_counter()
         ahead |= {"chunk": decoding.prefill_chunk, "tokenizer": tokenizer}
         context = prefill(model, prompts, method, budget, seeds=row_seeds, **ahead, **plan)
-        return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+        if questions is None:
+            return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+        options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": row_seeds}
+        return ask(model, context, questions, **options, keep_logits=keep_logits)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], seeds=row_seeds, **ahead, **plan)
     cache.resolve([len(p) for p in prompts], ids.shape[1])

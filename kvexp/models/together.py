@@ -122,20 +122,13 @@ class JoinedCache(Cache):  # type: ignore[misc]
                 raise ConfigError(f"{cache.plan.method.name} computes prompts in its own way: prefill it apart")
             if cache.timeline.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
-        self.caches, self.batch = caches, rows
+        self.caches = caches
         layers = []
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
             layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows), rotation))
         super().__init__(layers=layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def without(self, ended: list[bool]) -> JoinedCache:
-        """The caches that go on."""
-        return JoinedCache([cache for cache, end in zip(self.caches, ended, strict=True) if not end], self.batch)
 
     def crop(self, *_: Any) -> None:
         """Refused, as by each cache."""

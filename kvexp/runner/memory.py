@@ -41,11 +41,11 @@ def held(settings: Settings, lengths: Sequence[int]) -> list[int]:
 
 def token_bytes(model: Any) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * config.num_hidden_layers * kv_heads * dim * model.dtype.itemsize)
+    from kvexp.models.families import layers_of
+    from kvexp.models.retrieval import head_dim, kv_heads
+
+    config = model.config
+    return 2 * layers_of(config) * kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)
 
 
 def free_bytes(model: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -206,6 +207,7 @@ def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
+@functools.cache  # asked for by every run of a sweep, and git is a process
 def environment() -> dict[str, Any]:
     """Where and with what a run was made: versions, device, commit."""
     import torch

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.record import Run
-from kvexp.runner.answers import generated_together
+from kvexp.record import Run, identity
+from kvexp.runner.answers import UNTIMED, generated_together
 from kvexp.runner.contexts import asked_together, mixes_rows
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
 from kvexp.runner.memory import at_once
@@ -62,8 +62,8 @@ def fill(members: list[Settings]) -> None:
     members[0].task.check()
     by_name = {}
     for settings in members:
-        baseline = None if settings.is_baseline else Run.open(*_named(settings.baseline())).hash
-        run = Run.open(*_named(settings), environment(), baseline=baseline)
+        baseline = None if settings.is_baseline else identity(settings.baseline().identity)
+        run = Run.open(settings.outputs_dir, settings.identity, settings.labels, environment(), baseline=baseline)
         by_name[run.hash] = (settings, run)
     with ExitStack() as claims:
         for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it
@@ -71,10 +71,6 @@ def fill(members: list[Settings]) -> None:
             claims.enter_context(run.claim(waiting=waiting(run)))
         _fill([Member(*pair) for pair in by_name.values()])
     AHEAD.update(by_name)
-
-
-def _named(settings: Settings) -> tuple[Any, Any, Any]:
-    return settings.outputs_dir, settings.identity, settings.labels
 
 
 class Member:
@@ -175,9 +171,5 @@ def _together(
     if others:
         for mine, more in zip(made, asked_together(members, model, tokenizer, others), strict=True):
             mine |= more
-    return [{i: dataclasses.replace(answer, seconds=_untimed(answer)) for i, answer in mine.items()} for mine in made]
-
-
-def _untimed(answer: Any) -> dict[str, None]:
-    """A step taken in company says nothing about the time of one taken alone."""
-    return dict.fromkeys(answer.seconds)
+    # A step taken in company says nothing about the time of one taken alone.
+    return [{i: dataclasses.replace(answer, seconds=UNTIMED.copy()) for i, answer in mine.items()} for mine in made]
