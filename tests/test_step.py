@@ -7,7 +7,17 @@ from tiny import CONFIGS, prompts_of, tiny
 import kvexp.core.layer as layer
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
-from kvexp.methods import A2SF, H2O, TOVA, DilatedWindow, KeyAttention, Keyformer, KeyformerA2SF, Window
+from kvexp.methods import (
+    A2SF,
+    H2O,
+    TOVA,
+    DilatedWindow,
+    KeyAttention,
+    Keyformer,
+    KeyformerA2SF,
+    StreamingLLM,
+    Window,
+)
 from kvexp.models import EvictionCache
 
 HALF = Budget(kv_ratio=0.5)
@@ -24,11 +34,13 @@ METHODS = [
     TOVA(),
     Window(),
     DilatedWindow(),
+    StreamingLLM(),
+    StreamingLLM(n_sinks=0),
 ]
 ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
 
 
-def both(family, method, budget, lengths, monkeypatch, **changes):
+def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
     """(short, general, how often the short step was taken)."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
     decoding, seeds = Decoding(14, eos=None), list(range(len(lengths)))
@@ -39,9 +51,9 @@ def both(family, method, budget, lengths, monkeypatch, **changes):
         return taken[-1]
 
     monkeypatch.setattr(layer.step, "ready", counted)
-    short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True)
+    short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
     monkeypatch.setattr(layer.step, "ready", lambda *_: False)
-    general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True)
+    general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
     return short, general, sum(taken)
 
 
@@ -86,6 +98,25 @@ def test_on_every_family(family, monkeypatch):
 
 def test_with_a_sliding_window(monkeypatch):
     short, general, taken = both("mistral", A2SF(alpha=0.5), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
+    assert taken > 0
+    alike(short, general)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_renumbered_sinks_on_every_family(family, rows, monkeypatch):
+    """RoPE in halves, interleaved and partial, ALiBi; learned positions cannot move and stay original."""
+    positions = "original" if family in ("gpt2", "opt") else "renumbered"
+    short, general, taken = both(
+        family, StreamingLLM(n_sinks=3), HALF, ROWS[rows], monkeypatch, plan={"positions": positions}
+    )
+    assert taken == 13 * 2
+    alike(short, general)
+
+
+def test_renumbered_sinks_within_a_sliding_window(monkeypatch):
+    """Budget 20 is more than the 11 places that a query sees: a sink is hidden once its place is too far."""
+    short, general, taken = both("mistral", StreamingLLM(), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
     assert taken > 0
     alike(short, general)
 

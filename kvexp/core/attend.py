@@ -175,3 +175,15 @@ def renumbered(sight: Sight, positions: Tensor) -> Sight:
         moved = query_place[:, :, -1:] - sight.query_positions[:, None, -1:]
         keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
     return replace(sight, keys=keys, places=(place, query_place))
+
+
+def newest_logits(query: Tensor, keys: Tensor, where: Tensor, newest: Tensor, geometry: Geometry) -> Tensor:
+    """Of one newest query per row [R, H, G, 1, D]: [R, H, G, 1, S] float32 (or float64), nothing masked."""
+    if geometry.upcast:
+        query, keys = query.float(), keys.float()
+    x = torch.matmul(query[..., 0, :], keys.transpose(-1, -2))
+    x = (x if x.dtype == torch.float64 else x.float()) * geometry.scale
+    if geometry.alibi is not None:
+        slopes = geometry.alibi.view(1, *x.shape[1:3], 1).to(x.device)
+        x = x + slopes * (where - newest)[:, :, None].to(torch.float32)
+    return x[..., None, :]

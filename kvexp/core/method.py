@@ -58,6 +58,7 @@ class Method:
     evicts: ClassVar[bool] = True  # False: nothing is ever dropped (the baseline)
     evicts_while_decoding: ClassVar[bool] = True
     keeps_everything: ClassVar[bool] = False  # the budget counts what is attended to; nothing is dropped
+    keeps_newest: ClassVar[bool] = False  # its sinks and the newest tokens, in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query chooses for itself from everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
 

@@ -11,9 +11,10 @@ The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplicati
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -76,7 +77,7 @@ def gumbel(seeds: Tensor, layer: int, query_positions: Tensor, keys: Tensor) -> 
     return hashed("gumbel", base, keys)
 
 
-@cache  # two kinds, on every device there is
+@functools.cache  # two kinds, on every device there is
 def pool(kind: str, device: torch.device) -> Tensor:
     """[POOL + SPAN] float32 draws, the same to the bit on every device: they are made on the processor."""
     with torch.inference_mode(False), torch.no_grad():
@@ -117,16 +118,29 @@ class Noise:
         seeds [B]; heads = H * G query heads; query_positions [B, Q]; key_positions [B, H, S] or [B, 1, S].
         Returns [B, H * G, Q (1 if per key), S] float32 on the same device, or a scalar where it is constant.
         """
+        return self.source(seeds, layer, heads)(query_positions, key_positions)
+
+    def source(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`draw` as a function of positions, for those who draw often: seeds, layer and heads are hashed once."""
         if self.constant:
-            return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
+            return self._same
+        return functools.partial(self._drawn, stream(seeds, layer, heads))
+
+    def _same(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
+
+    def _drawn(self, streams: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         if not self.fresh:
-            keys = key_positions.repeat_interleave(heads // key_positions.shape[1], dim=1)
-            return hashed(self.kind, stream(seeds, layer, heads), keys)[:, :, None]
-        places = self.places(seeds, layer, heads, query_positions)
+            keys = key_positions.repeat_interleave(streams.shape[1] // key_positions.shape[1], dim=1)
+            return hashed(self.kind, streams, keys)[:, :, None]
+        places = _places(streams, query_positions)
         at = places.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
-        return pool(self.kind, places.device).take(at & (POOL - 1)).flatten(1, 2)
+        return pool(self.kind, places.device).take(at.bitwise_and_(POOL - 1)).flatten(1, 2)
 
     def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
         """Where in the pool each query's draws start, for `heads` query heads from `first` on: [B, heads, Q] int32."""
-        base = stream(seeds, layer, heads, first)[:, :, None]
-        return mix(base + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL - 1)
+        return _places(stream(seeds, layer, heads, first), query_positions)
+
+
+def _places(streams: Tensor, query_positions: Tensor) -> Tensor:
+    return mix(streams[:, :, None] + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL - 1)

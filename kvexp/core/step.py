@@ -7,21 +7,21 @@ query heads of a group; kept sets are the same (tests compare both, and both wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvexp.core.attend import Geometry, attend_with
+from kvexp.core.attend import Geometry, attend_with, newest_logits
 from kvexp.core.evict import Overwrite
 from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
 from kvexp.core.score import pooled
 from kvexp.core.select import LAST
+from kvexp.core.sinks import Moved
 from kvexp.core.slots import Slots
+from kvexp.core.tempered import runs
 
 if TYPE_CHECKING:
     from kvexp.core.layer import LayerState
@@ -31,20 +31,15 @@ def allowed(plan: Plan, shared: bool) -> bool:
     """Whether caches of this plan come to a state in which every step is the same."""
     method, kind = plan.method, type(plan.method)
     plain = kind.birth is Method.birth and kind.after_eviction is Method.after_eviction
-    steady = plan.mode == "overwrite" and plan.cadence.every == 1 and plan.positions == "original"
+    # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (kvexp.core.sinks).
+    steady = plan.mode == "overwrite" and plan.cadence.every == 1
+    steady = steady and (plan.positions == "original" or method.keeps_newest)
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 
 def ready(state: LayerState, query: Tensor, padding: Tensor | None) -> bool:
     """Whether this forward brings one real token to every row, and each has a free slot for it."""
     return query.shape[2] == 1 and padding is None and state.steady
-
-
-def turn(state: LayerState) -> tuple[int, str]:
-    """The order of caches in a stack: those that observe attention as it is, tempered or noised, and not at all."""
-    if state.view is None:
-        return 2, ""
-    return (0, "") if state.view.plain else (1, repr(state.view.noise))
 
 
 class Stack:
@@ -71,10 +66,14 @@ class Stack:
         self.observing = sum(view is not None for view in self.views)
         self.pools = any(map(_pools, states))
         self.plain = sum(n for n, view in zip(self.sizes, self.views, strict=True) if view is not None and view.plain)
-        self.tempered = _tempered(states, self.sizes, self.plain)
+        self.tempered = runs(states, self.sizes, self.plain)
         self.decay = self._decay()
         sinks = [state.plan.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
+        self.newest_only = all(state.plan.method.keeps_newest for state in states)
+        renumbered = [state.plan.positions == "renumbered" for state in states]
+        assert all(renumbered) or not any(renumbered)
+        self.moved = Moved(max(sinks), self.sinks) if renumbered[0] and any(sinks) else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
         """As `LayerState.forward`; query [R, H * G, 1, D] -> [R, H * G, 1, Dv]."""
@@ -84,8 +83,12 @@ class Stack:
         positions = _joined(parts)
         slots.write(free, key, value, positions, torch.zeros((), device=key.device).expand(free.shape))
         newest = positions[:, None]  # [R, 1, 1]
-        x = _logits(query.unflatten(1, (key.shape[1], -1)), slots.keys, slots.positions, newest, geometry)
-        dead = self._dead(newest, geometry)
+        query = query.unflatten(1, (key.shape[1], -1))
+        x = newest_logits(query, slots.keys, slots.positions, newest, geometry)
+        by = None if self.moved is None else self.moved.by(slots.positions, newest, dense=self.dense)
+        if self.moved is not None and by is not None:
+            self.moved.correct(x, query, slots, newest, by, geometry)
+        dead = self._dead(newest, by, geometry)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
@@ -97,19 +100,24 @@ class Stack:
             state.timeline.arrive()
         return out.flatten(1, 2)
 
-    def _dead(self, newest: Tensor, geometry: Geometry) -> Tensor | None:
-        """[R, H, S] bool: slots that are not seen; None: there are none."""
+    def _dead(self, newest: Tensor, by: Tensor | None, geometry: Geometry) -> Tensor | None:
+        """[R, H, S] bool: slots that are not seen; None: there are none. by: how far sinks have moved."""
         where = self.slots.positions
         dead = None if self.dense else where < 0
         if geometry.sliding_window is None:
             return dead
         past = where <= newest - geometry.sliding_window
+        if self.moved is not None and by is not None:
+            past &= ~(self.moved.among(where) & (where > newest + by - geometry.sliding_window))
         return past if dead is None else past | dead
 
     def _accumulate(self, x: Tensor, probabilities: Tensor, positions: Tensor) -> None:
         """Add what each cache observes of its rows to its score."""
-        plain = probabilities[: self.plain]
-        parts = [plain, *(part.observed(x[part.rows], positions[part.rows], self.slots) for part in self.tempered)]
+        plain, where = probabilities[: self.plain], self.slots.positions
+        parts = [
+            plain,
+            *(part.observed(x[part.rows], positions[part.rows], where[part.rows]) for part in self.tempered),
+        ]
         parts = [part for part in parts if len(part)]
         if not parts:
             return
@@ -125,6 +133,9 @@ class Stack:
     def _free(self, newest: Tensor, geometry: Geometry) -> None:
         """Free the slot of the lowest rank for the next token: empty ones first, among equals the oldest."""
         where = self.slots.positions
+        if self.newest_only:
+            self._give(where.masked_fill(self._kept(where), LAST).argmin(dim=-1, keepdim=True))
+            return
         rank = self._rank(newest)
         if geometry.sliding_window is not None:
             rank = rank.masked_fill(where <= newest + 1 - geometry.sliding_window, -torch.inf)
@@ -136,7 +147,15 @@ class Stack:
             guard = (guard & (where >= 0)) | self.closed
         rank = rank.masked_fill(guard, torch.inf)
         lowest = rank == rank.amin(dim=-1, keepdim=True)
-        free = where.masked_fill(~lowest, LAST).argmin(dim=-1, keepdim=True)
+        self._give(where.masked_fill(~lowest, LAST).argmin(dim=-1, keepdim=True))
+
+    def _kept(self, where: Tensor) -> Tensor:
+        """[R, H, S] bool, where all but the newest are sinks: these, and the slots that no token may take."""
+        sinks = where < self.sinks
+        return sinks if self.closed is None else (sinks & (where >= 0)) | self.closed
+
+    def _give(self, free: Tensor) -> None:
+        """Free the slots [R, H, 1] for the next token."""
         self.slots.kill(free)
         for mode, part in zip(self.modes, free.split(self.sizes), strict=True):
             mode.give(part)
@@ -170,63 +189,12 @@ class Stack:
         return torch.tensor(each, device=self.slots.keys.device)[:, None, None]
 
 
-@dataclass(frozen=True)
-class _Tempered:
-    """Caches next to each other in a stack that observe through one kind of noise, each at its own temperature."""
-
-    rows: slice
-    states: list[LayerState]
-    sizes: list[int]
-
-    def observed(self, x: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-        """softmax((x + zeta) / tau) of rows x [R, H, G, 1, S] at positions [R, 1]."""
-        noise = self.states[0].view.noise if self.states[0].view is not None else None
-        if noise is not None:
-            h, g = x.shape[1:3]
-            seeds = _joined([state.timeline.seeds.to(x.device) for state in self.states])
-            zeta = noise.draw(seeds, self.states[0].index, h * g, positions, slots.positions[self.rows])
-            x = x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
-        taus = [
-            state.view.tau_at(state.timeline.query_steps[0], state.timeline.max_new_tokens)
-            for state in self.states
-            if state.view is not None
-        ]
-        # Tensors: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
-        if len(set(taus)) == 1:
-            return torch.softmax(x / torch.full((), taus[0], device=x.device), dim=-1)
-        each = [tau for tau, size in zip(taus, self.sizes, strict=True) for _ in range(size)]
-        return torch.softmax(x / torch.tensor(each, device=x.device)[:, None, None, None, None], dim=-1)
-
-
-def _tempered(states: list[LayerState], sizes: list[int], start: int) -> list[_Tempered]:
-    """The runs of equal noise among the states that do not observe attention as it is; the first row is `start`."""
-    made = []
-    pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if turn(state)[0] == 1]
-    for _, run in groupby(pairs, key=lambda pair: turn(pair[0])):
-        some, counts = map(list, zip(*run, strict=True))
-        made.append(_Tempered(slice(start, start + sum(counts)), some, counts))
-        start += sum(counts)
-    return made
-
-
 def _pools(state: LayerState) -> bool:
     """Whether a column sum is more than that of its own row and head."""
     view = state.view
     if view is None:
         return False
     return view.pool_heads or view.batch == "sum_all" or (view.batch == "per_sample" and state.timeline.num_beams > 1)
-
-
-def _logits(query: Tensor, keys: Tensor, where: Tensor, newest: Tensor, geometry: Geometry) -> Tensor:
-    """[R, H, G, 1, S] float32 (or float64), nothing masked."""
-    if geometry.upcast:
-        query, keys = query.float(), keys.float()
-    x = torch.matmul(query[..., 0, :], keys.transpose(-1, -2))
-    x = (x if x.dtype == torch.float64 else x.float()) * geometry.scale
-    if geometry.alibi is not None:
-        slopes = geometry.alibi.view(1, *x.shape[1:3], 1).to(x.device)
-        x = x + slopes * (where - newest)[:, :, None].to(torch.float32)
-    return x[..., None, :]
 
 
 def _padded(x: Tensor, width: int, value: float) -> Tensor:

@@ -20,6 +20,7 @@ class StreamingLLM(Method):
     """
 
     name: ClassVar[str] = "streaming_llm"
+    keeps_newest: ClassVar[bool] = True
     positions: ClassVar[str] = "renumbered"
     n_sinks: int = 4
 

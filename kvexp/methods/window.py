@@ -18,6 +18,7 @@ class Window(Method):
     """
 
     name: ClassVar[str] = "window"
+    keeps_newest: ClassVar[bool] = True
 
     def rank(self, now: Moment) -> Tensor:
         return newest_first(now)

@@ -12,7 +12,8 @@ from kvexp.core import LayerState, Rotation
 from kvexp.core.attend import Geometry
 from kvexp.core.layer import Columns
 from kvexp.core.slots import Slots
-from kvexp.core.step import Stack, ready, turn
+from kvexp.core.step import Stack, ready
+from kvexp.core.tempered import turn
 from kvexp.errors import ConfigError
 from kvexp.models.cache import EvictionCache, SlotLayer
 from kvexp.retrieval.layer import RetrievalState
@@ -57,7 +58,10 @@ class JoinedState:
         slots = {i: state for i, state in enumerate(self.states) if isinstance(state, LayerState)}
         able = [i for i, state in slots.items() if ready(state, query, padding)]
         if able != self._able:
-            several = [places for places in grouped({i: slots[i].held() for i in able}) if len(places) > 1]
+            apart = [[i for i in able if (slots[i].plan.positions == "renumbered") == moved] for moved in (False, True)]
+            several = [
+                places for some in apart for places in grouped({i: slots[i].held() for i in some}) if len(places) > 1
+            ]
             ordered = [sorted(places, key=lambda i: turn(slots[i])) for places in several]
             self._stacks = [(places, Stack([slots[i] for i in places])) for places in ordered]
             self._able = able

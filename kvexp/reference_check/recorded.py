@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -25,7 +27,10 @@ class RecordedNoise(Noise):
     padding: int = 0
     by_slot: bool = False
 
-    def draw(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def source(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return functools.partial(self._recorded, layer, heads)
+
+    def _recorded(self, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         rows = torch.arange(query_positions.shape[0])[:, None, None, None]
         head = torch.arange(heads)[None, :, None, None]
         query = query_positions.clamp(min=0)[:, None, :, None] + self.padding

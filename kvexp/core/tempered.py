@@ -1,0 +1,67 @@
+"""What a decode step of several caches observes where that is not attention itself: softmax((x + zeta) / tau)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvexp.core.noise import Noise
+
+if TYPE_CHECKING:
+    from kvexp.core.layer import LayerState
+
+
+class Tempered:
+    """Caches next to each other in a stack that observe through one kind of noise, each at its own temperature."""
+
+    def __init__(self, rows: slice, states: list[LayerState], sizes: list[int]) -> None:
+        self.rows, self.states, self.sizes = rows, states, sizes
+        self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
+        self._source: Callable[[Tensor, Tensor], Tensor] | None = None  # stays the same from step to step
+
+    def observed(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
+        """[R, H, G, 1, S] of rows x [R, H, G, 1, S] at positions [R, 1], over slots that hold positions [R, H, S]."""
+        x = self._noised(x, positions, where)
+        taus = [
+            state.view.tau_at(state.timeline.query_steps[0], state.timeline.max_new_tokens)
+            for state in self.states
+            if state.view is not None
+        ]
+        # Tensors: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
+        if len(set(taus)) == 1:
+            return torch.softmax(x.div_(torch.full((), taus[0], device=x.device)), dim=-1)
+        each = [tau for tau, size in zip(taus, self.sizes, strict=True) for _ in range(size)]
+        return torch.softmax(x.div_(torch.tensor(each, device=x.device)[:, None, None, None, None]), dim=-1)
+
+    def _noised(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
+        """x + zeta in memory of its own."""
+        if self.noise is None:
+            return x.clone()
+        h, g = x.shape[1:3]
+        if self._source is None:
+            seeds = [state.timeline.seeds.to(x.device) for state in self.states]
+            self._source = self.noise.source(torch.cat(seeds), self.states[0].index, h * g)
+        zeta = self._source(positions, where)
+        return x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
+
+
+def turn(state: LayerState) -> tuple[int, str]:
+    """The order of caches in a stack: those that observe attention as it is, tempered or noised, and not at all."""
+    if state.view is None:
+        return 2, ""
+    return (0, "") if state.view.plain else (1, repr(state.view.noise))
+
+
+def runs(states: list[LayerState], sizes: list[int], start: int) -> list[Tempered]:
+    """The runs of equal noise among the states that do not observe attention as it is; the first row is `start`."""
+    made = []
+    pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if turn(state)[0] == 1]
+    for _, run in groupby(pairs, key=lambda pair: turn(pair[0])):
+        some, counts = map(list, zip(*run, strict=True))
+        made.append(Tempered(slice(start, start + sum(counts)), some, counts))
+        start += sum(counts)
+    return made
