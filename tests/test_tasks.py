@@ -13,7 +13,8 @@ from rouge_score import rouge_scorer
 
 from kvexp.errors import ConfigError
 from kvexp.tasks import CNNDailyMail, Example, Stories, Task, XSum
-from kvexp.tasks.rouge import TYPES, lines, metric, rouge, sentences
+from kvexp.tasks.rouge import TYPES, lines, rouge, sentences
+from kvexp.tasks.rouge_metric import Rouge
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CNN = CNNDailyMail(data_files=str(FIXTURES / "cnn_dailymail.jsonl"))
@@ -197,13 +198,13 @@ def test_rouge_by_hand() -> None:
 
 def test_rouge_equals_rouge_score() -> None:
     scorer = rouge_scorer.RougeScorer(list(TYPES), use_stemmer=True)
-    columns = metric().compute(
+    columns = Rouge().compute(
         predictions=[answer for answer, _ in PAIRS], references=[wanted for _, wanted in PAIRS], per_example=True
     )
     for number, (answer, wanted) in enumerate(PAIRS):
         for kind, score in scorer.score(wanted, answer).items():
             assert columns[kind][number] == rouge(answer, wanted)[kind] == 100 * score.fmeasure
-    means = metric().compute(predictions=[a for a, _ in PAIRS], references=[w for _, w in PAIRS])
+    means = Rouge().compute(predictions=[a for a, _ in PAIRS], references=[w for _, w in PAIRS])
     assert means == pytest.approx({kind: np.mean(columns[kind]) for kind in TYPES}, abs=1e-12)
 
 
