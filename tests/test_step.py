@@ -5,6 +5,7 @@ import torch
 from tiny import CONFIGS, prompts_of, tiny
 
 import kvexp.core.layer as layer
+import kvexp.core.noise as noise
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
 from kvexp.methods import (
@@ -135,3 +136,11 @@ def test_gathering_and_hiding_agree_with_it(method):
     kept = [[generation.cache.kept(number) for number in range(2)] for generation in each]
     assert kept[0] == kept[1] == kept[2]
     assert each[0].tokens == each[1].tokens == each[2].tokens
+
+
+def test_noise_is_hashed_anew_when_the_steps_ahead_are_used_up(monkeypatch):
+    """Four at a time, so that thirteen steps need it three times; rows of several lengths."""
+    monkeypatch.setattr(noise, "AHEAD", 4)
+    short, general, taken = both("llama", Keyformer(), HALF, ROWS["padded"], monkeypatch)
+    assert taken == 13 * 2
+    alike(short, general)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,7 @@ GUMBEL_STD = math.pi / math.sqrt(6)  # its standard deviation, 1.2825
 KINDS = ("gumbel", "gaussian", "constant", "none")
 POOL = 1 << 22  # draws: 16 MiB in float32
 SPAN = 1 << 20  # the pool's first draws once more behind its end, so that a row up to this long is one run of memory
+AHEAD = 64  # decode steps whose places in the pool are hashed at once
 _GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
 _CHUNK = 1 << 16  # draws made at a time: intermediate results stay in the processor's cache
 
@@ -118,29 +119,46 @@ class Noise:
         seeds [B]; heads = H * G query heads; query_positions [B, Q]; key_positions [B, H, S] or [B, 1, S].
         Returns [B, H * G, Q (1 if per key), S] float32 on the same device, or a scalar where it is constant.
         """
-        return self.source(seeds, layer, heads)(query_positions, key_positions)
-
-    def source(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """`draw` as a function of positions, for those who draw often: seeds, layer and heads are hashed once."""
         if self.constant:
-            return self._same
-        return functools.partial(self._drawn, stream(seeds, layer, heads))
-
-    def _same(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
-
-    def _drawn(self, streams: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+            return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
         if not self.fresh:
-            keys = key_positions.repeat_interleave(streams.shape[1] // key_positions.shape[1], dim=1)
-            return hashed(self.kind, streams, keys)[:, :, None]
-        places = _places(streams, query_positions)
-        at = places.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
-        return pool(self.kind, places.device).take(at.bitwise_and_(POOL - 1)).flatten(1, 2)
+            keys = key_positions.repeat_interleave(heads // key_positions.shape[1], dim=1)
+            return hashed(self.kind, stream(seeds, layer, heads), keys)[:, :, None]
+        return _taken(self.kind, self.places(seeds, layer, heads, query_positions), key_positions)
+
+    def following(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`draw` as a function of positions, for one query per row whose position grows by one from call to call."""
+        if self.fresh and not self.constant:
+            return _Following(self.kind, stream(seeds, layer, heads))
+        return functools.partial(self.draw, seeds, layer, heads)
 
     def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
         """Where in the pool each query's draws start, for `heads` query heads from `first` on: [B, heads, Q] int32."""
         return _places(stream(seeds, layer, heads, first), query_positions)
 
 
+class _Following:
+    """The places of AHEAD queries are hashed at once: of one query alone it would cost as much."""
+
+    def __init__(self, kind: str, streams: Tensor) -> None:
+        self.kind, self.streams = kind, streams
+        self.places: Iterator[Tensor] = iter(())
+
+    def __call__(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        places = next(self.places, None)
+        if places is None:
+            ahead = torch.arange(AHEAD, device=query_positions.device)
+            self.places = iter(_places(self.streams, query_positions + ahead).split(1, dim=-1))
+            places = next(self.places)
+        return _taken(self.kind, places, key_positions)
+
+
 def _places(streams: Tensor, query_positions: Tensor) -> Tensor:
+    """Streams [B, heads] and positions [B, Q] -> [B, heads, Q] int32."""
     return mix(streams[:, :, None] + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL - 1)
+
+
+def _taken(kind: str, places: Tensor, key_positions: Tensor) -> Tensor:
+    """The draws [B, H * G, Q, S] of queries at places [B, H * G, Q] and keys at positions [B, H or 1, S]."""
+    at = places.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
+    return pool(kind, places.device).take(at.bitwise_and_(POOL - 1)).flatten(1, 2)

@@ -21,7 +21,7 @@ class Tempered:
     def __init__(self, rows: slice, states: list[LayerState], sizes: list[int]) -> None:
         self.rows, self.states, self.sizes = rows, states, sizes
         self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
-        self._source: Callable[[Tensor, Tensor], Tensor] | None = None  # stays the same from step to step
+        self._zeta: Callable[[Tensor, Tensor], Tensor] | None = None  # stays the same from step to step
 
     def observed(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """[R, H, G, 1, S] of rows x [R, H, G, 1, S] at positions [R, 1], over slots that hold positions [R, H, S]."""
@@ -42,10 +42,10 @@ class Tempered:
         if self.noise is None:
             return x.clone()
         h, g = x.shape[1:3]
-        if self._source is None:
+        if self._zeta is None:
             seeds = [state.timeline.seeds.to(x.device) for state in self.states]
-            self._source = self.noise.source(torch.cat(seeds), self.states[0].index, h * g)
-        zeta = self._source(positions, where)
+            self._zeta = self.noise.following(torch.cat(seeds), self.states[0].index, h * g)
+        zeta = self._zeta(positions, where)
         return x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
 
 

@@ -27,10 +27,10 @@ class RecordedNoise(Noise):
     padding: int = 0
     by_slot: bool = False
 
-    def source(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        return functools.partial(self._recorded, layer, heads)
+    def following(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return functools.partial(self.draw, seeds, layer, heads)
 
-    def _recorded(self, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def draw(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         rows = torch.arange(query_positions.shape[0])[:, None, None, None]
         head = torch.arange(heads)[None, :, None, None]
         query = query_positions.clamp(min=0)[:, None, :, None] + self.padding
