@@ -33,13 +33,6 @@ WORLDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
-    """Kernels decide when they are imported whether they are interpreted."""
-    if not GPU:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 def sight_of(
     count=65, heads=2, groups=3, dim=24, padding=(0, 0), alibi=False, window=None, ahead=0, disagree=False, dtype=None
 ):

@@ -129,7 +129,8 @@ class Noise:
     def following(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
         """`draw` as a function of positions, for one query per row whose position grows by one from call to call."""
         if self.fresh and not self.constant:
-            return _Following(self.kind, stream(seeds, layer, heads))
+            places = Following(stream(seeds, layer, heads))
+            return lambda queries, keys: _taken(self.kind, places.places_of(queries), keys)
         return functools.partial(self.draw, seeds, layer, heads)
 
     def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
@@ -137,20 +138,24 @@ class Noise:
         return _places(stream(seeds, layer, heads, first), query_positions)
 
 
-class _Following:
-    """The places of AHEAD queries are hashed at once: of one query alone it would cost as much."""
+class Following:
+    """Places in the pool of one query per row, whose position grows by one from call to call.
 
-    def __init__(self, kind: str, streams: Tensor) -> None:
-        self.kind, self.streams = kind, streams
-        self.places: Iterator[Tensor] = iter(())
+    Those of AHEAD queries are hashed at once: of one query alone it would cost as much.
+    """
 
-    def __call__(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        places = next(self.places, None)
+    def __init__(self, streams: Tensor) -> None:
+        self.streams = streams
+        self.ready: Iterator[Tensor] = iter(())
+
+    def places_of(self, query_positions: Tensor) -> Tensor:
+        """[B, 1] -> [B, heads, 1] int32."""
+        places = next(self.ready, None)
         if places is None:
             ahead = torch.arange(AHEAD, device=query_positions.device)
-            self.places = iter(_places(self.streams, query_positions + ahead).split(1, dim=-1))
-            places = next(self.places)
-        return _taken(self.kind, places, key_positions)
+            self.ready = iter(_places(self.streams, query_positions + ahead).split(1, dim=-1))
+            places = next(self.ready)
+        return places
 
 
 def _places(streams: Tensor, query_positions: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvexp.core import triton_step
 from kvexp.core.attend import Geometry, attend_with, newest_logits
 from kvexp.core.evict import Overwrite
 from kvexp.core.method import Method, Moment
@@ -63,7 +64,8 @@ class Stack:
         self.closed = None if self.dense else self._closed()
         self.recent = _joined([state.quota.recent_t for state in states if state.quota is not None])[:, None, None]
         self.views = [state.view for state in states]
-        self.observing = sum(view is not None for view in self.views)
+        self.observing = sum(view is not None for view in self.views)  # caches, and their rows
+        self.observed = sum(self.sizes[: self.observing])
         self.pools = any(map(_pools, states))
         self.plain = sum(n for n, view in zip(self.sizes, self.views, strict=True) if view is not None and view.plain)
         self.tempered = runs(states, self.sizes, self.plain)
@@ -74,6 +76,8 @@ class Stack:
         renumbered = [state.plan.positions == "renumbered" for state in states]
         assert all(renumbered) or not any(renumbered)
         self.moved = Moved(max(sinks), self.sinks) if renumbered[0] and any(sinks) else None
+        kernels = triton_step.able(states) and self.keys.dtype != torch.float64
+        self.fused = triton_step.Fused(states, self.sizes, self.keys.device) if kernels else None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry) -> Tensor:
         """As `LayerState.forward`; query [R, H * G, 1, D] -> [R, H * G, 1, Dv]."""
@@ -84,6 +88,20 @@ class Stack:
         slots.write(free, key, value, positions, torch.zeros((), device=key.device).expand(free.shape))
         newest = positions[:, None]  # [R, 1, 1]
         query = query.unflatten(1, (key.shape[1], -1))
+        if self.fused is None:
+            out, columns = self._attend(query, positions, geometry)
+        else:
+            out, columns = self.fused(query, slots, positions, geometry)
+        self._accumulate(columns)
+        self._free(newest, geometry)
+        for state in self.states:
+            state.note_losses()
+            state.timeline.arrive()
+        return out.flatten(1, 2)
+
+    def _attend(self, query: Tensor, positions: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Output [R, H, G, 1, Dv] and column sums of the rows that are observed, the first ones."""
+        slots, newest = self.slots, positions[:, None]
         x = newest_logits(query, slots.keys, slots.positions, newest, geometry)
         by = None if self.moved is None else self.moved.by(slots.positions, newest, dense=self.dense)
         if self.moved is not None and by is not None:
@@ -92,13 +110,11 @@ class Stack:
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
-        out = attend_with(probabilities, slots.values)
-        self._accumulate(x, probabilities, positions)
-        self._free(newest, geometry)
-        for state in self.states:
-            state.note_losses()
-            state.timeline.arrive()
-        return out.flatten(1, 2)
+        where = slots.positions
+        tempered = (part.observed(x[part.rows], positions[part.rows], where[part.rows]) for part in self.tempered)
+        seen = _joined([part for part in (probabilities[: self.plain], *tempered) if len(part)] or [probabilities[:0]])
+        columns = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
+        return attend_with(probabilities, slots.values), columns
 
     def _dead(self, newest: Tensor, by: Tensor | None, geometry: Geometry) -> Tensor | None:
         """[R, H, S] bool: slots that are not seen; None: there are none. by: how far sinks have moved."""
@@ -111,18 +127,11 @@ class Stack:
             past &= ~(self.moved.among(where) & (where > newest + by - geometry.sliding_window))
         return past if dead is None else past | dead
 
-    def _accumulate(self, x: Tensor, probabilities: Tensor, positions: Tensor) -> None:
-        """Add what each cache observes of its rows to its score."""
-        plain, where = probabilities[: self.plain], self.slots.positions
-        parts = [
-            plain,
-            *(part.observed(x[part.rows], positions[part.rows], where[part.rows]) for part in self.tempered),
-        ]
-        parts = [part for part in parts if len(part)]
-        if not parts:
+    def _accumulate(self, columns: Tensor) -> None:
+        """Add what each cache observes of its rows, the first ones of columns [.., H, S], to its score."""
+        columns = columns[: self.observed]
+        if not len(columns):
             return
-        seen = _joined(parts)
-        columns = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
         if self.pools:
             each = zip(self.states, self.views, columns.split(self.sizes[: self.observing]), strict=False)
             columns = _joined([pooled(view, own, state.timeline) for state, view, own in each if view is not None])

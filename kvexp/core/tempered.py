@@ -9,10 +9,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvexp.core.noise import Noise
+from kvexp.core.noise import AHEAD, Noise
 
 if TYPE_CHECKING:
     from kvexp.core.layer import LayerState
+
+
+class Temperatures:
+    """tau of every row by the schedules of its cache; those of AHEAD steps come to the device at once."""
+
+    def __init__(self, states: list[LayerState], sizes: list[int]) -> None:
+        self.states, self.sizes = states, sizes
+        self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
+        self._table = torch.empty(0)
+
+    def now(self, device: torch.device) -> Tensor:
+        """[R] float32 at the step in progress; 1 for rows that are not observed."""
+        step, ends = self.states[0].timeline.query_steps[0], [state.timeline.max_new_tokens for state in self.states]
+        if self._of[1] != ends or not 0 <= step - self._of[0] < len(self._table):
+            last = min([step + AHEAD, *(max(end, step) for end in ends if end is not None)])
+            rows = [self._row(at) for at in range(step, last + 1)]
+            self._of, self._table = (step, ends), torch.tensor(rows, device=device)
+        return self._table[step - self._of[0]]
+
+    def _row(self, step: int) -> list[float]:
+        each = [
+            1.0 if state.view is None else state.view.tau_at(step, state.timeline.max_new_tokens)
+            for state in self.states
+        ]
+        return [tau for tau, size in zip(each, self.sizes, strict=True) for _ in range(size)]
 
 
 class Tempered:
@@ -21,21 +46,14 @@ class Tempered:
     def __init__(self, rows: slice, states: list[LayerState], sizes: list[int]) -> None:
         self.rows, self.states, self.sizes = rows, states, sizes
         self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
+        self.temperatures = Temperatures(states, sizes)
         self._zeta: Callable[[Tensor, Tensor], Tensor] | None = None  # stays the same from step to step
 
     def observed(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """[R, H, G, 1, S] of rows x [R, H, G, 1, S] at positions [R, 1], over slots that hold positions [R, H, S]."""
         x = self._noised(x, positions, where)
-        taus = [
-            state.view.tau_at(state.timeline.query_steps[0], state.timeline.max_new_tokens)
-            for state in self.states
-            if state.view is not None
-        ]
-        # Tensors: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
-        if len(set(taus)) == 1:
-            return torch.softmax(x.div_(torch.full((), taus[0], device=x.device)), dim=-1)
-        each = [tau for tau, size in zip(taus, self.sizes, strict=True) for _ in range(size)]
-        return torch.softmax(x.div_(torch.tensor(each, device=x.device)[:, None, None, None, None]), dim=-1)
+        # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
+        return torch.softmax(x.div_(self.temperatures.now(x.device)[:, None, None, None, None]), dim=-1)
 
     def _noised(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
         """x + zeta in memory of its own."""
