@@ -3,7 +3,7 @@
 from importlib.resources import files
 from string import Template
 
-from plotly.offline import get_plotlyjs
+from kvexp.errors import ConfigError
 
 from .escape import digest, embed
 from .index import index
@@ -28,9 +28,9 @@ def page(source: Source) -> str:
     found = [(section, section.data(source)) for section in SECTIONS]
     shown = [(section, data) for section, data in found if data is not None]
     names = [*BEFORE, *(section.name for section, _ in shown), *AFTER]
-    scripts = [get_plotlyjs(), *(asset(f"{name}.js") for name in names)]
-    if any("</script" in script.lower() for script in scripts):
-        raise ValueError("a script holds </script, which would end its element; report this with plotly's version")
+    scripts = [plotly(), *(asset(f"{name}.js") for name in names)]
+    if any(word in script.lower() for script in scripts for word in ("</script", "<!--")):
+        raise ValueError("a script holds </script or <!--, which would end its element early; take another plotly")
     data = {"runs": index(source), "sections": {section.name: data for section, data in shown}}
     return Template(asset("page.html")).substitute(
         allowed=" ".join(map(digest, scripts)),
@@ -45,6 +45,15 @@ def page(source: Source) -> str:
 def _element(section: Section) -> str:
     name, title, lead = section.name, section.title, section.lead
     return f'<section id="{name}"><h2>{title}</h2><p class="lead">{lead}</p><div class="body"></div></section>\n'
+
+
+def plotly() -> str:
+    """plotly.js, from the Python package of that name."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise ConfigError("the report needs plotly, which is not installed; run: pip install 'kvexp[eval]'") from error
+    return str(get_plotlyjs())
 
 
 def asset(name: str) -> str:

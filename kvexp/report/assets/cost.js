@@ -71,7 +71,7 @@ kvexp.section("cost", (root, data, page) => {
     const whole = runs.filter((run) => run.full || P.quality(run, page.state));
     const here = whole.filter((run) => !missing(run[key]));
     const others = here.filter((run) => !run.full);
-    const box = el("div", { class: "panel" }, el("h3", {}, `${runs[0].model} / ${runs[0].task}: ${kind}`));
+    const box = el("div", { class: "panel" });
     grid.append(box);
     if (!others.length) {
       box.append(el("p", { class: "small" }, none(whole, key)));
@@ -85,7 +85,7 @@ kvexp.section("cost", (root, data, page) => {
     const all = [...(stopped ? [] : [front(here, x, page.state)]), ...traces, ...base];
     const metric = P.metric(others[0], page.state);
     const range = [0, Math.max(...here.map(x)) * 1.06];
-    P.chart(box, `${metric} against ${title}`, all, P.layout(all, title, `${metric}, % of full`, range));
+    P.chart(box, `${metric} against ${title}: ${runs[0].model}, ${runs[0].task}`, all, P.layout(all, title, `${metric}, % of full`, range));
     box.append(P.legend(groups));
     if (stopped) box.append(el("p", { class: "small" }, stopped));
     box.append(P.left(whole.filter((run) => missing(run[key])), () => "it has not recorded this") ?? "");
@@ -95,7 +95,7 @@ kvexp.section("cost", (root, data, page) => {
     last = shown;
     const grid = P.fresh(body, "pairs");
     for (const runs of P.cap(body, P.byTask(shown))) {
-      const pair = el("div", { class: "pair" });
+      const pair = el("div", { class: "pair" }, el("h3", {}, `${runs[0].model} / ${runs[0].task}`));
       grid.append(pair);
       for (const [kind, axes] of KINDS) panel(pair, runs, kind, axes);
     }
