@@ -40,8 +40,10 @@ kvexp.section("cost", (root, data, page) => {
     return found.length ? `No Pareto front: the runs differ in ${found.join(" and ")}.` : "";
   }
 
+  /** Of finished runs: the others' percentages rest on other examples. */
   function front(runs, x, state) {
-    const best = kvexp.pareto(runs.map((run) => ({ x: x(run), y: run.full ? 100 : P.quality(run, state)[0] })));
+    const done = runs.filter((run) => run.status === "done");
+    const best = kvexp.pareto(done.map((run) => ({ x: x(run), y: run.full ? 100 : P.quality(run, state)[0] })));
     return {
       type: "scatter", mode: "lines", name: "Pareto front", showlegend: false, hoverinfo: "skip",
       x: best.map((point) => point.x), y: best.map((point) => point.y),

@@ -88,7 +88,7 @@ kvexp.panels = (() => {
   /** Axes, the full cache's level in black and the 99 % mark in red. */
   function layout(traces, xTitle, yTitle, range) {
     const tops = traces.flatMap((t) => t.y.map((y, i) => y + (t.error_y ? t.error_y.array[i] : 0)));
-    const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "below" });
+    const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "between" });
     const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
     return {
       margin: { l: 52, r: 34, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",

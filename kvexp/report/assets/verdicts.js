@@ -21,7 +21,7 @@ kvexp.section("verdicts", (root, data, page) => {
     const rows = table.rows.map(([hash, ...cells]) => {
       const each = cells.map((text, i) => {
         const verdict = VERDICTS.exec(text)?.[1] ?? "";
-        return el("td", { class: `${table.right[i] ? "right" : ""} ${verdict}`.trim() }, text);
+        return el("td", { class: `${table.right[i] ? "right" : ""} ${verdict}`.trim() }, i ? text : el("span", { class: "name" }, text));
       });
       return { hash, cells, node: el("tr", { title: hash }, each) };
     });
