@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import EVIL, WORSE, outputs
+from report_runs import EVIL, WORSE, labels, outputs, run
 
 from kvexp.report import page, read
 
@@ -266,6 +266,20 @@ def test_even_markup_put_into_the_page_could_not_run(browser: Any, file: Path) -
     ran = browser.execute_async_script("setTimeout(() => arguments[0](window.ran === undefined), 300)")
     assert ran
     assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+
+
+def test_a_crowded_page_begins_with_one_model_and_says_what_it_leaves_out(browser: Any, tmp_path: Path) -> None:
+    for model, tasks in (("a", 14), ("b", 1)):
+        for task in range(tasks):
+            full = run(tmp_path / "outputs", labels(model, f"task{task:02}", "full"), 1.0, None, rows=2)
+            run(tmp_path / "outputs", labels(model, f"task{task:02}", "h2o", 0.5), 0.5, full.hash, rows=2)
+    (tmp_path / "page.html").write_text(page(read(tmp_path / "outputs")), encoding="utf-8")
+    browser.get((tmp_path / "page.html").as_uri())
+    assert headings(browser, "explorer") == [f"a / task{task:02}" for task in range(12)]
+    assert "12 of 14 panels are drawn" in text_of(browser, "#explorer .notice")
+    choose(browser, "Model", "b")
+    assert headings(browser, "explorer") == ["b / task00"]
+    assert browser.find_elements("css selector", "#explorer .notice") == []
 
 
 @pytest.mark.parametrize("width", [1400, 700, 390])

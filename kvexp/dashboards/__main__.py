@@ -56,10 +56,14 @@ def save(described: dict[str, Any], entity: str | None, project: str) -> list[st
 
     try:
         entity = entity or os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
+        if not entity:
+            raise ConfigError("the wandb account names no entity of its own; name a user or team with --entity")
         made = [build(described, entity, project) for build in (workspace, report)]
         for each in made:
             each.save()
         return [str(each.url) for each in made]
+    except ConfigError:
+        raise
     except (wandb.Error, OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
