@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -107,6 +107,9 @@ reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under output
 
 reproduce-%: $(VENV)/.stamp
 	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)
+
+report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
+	@$(BIN)/python -m kvexp.report $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,6 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
     "results": {".errors", ".record", "numpy", "pandas", "rich"},
     "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
+    "report": {".errors", ".results", ".figures", "pandas", "plotly"},
+    "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "runner": {
         *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
         *(".record", ".log", ".results", "torch", "numpy", "hydra", "omegaconf", "rich"),
@@ -179,7 +181,7 @@ def test_no_layer_reaches_itself(layer: str) -> None:
     assert f".{layer}" not in reachable(layer)
 
 
-@pytest.mark.parametrize("layer", ["", "errors", "record", "log", "results", "figures"])
+@pytest.mark.parametrize("layer", ["", "errors", "record", "log", "results", "figures", "report", "dashboards"])
 def test_reading_results_needs_no_torch(layer: str) -> None:
     assert not {"torch", "transformers"} & reachable(layer)
 
@@ -215,12 +217,12 @@ def test_imports_with_torch_and_transformers_alone(layer: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("layer", ["", "errors", "hub", "record", "log", "results", "figures"])
+@pytest.mark.parametrize("layer", ["", "errors", "hub", "record", "log", "results", "figures", "report", "dashboards"])
 def test_imports_without_torch(layer: str) -> None:
     modules = modules_under(layer)
     if not modules:
         pytest.skip(f"kvexp/{layer} does not exist yet")
-    for package in sorted(reachable(layer) & {"pandas", "matplotlib"}):
+    for package in sorted(reachable(layer) & {"pandas", "matplotlib", "plotly", "wandb_workspaces"}):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed; it comes with kvexp[eval]")
     done = import_without(modules, ("torch", "transformers"))

@@ -33,10 +33,10 @@ def check(project: object, mode: object) -> str:
 def default_mode() -> str:
     if found := os.environ.get("WANDB_MODE"):
         return found
-    return "online" if _has_account() else "offline"
+    return "online" if has_account() else "offline"
 
 
-def _has_account() -> bool:
+def has_account() -> bool:
     """Whether wandb would find a key where it looks for one: its variable, or the netrc entry `wandb login` makes."""
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -97,25 +97,30 @@ def _publish_sweep(group: str, df: DataFrame, project: str, mode: str, place: Pa
         whole = [_plain(row, keep_missing=True) for row in _records(df)]
         columns = list(df.columns)
         published.log({"runs": wandb.Table(columns, [[row[name] for name in columns] for row in whole])})
-        for title, rows in _charts(_records(df)).items():
+        for title, rows in charts(df).items():
             metric = rows[0]["headline"]
             for axis in ("kv_ratio", "kv_bytes"):
                 data = wandb.Table(["line", axis, f"{metric}_of_full"], _points(rows, axis, metric))
                 chart = wandb.plot.line(
                     data, axis, f"{metric}_of_full", stroke="line", title=f"{title}: {metric}, % of full"
                 )
-                published.log({f"quality vs {axis}: {title}": chart})
+                published.log({chart_key(axis, title): chart})
         published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
         return Path(published.dir).parent
 
 
-def _charts(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
     """Rows that have a percentage, by model and task. A void or failed run has none, and no point in a chart."""
-    charts: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in _records(df):
         if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full")):
-            charts.setdefault(_title(row, " / "), []).append(row)
-    return charts
+            found.setdefault(_title(row, " / "), []).append(row)
+    return found
+
+
+def chart_key(axis: str, title: str) -> str:
+    """What a sweep's chart is logged as; wandb keeps its points under this and `_table`."""
+    return f"quality vs {axis}: {title}"
 
 
 def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[list[Any]]:

@@ -25,7 +25,7 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
     """One table per (model, task), in several parts where the console is too narrow. x: order by kv_ratio or bytes."""
     console = console or Console()
-    for title, rows, columns, keys in _groups(df, x):
+    for title, rows, columns, keys in groups(df, x):
         console.print(Text(title, style="bold"))
         for part in _fit(columns, keys, rows, console.width):
             grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -45,7 +45,7 @@ def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_r
 def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
     """The same tables as GitHub-flavoured Markdown."""
     lines = []
-    for title, rows, columns, _ in _groups(df, x):
+    for title, rows, columns, _ in groups(df, x):
         heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
         lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
         lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
@@ -117,7 +117,7 @@ def _records(df: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
 
 
-def _groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]], list[Column], int]]:
+def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]], list[Column], int]]:
     """(title, rows, columns, how many of them name the row) per model and task."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")

@@ -1,0 +1,149 @@
+"use strict";
+// One panel per model and task: heading, plotly chart, legend, and what has no place in the chart.
+kvexp.panels = (() => {
+  const { el, svg, plain, fixed, missing, name } = kvexp;
+  const MOST = 12; // panels of one section
+  const MARK = "#c00000";
+  const PATHS = {
+    circle: "M4 0A4 4 0 1 0 -4 0A4 4 0 1 0 4 0Z",
+    square: "M-3.5-3.5H3.5V3.5H-3.5Z",
+    diamond: "M0-4.5L4.5 0L0 4.5L-4.5 0Z",
+    "triangle-up": "M0-4.5L4.5 3.5H-4.5Z",
+    "triangle-down": "M0 4.5L4.5-3.5H-4.5Z",
+    "triangle-left": "M-4.5 0L3.5-4.5V4.5Z",
+    "triangle-right": "M4.5 0L-3.5-4.5V4.5Z",
+    cross: "M-1.5-4.5H1.5V-1.5H4.5V1.5H1.5V4.5H-1.5V1.5H-4.5V-1.5H-1.5Z",
+    x: "M-4.5-2.5L-2.5-4.5L0-2L2.5-4.5L4.5-2.5L2 0L4.5 2.5L2.5 4.5L0 2L-2.5 4.5L-4.5 2.5L-2 0Z",
+    star: "M0-5L1.3-1.6L4.8-1.5L2 .7L3 4.2L0 2.2L-3 4.2L-2 .7L-4.8-1.5L-1.3-1.6Z",
+    hexagon: "M0-4.5L4-2.2V2.2L0 4.5L-4 2.2V-2.2Z",
+    pentagon: "M0-4.5L4.3-1.4L2.6 3.6H-2.6L-4.3-1.4Z",
+  };
+  const DASH = { solid: "", dot: "2 3", dashdot: "7 3 2 3" };
+
+  /** A line with its marker, as the chart draws it. */
+  function swatch({ color, symbol, dash }) {
+    const dashes = dash in DASH ? DASH[dash] : dash.replace(/px/g, "").replace(/,/g, " ");
+    return svg("svg", { width: 30, height: 12, viewBox: "-15 -6 30 12", "aria-hidden": "true" },
+      svg("path", { d: "M-15 0H15", stroke: color, "stroke-width": 2, "stroke-dasharray": dashes, fill: "none" }),
+      symbol ? svg("path", { d: PATHS[symbol], fill: color }) : null);
+  }
+
+  /** The metric a run is shown in: the one chosen, else its task's first. */
+  const metric = (run, state) => state.metric || run.headline;
+
+  /** [percent, low, high, mean] of the shown metric, or null where the run has no percentage of its baseline. */
+  function quality(run, state) {
+    const found = run.of[metric(run, state)];
+    return found && !missing(found[0]) ? found : null;
+  }
+
+  function byTask(runs) {
+    const groups = new Map();
+    for (const run of runs) {
+      const key = JSON.stringify([run.model, run.task]);
+      groups.set(key, [...(groups.get(key) ?? []), run]);
+    }
+    return [...groups.values()];
+  }
+
+  function lines(runs) {
+    const found = new Map();
+    for (const run of runs) {
+      const key = JSON.stringify([run.method, run.line]);
+      found.set(key, [...(found.get(key) ?? []), run]);
+    }
+    return [...found.values()];
+  }
+
+  /** One trace: points at x(run) with intervals; hollow where the run is not finished. */
+  function trace(runs, x, state, more = "") {
+    const at = [...runs].sort((a, b) => x(a) - x(b));
+    const found = at.map((run) => quality(run, state));
+    const reach = (from, to) => (missing(from) || missing(to) ? 0 : Math.max(0, to - from));
+    const { color, symbol, dash } = at[0];
+    return {
+      type: "scatter", mode: "lines+markers", name: plain(`${at[0].method} ${at[0].line}`), showlegend: false,
+      x: at.map(x), y: found.map((q) => q[0]),
+      error_y: {
+        type: "data", symmetric: false, thickness: 1, width: 3, color,
+        array: found.map((q) => reach(q[0], q[2])), arrayminus: found.map((q) => reach(q[1], q[0])),
+      },
+      line: { color, dash, width: 2 },
+      marker: { color: at.map((run) => (run.status === "done" ? color : "#ffffff")), symbol, size: 8, line: { color, width: 1.5 } },
+      text: at.map((run, i) => said(run, found[i], state, more)), hoverinfo: "text",
+    };
+  }
+
+  function said(run, [percent, low, high, mean], state, more) {
+    const interval = missing(low) ? "" : ` (${fixed(low, 1)}..${fixed(high, 1)})`;
+    return [
+      `<b>${plain(name(run))}</b>`,
+      `${plain(metric(run, state))} ${fixed(mean, 2)}: ${fixed(percent, 1)} % of full${interval}`,
+      `99 %: ${plain(run.verdict99)}; n ${run.n}, paired ${run.paired ?? "-"}`,
+      ...(run.status === "done" ? [] : [plain(run.status)]),
+      ...(more ? [plain(more(run))] : []),
+    ].join("<br>");
+  }
+
+  /** Axes, the full cache's level in black and the 99 % mark in red. */
+  function layout(traces, xTitle, yTitle, range) {
+    const tops = traces.flatMap((t) => t.y.map((y, i) => y + (t.error_y ? t.error_y.array[i] : 0)));
+    const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "between" });
+    const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
+    return {
+      margin: { l: 52, r: 34, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
+      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
+      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
+      xaxis: { ...grid, title: { text: plain(xTitle), standoff: 6 }, range, rangemode: "tozero" },
+      yaxis: { ...grid, title: { text: plain(yTitle), standoff: 4 }, range: [0, Math.max(104, ...tops) * 1.02] },
+      shapes: [level(100, { color: "#000", width: 2 }), level(99, { color: MARK, width: 1.4, dash: "dash" })],
+      annotations: [{
+        xref: "paper", x: 1, xanchor: "left", y: 99, yanchor: "top", text: "99 %", showarrow: false,
+        font: { color: MARK, size: 11 },
+      }],
+    };
+  }
+
+  /** Puts a chart into the page; it follows the width of its panel. */
+  function chart(parent, label, traces, settings) {
+    const node = el("div", { class: "chart", role: "img", "aria-label": label });
+    parent.append(node);
+    Plotly.newPlot(node, traces, settings, {
+      responsive: true, displaylogo: false, plotlyServerURL: "", modeBarButtons: [["toImage"]],
+    });
+    return node;
+  }
+
+  function legend(groups) {
+    const full = el("span", {}, swatch({ color: "#000", dash: "solid" }), "full cache");
+    const mark = el("span", {}, swatch({ color: MARK, dash: "5 3" }), "99 % of full");
+    const each = groups.map((runs) => el("span", {}, swatch(runs[0]), `${runs[0].method} ${runs[0].line}`));
+    return el("div", { class: "legend" }, full, mark, each);
+  }
+
+  /** Runs without a place in a chart, each with the reason. */
+  function left(runs, why) {
+    if (!runs.length) return null;
+    const entries = runs.map((run) => el("li", {}, `${name(run)} (${run.hash.slice(0, 6)}): ${why(run)}`));
+    return el("details", { class: "small" },
+      el("summary", {}, `${kvexp.several(runs.length, "run")} not drawn`), el("ul", { class: "small" }, entries));
+  }
+
+  /** Empties a section and gives it a grid; the charts that were in it are forgotten by plotly too. */
+  function fresh(root, kind = "") {
+    for (const old of root.querySelectorAll(".js-plotly-plot")) Plotly.purge(old);
+    const grid = el("div", { class: `grid ${kind}` });
+    root.replaceChildren(grid);
+    return grid;
+  }
+
+  /** The first panels, and a word on the rest. */
+  function cap(root, panels, most = MOST) {
+    if (panels.length > most) {
+      root.prepend(el("p", { class: "notice" }, `${most} of ${panels.length} panels are drawn: choose a model, task or method above.`));
+    }
+    return panels.slice(0, most);
+  }
+
+  return { swatch, metric, quality, byTask, lines, trace, layout, chart, legend, left, fresh, cap };
+})();

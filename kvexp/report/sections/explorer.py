@@ -1,0 +1,11 @@
+"""Quality against budget: all it draws is in the index."""
+
+from ..section import Section
+
+SECTION = Section(
+    "explorer",
+    "Quality against budget",
+    "Percent of the full cache's score, one line per method, with 95 % intervals (paired bootstrap). Black: the full "
+    "cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished.",
+    lambda source: {},
+)

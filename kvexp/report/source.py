@@ -1,0 +1,57 @@
+"""What a report is made of: the run folders, and their table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvexp.errors import ConfigError
+from kvexp.results import table
+from kvexp.results.read import Folder, folders
+from kvexp.results.render import groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one model and task; setting: of each row, without the overrides that all of them share."""
+
+    model: str
+    task: str
+    title: str
+    rows: list[dict[str, Any]]
+    columns: list[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """folders: by hash, baselines included; frame: `kvexp.results.table` of those shown; samples: per run."""
+
+    outputs: Path
+    folders: dict[str, Folder]
+    frame: pd.DataFrame
+    samples: int
+
+    @property
+    def groups(self) -> list[Group]:
+        return [
+            Group(_label(rows[0], "model"), _label(rows[0], "task"), title, rows, columns)
+            for title, rows, columns, _ in groups(self.frame, "kv_ratio")
+        ]
+
+
+def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> Source:
+    """Everything under the folder; ConfigError if there is no such folder, or no run that `where` leaves."""
+    if samples < 0:
+        raise ConfigError(f"--samples must be 0 or more, got {samples}")
+    frame = table(outputs, where)
+    if frame.empty:
+        found = f"no run under {outputs}"
+        raise ConfigError(f"{found} has the labels of --where" if where else f"{found}; run: python run.py")
+    return Source(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
+
+
+def _label(row: Mapping[str, Any], name: str) -> str:
+    """A job refused before its labels were known has none."""
+    return "-" if pd.isna(value := row.get(name)) else str(value)

@@ -1,0 +1,84 @@
+"""Run folders for the tests of the report: small, known by hand, and full of text that would like to be markup."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kvexp
+from kvexp.record import Run, refuse
+
+EVIL = "<script>alert(1)</script>"
+WORSE = "</script><img src=x onerror=alert(2)><b>&lt;"
+EXAMPLES = 24
+
+
+@contextlib.contextmanager
+def numerics(value: int) -> Iterator[None]:
+    """Runs opened inside are of these NUMERICS."""
+    before, kvexp.NUMERICS = kvexp.NUMERICS, value
+    try:
+        yield
+    finally:
+        kvexp.NUMERICS = before
+
+
+def row(index: int, score: float, said: str, *, evicts: bool, timed: bool, info: dict[str, Any]) -> dict[str, Any]:
+    receipt = {"slots": 100.0 * score, "kv_bytes": int(2**20 * score), "peak_kv_bytes": int(2**21 * score)}
+    receipt |= {"first_eviction_step": 0 if evicts else None, "batch_size": 1}
+    found = {"example": f"e{index}", "index": index, "metrics": {"rouge1": 50 * score, "rouge2": 40 * score**2}}
+    found |= {"prompt_tokens": 100, "new_tokens": 4, "skipped": None, "receipt": receipt, "info": info}
+    found["seconds"] = {"ttft": 0.1, "tt2t": 0.2, "tpot": score / 100} if timed else dict.fromkeys(("ttft", "tpot"))
+    return found | {"output": f"the {said} number {index}", "reference": f"the right number {index}"}
+
+
+def run(
+    folder: Path, labels: dict[str, Any], score: float, baseline: str | None, *, rows: int = EXAMPLES, **how: Any
+) -> Run:
+    """How it went: said (a word of its outputs), timed, cell (example -> info), finish."""
+    made = Run.open(folder, {"labels": labels}, labels, {"commit": "abc1234", "device": "cpu"}, baseline=baseline)
+    cell: Callable[[int], dict[str, Any]] = how.get("cell", lambda index: {})
+    for index in range(rows):
+        # Examples differ, so that intervals have a width; the later half loses most.
+        of = score * (1 - 0.1 * (index % 3)) * (0.9 if index >= rows // 2 and baseline else 1.0)
+        said = how.get("said", "right") if index % 2 else "right"
+        evicts = baseline is not None
+        made.append(row(index, of, said, evicts=evicts, timed=how.get("timed", False), info=cell(index)))
+    if how.get("finish", True):
+        made.finish(rows)
+    return made
+
+
+def labels(model: str, task: str, method: str, kv_ratio: float | None = None, setting: str = "") -> dict[str, Any]:
+    found = {"model": model, "task": task, "method": method, "kv_ratio": kv_ratio, "setting": setting}
+    return found | {"experiment": "trial"}
+
+
+def outputs(folder: Path) -> Path:
+    """Two models and three tasks, one of them a needle; one run each partial, failed, refused, of older NUMERICS."""
+    full = run(folder, labels("tiny", "xsum", "full"), 1.0, None, timed=True)
+    for method, ratio, score in (
+        ("h2o", 0.3, 0.5),
+        ("h2o", 0.6, 0.8),
+        ("keyformer", 0.3, 0.6),
+        ("keyformer", 0.6, 0.99),
+    ):
+        run(folder, labels("tiny", "xsum", method, ratio), score, full.hash, timed=True, said="wrong")
+    run(folder, labels("tiny", "xsum", "tova", 0.3), 0.4, full.hash, rows=6, timed=True, finish=False)
+    failed = Run.open(folder, {"failed": 1}, labels("tiny", "xsum", "snapkv", 0.3), baseline=full.hash)
+    failed.fail(RuntimeError(f"out of memory {EVIL}"))
+    refuse(
+        folder, ["kv_ratio=7"], labels("tiny", "xsum", "h2o", 7.0), ValueError(f"kv_ratio must be in (0, 1] {WORSE}")
+    )
+
+    evil = run(folder, labels(EVIL, WORSE, "full"), 1.0, None, said=EVIL)
+    run(folder, labels(EVIL, WORSE, WORSE, 0.5, f"x={EVIL}"), 0.7, evil.hash, said=WORSE)
+
+    cells = [{"length": length, "depth": depth} for length in (128, 256) for depth in (0.0, 50.0, 100.0)]
+    needle = {"cell": lambda index: cells[index % len(cells)]}
+    whole = run(folder, labels("tiny", "needle", "full"), 1.0, None, **needle)
+    run(folder, labels("tiny", "needle", "h2o", 0.3), 0.5, whole.hash, **needle)
+    with numerics(kvexp.NUMERICS - 1):
+        old = run(folder, labels("old", "xsum", "full"), 1.0, None)
+        run(folder, labels("old", "xsum", "h2o", 0.3), 0.7, old.hash)
+    return folder

@@ -1,0 +1,301 @@
+"""The report in headless Chromium: it draws, its filters act, it asks the network for nothing, it runs no text."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import EVIL, WORSE, labels, outputs, run
+
+from kvexp.report import page, read
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="comes with kvexp[dev]")
+Select = pytest.importorskip("selenium.webdriver.support.ui").Select
+Service = pytest.importorskip("selenium.webdriver.chrome.service").Service
+NoAlertPresentException = pytest.importorskip("selenium.common.exceptions").NoAlertPresentException
+pytest.importorskip("plotly", reason="comes with kvexp[eval]")
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# The runs drawn in a section: the names of plotly's lines.
+LINES = """return [...document.querySelectorAll('#' + arguments[0] + ' .js-plotly-plot')]
+    .map(node => node.data.filter(trace => trace.name).map(trace => trace.name))"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser with a profile of its own; skips where there is none."""
+    found, driver = next(filter(None, map(shutil.which, BROWSERS)), None), shutil.which("chromedriver")
+    if found is None or driver is None:
+        pytest.skip(f"needs chromedriver and one of {', '.join(BROWSERS)} (.ci/browser installs them)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = found
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(driver))
+    yield made
+    made.quit()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "page.html").write_text(page(read(outputs(folder / "outputs"))), encoding="utf-8")
+    return folder / "page.html"
+
+
+@pytest.fixture
+def opened(browser: Any, file: Path) -> Iterator[Any]:
+    """The page, fresh; whatever a test does there, it must leave no word in the console and no request behind."""
+    resize(browser, 1400)
+    browser.get_log("performance")
+    browser.get(file.as_uri())
+    yield browser
+    assert browser.get_log("browser") == []
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {each["params"]["request"]["url"] for each in events if each["method"] == "Network.requestWillBeSent"}
+    assert file.as_uri() in asked
+    assert {url for url in asked if not url.startswith(("data:", "blob:"))} == {file.as_uri()}
+    with pytest.raises(NoAlertPresentException):
+        _ = browser.switch_to.alert.text
+
+
+def resize(browser: Any, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def choose(browser: Any, label: str, text: str) -> None:
+    (field,) = (each for each in browser.find_elements("css selector", "label.field") if each.text.startswith(label))
+    Select(field.find_element("tag name", "select")).select_by_visible_text(text)
+
+
+def drawn(browser: Any, section: str) -> list[list[str]]:
+    return [sorted(name.strip() for name in names) for names in browser.execute_script(LINES, section)]
+
+
+def headings(browser: Any, section: str) -> list[str]:
+    found = browser.find_elements("css selector", f"#{section} .body h3")
+    return [each.text for each in found if each.is_displayed()]
+
+
+def text_of(browser: Any, selector: str) -> str:
+    return str(browser.find_element("css selector", selector).get_property("textContent"))
+
+
+def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
+    sections = [each.get_attribute("id") for each in opened.find_elements("css selector", "main section")]
+    assert sections == ["explorer", "cost", "verdicts", "samples", "needle", "about"]
+    assert headings(opened, "explorer") == [f"{EVIL} / {WORSE}", "old / xsum", "tiny / needle", "tiny / xsum"]
+    evil, old, needle, xsum = drawn(opened, "explorer")
+    assert len(old) == len(needle) == len(evil) == 1 and len(xsum) == 3  # h2o, keyformer, and tova's partial run
+    marks = opened.execute_script(
+        """return [...document.querySelectorAll('#explorer .js-plotly-plot')].map(node =>
+        node.layout.shapes.map(shape => [shape.y0, shape.line.color, shape.line.dash || 'solid']))"""
+    )
+    assert marks == [[[100, "#000", "solid"], [99, "#c00000", "dash"]]] * 4
+    assert len(opened.find_elements("css selector", "#explorer .js-plotly-plot .errorbar, #explorer .errorbars")) > 0
+
+
+def test_intervals_and_values_are_the_tables(opened: Any, file: Path) -> None:
+    trace = opened.execute_script(
+        """return [...document.querySelectorAll('#explorer .js-plotly-plot')].at(-1).data
+        .find(trace => trace.name.startsWith('h2o'))"""
+    )
+    frame = read(file.parent / "outputs").frame
+    h2o = frame["model"].eq("tiny") & frame["task"].eq("xsum") & frame["method"].eq("h2o") & frame["status"].eq("done")
+    frame = frame[h2o].sort_values("kv_ratio")
+    assert trace["x"] == list(frame["kv_ratio"]) == [0.3, 0.6]
+    assert trace["y"] == list(frame["rouge1_of_full"])
+    assert trace["line"]["color"] == "#e69f00"
+    up, down = trace["error_y"]["array"], trace["error_y"]["arrayminus"]
+    assert up == pytest.approx(list(frame["rouge1_high"] - frame["rouge1_of_full"]), abs=1e-12)
+    assert down == pytest.approx(list(frame["rouge1_of_full"] - frame["rouge1_low"]), abs=1e-12)
+
+
+def test_a_run_that_is_not_finished_is_hollow_and_one_without_numbers_is_named(opened: Any) -> None:
+    colours = opened.execute_script(
+        """return Object.fromEntries([...document.querySelectorAll('#explorer .js-plotly-plot')].at(-1).data
+        .map(trace => [trace.name.split(' ')[0], trace.marker.color]))"""
+    )
+    assert colours["tova"] == ["#ffffff"] and "#ffffff" not in colours["h2o"]
+    left = opened.execute_script(
+        "return [...document.querySelectorAll('#explorer .panel')].at(-1).querySelector('details').textContent"
+    )
+    assert "2 runs not drawn" in left and "snapkv 0.3" in left and "out of memory" in left and "h2o 7" in left
+    assert "1 partial, 1 failed, 1 refused" in text_of(opened, "#notices")
+    assert "NUMERICS" in text_of(opened, "#notices")
+    cells = opened.find_elements("css selector", "#about td:first-child")
+    assert {"partial", "failed", "refused"} <= {each.text for each in cells}
+
+
+def test_model_task_method_and_metric_each_change_what_is_drawn(opened: Any) -> None:
+    everything = drawn(opened, "explorer")
+    choose(opened, "Model", "tiny")
+    assert headings(opened, "explorer") == ["tiny / needle", "tiny / xsum"]
+    assert headings(opened, "verdicts") == ["tiny / needle", "tiny / xsum"]
+    choose(opened, "Task", "xsum")
+    assert headings(opened, "explorer") == headings(opened, "cost") == ["tiny / xsum"]
+    assert drawn(opened, "needle") == []
+    (before,) = drawn(opened, "explorer")
+    opened.find_element("css selector", '#filters input[value="h2o"]').click()
+    (after,) = drawn(opened, "explorer")
+    assert set(before) - set(after) == {name for name in before if name.startswith("h2o")} != set()
+    shown = [each.text.split()[0] for each in opened.find_elements("css selector", "#verdicts tbody tr") if each.text]
+    assert shown and "h2o" not in shown and "full" in shown
+    first = "return document.querySelector('#explorer .js-plotly-plot').data[0].y"
+    of_rouge1 = opened.execute_script(first)
+    choose(opened, "Metric", "rouge2")
+    assert opened.execute_script(first) != of_rouge1
+    assert "rouge2, % of full" in text_of(opened, "#explorer .js-plotly-plot .ytitle")
+    buttons = {each.text: each for each in opened.find_elements("css selector", "#filters button")}
+    buttons["none"].click()
+    assert drawn(opened, "explorer") == []
+    buttons["all"].click()
+    choose(opened, "Model", "all models")
+    choose(opened, "Task", "all tasks")
+    assert drawn(opened, "explorer") == everything
+
+
+def test_speed_memory_and_the_pareto_front(opened: Any) -> None:
+    choose(opened, "Model", "tiny")
+    pairs = opened.find_elements("css selector", "#cost .pair")
+    assert "No times were recorded" in pairs[0].text and "hydra/launcher=basic" in pairs[0].text  # needle: not timed
+    assert len(pairs[0].find_elements("css selector", ".js-plotly-plot")) == 1
+    assert len(pairs[1].find_elements("css selector", ".js-plotly-plot")) == 2
+    before = text_of(opened, "#cost .pair:nth-child(2) .xtitle")
+    choose(opened, "Time", "ms to the first token")
+    assert (before, text_of(opened, "#cost .pair:nth-child(2) .xtitle")) == ("ms per token", "ms to the first token")
+    points = [{"x": x, "y": y} for x, y in ((3, 9), (1, 5), (2, 5), (2, 7), (4, 8), (1, 4), (3, 9))]
+    front = opened.execute_script("return kvexp.pareto(arguments[0])", points)
+    assert [(point["x"], point["y"]) for point in front] == [(1, 5), (2, 7), (3, 9)]
+    drawn_front = opened.execute_script(
+        """return [...document.querySelectorAll('#cost .pair')][1].querySelectorAll('.js-plotly-plot')[1]
+        .data.find(trace => trace.name === 'Pareto front').y"""
+    )
+    assert drawn_front == sorted(drawn_front) and drawn_front[-1] == 100
+    assert len(drawn_front) == 5, "h2o and keyformer twice, full; tova is cheapest of all, but not finished"
+
+
+def test_a_table_sorts_by_the_column_chosen(opened: Any) -> None:
+    choose(opened, "Model", "tiny")
+    choose(opened, "Task", "xsum")
+
+    def column(head: str) -> list[str]:
+        (table,) = (each for each in opened.find_elements("css selector", "#verdicts table") if each.is_displayed())
+        heads = table.find_elements("css selector", "th")
+        (place,) = (i for i, each in enumerate(heads) if each.text.split(" \u25b2")[0].split(" \u25bc")[0] == head)
+        heads[place].find_element("css selector", "button").click()
+        rows = table.find_elements("css selector", "tbody tr")
+        return [row.find_elements("css selector", "td")[place].text for row in rows]
+
+    up, down = column("R-1"), column("R-1")
+    numbers = [float(cell) for cell in up if cell != "-"]
+    assert numbers == sorted(numbers) and up[: len(numbers)] == [f"{number:.2f}" for number in numbers]
+    assert [cell for cell in down if cell != "-"] == [cell for cell in reversed(up) if cell != "-"]
+    assert up[-2:] == down[-2:] == ["-", "-"], "what is missing comes last both ways"
+    keys = opened.execute_script(
+        "return arguments[0].map(kvexp.sortKey)",
+        ["1.50 KiB", "800 us", "20 / 31", "9k", "-", "12.5..14.0", "fail (R-2)"],
+    )
+    assert keys == [1536, pytest.approx(8e-4), 20, 9000, None, 12.5, "fail (R-2)"]
+
+
+def test_a_sample_stands_beside_the_baselines_with_its_differences_marked(opened: Any) -> None:
+    choose(opened, "Model", "tiny")
+    choose(opened, "Example", "e1")
+    full, ours, reference = opened.find_elements("css selector", "#samples .side")
+    assert full.find_element("css selector", ".text").text == "the right number 1"
+    assert ours.find_element("css selector", ".text").text.startswith("the ")
+    assert reference.find_element("css selector", ".text").text == "the right number 1"
+    run = opened.find_element("css selector", "#samples select")
+    Select(run).select_by_visible_text(next(o.text for o in Select(run).options if "xsum: keyformer 0.3" in o.text))
+    words = [
+        [each.text for each in opened.find_elements("css selector", f"#samples .text {tag}")] for tag in ("del", "ins")
+    ]
+    assert words == [["right"], ["wrong"]]
+    choose(opened, "Example", "e0")
+    assert "Identical, word for word." in text_of(opened, "#samples .body")
+    opened.find_element("xpath", "//section[@id='samples']//button[text()='next']").click()
+    assert opened.find_element("css selector", "#samples .text ins").text == "wrong"
+
+
+def test_a_diff_is_a_longest_common_subsequence(opened: Any) -> None:
+    def diff(a: str, b: str) -> list[list[str]]:
+        sides = opened.execute_script("return kvexp.diff(arguments[0], arguments[1])", a, b)
+        return [[word for same, word in side if not same] for side in sides]
+
+    assert diff("a b c d", "b x d") == [["a", "c"], ["x"]]
+    assert diff("a  b", "a\nb") == [[], []], "white space is no difference"
+    assert diff("", "new words") == [[], ["new", "words"]]
+    assert diff("我 你好", "我他好") == [["你"], ["他"]]
+
+
+def test_heat_maps_show_the_cells(opened: Any) -> None:
+    assert headings(opened, "needle") == ["full cache", next(iter(headings(opened, "needle")[1:]))]
+    first = opened.execute_script("return document.querySelector('#needle .js-plotly-plot').data[0]")
+    assert first["x"] == ["128", "256"] and first["y"] == ["0", "50", "100"]
+    assert [row[0] for row in first["z"]] == pytest.approx([50, 45, 40])
+
+
+def test_hostile_text_is_shown_as_text(opened: Any) -> None:
+    choose(opened, "Model", EVIL)
+    assert headings(opened, "explorer") == [f"{EVIL} / {WORSE}"]
+    hover = """const node = document.querySelector('#explorer .js-plotly-plot');
+        Plotly.Fx.hover(node, [{curveNumber: 0, pointNumber: 0}]);
+        return node.querySelector('.hovertext').textContent"""
+    assert WORSE in opened.execute_script(hover) and "x=" + EVIL in opened.execute_script(hover)
+    choose(opened, "Example", "e1")
+    texts = [each.text for each in opened.find_elements("css selector", "#samples .text")]
+    assert texts[:2] == [f"the {EVIL} number 1", f"the {WORSE} number 1"]
+    assert WORSE in text_of(opened, "#filters") and WORSE in text_of(opened, "#verdicts")
+    assert EVIL in text_of(opened, "#about") and WORSE in text_of(opened, "#about")
+    assert opened.find_elements("css selector", "img, main script, #samples b") == []
+
+
+def test_even_markup_put_into_the_page_could_not_run(browser: Any, file: Path) -> None:
+    """The policy, should escaping ever fail: a handler and a script that no digest names do nothing."""
+    browser.get(file.as_uri())
+    browser.execute_script("document.querySelector('main').innerHTML = '<img src=x onerror=\"window.ran = 1\">'")
+    ran = browser.execute_async_script("setTimeout(() => arguments[0](window.ran === undefined), 300)")
+    assert ran
+    assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+
+
+def test_a_crowded_page_begins_with_one_model_and_says_what_it_leaves_out(browser: Any, tmp_path: Path) -> None:
+    for model, tasks in (("a", 14), ("b", 1)):
+        for task in range(tasks):
+            full = run(tmp_path / "outputs", labels(model, f"task{task:02}", "full"), 1.0, None, rows=2)
+            run(tmp_path / "outputs", labels(model, f"task{task:02}", "h2o", 0.5), 0.5, full.hash, rows=2)
+    (tmp_path / "page.html").write_text(page(read(tmp_path / "outputs")), encoding="utf-8")
+    browser.get((tmp_path / "page.html").as_uri())
+    assert headings(browser, "explorer") == [f"a / task{task:02}" for task in range(12)]
+    assert "12 of 14 panels are drawn" in text_of(browser, "#explorer .notice")
+    choose(browser, "Model", "b")
+    assert headings(browser, "explorer") == ["b / task00"]
+    assert browser.find_elements("css selector", "#explorer .notice") == []
+
+
+@pytest.mark.parametrize("width", [1400, 700, 390])
+def test_nothing_is_wider_than_the_window(opened: Any, width: int) -> None:
+    resize(opened, width)
+    opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 300))")
+    page_width, clipped = opened.execute_script(
+        """const wide = document.documentElement.clientWidth;
+        const out = [...document.querySelectorAll('.chart, .legend, .side, select, .chip, h2, h3, p')].filter(each => {
+            const box = each.getBoundingClientRect();
+            return box.width && (box.left < -1 || box.right > wide + 1);
+        });
+        return [document.documentElement.scrollWidth - wide, out.map(each => each.outerHTML.slice(0, 80))]"""
+    )
+    assert page_width <= 0 and clipped == []
+    charts = opened.execute_script(
+        "return [...document.querySelectorAll('.js-plotly-plot')].map(n => [n.clientWidth, n._fullLayout.width])"
+    )
+    assert charts and all(abs(outer - inner) < 1 for outer, inner in charts)
