@@ -57,7 +57,7 @@ NOT_NEEDED = (
 )
 
 # Imported when asked for (observe=triton), never by importing anything else.
-ON_DEMAND = {"kvexp.core.triton_kernels"}
+ON_DEMAND = {"kvexp.core.triton_kernels", "kvexp.core.triton_step_kernels"}
 
 
 def layer_of(module: str) -> str:

@@ -84,7 +84,8 @@ def ranked(method: Method, now: Moment, sliding_window: int | None) -> Tensor:
 class Mode:
     """How slots are dropped. As it stands here a mode keeps no state and appends every newcomer."""
 
-    dense = False  # after the last eviction nothing was dead but the slots for the next newcomers
+    full = False  # after the last eviction every row held as many tokens as its budget allows: dead is what is closed
+    dense = False  # and nothing was closed: dead were only the slots for the next newcomers
 
     def place(self) -> Tensor | None:
         """The slot [B, H, 1] that the next single newcomer takes, or None: append."""

@@ -243,16 +243,16 @@ class LayerState:
             reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
             slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
-        self.mode.dense = self._dense()
+        self.mode.full = self._full()
+        self.mode.dense = self.mode.full and slots.used == min(self.quota.kept) + (self.plan.cadence.every or 0)
         self.note_losses()
 
-    def _dense(self) -> bool:
-        """Do all rows hold as many tokens as their budgets allow, with no place behind that is closed to them?"""
+    def _full(self) -> bool:
+        """Do all rows hold as many tokens as their budgets allow?"""
         assert self.quota is not None
-        kept, time = self.quota.kept, self.timeline
+        time = self.timeline
         decoded = time.end - (time.prompt_columns or 0)
-        full = min(time.prompt_lengths) + decoded >= max(kept) == min(kept)
-        return full and self.held().used == max(kept) + (self.plan.cadence.every or 0)
+        return all(n + decoded >= kept for n, kept in zip(time.prompt_lengths, self.quota.kept, strict=True))
 
     def note_losses(self) -> None:
         """Remember, row by row, when the first slot was lost."""

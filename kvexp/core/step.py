@@ -62,6 +62,7 @@ class Stack:
         self.places = [slots.keys.shape[2] for slots in held]
         self.dense = all(mode.dense for mode in self.modes) and len(set(self.places)) == 1
         self.closed = None if self.dense else self._closed()
+        self.full = all(mode.full for mode in self.modes)  # then what is dead never changes
         self.recent = _joined([state.quota.recent_t for state in states if state.quota is not None])[:, None, None]
         self.views = [state.view for state in states]
         self.observing = sum(view is not None for view in self.views)  # caches, and their rows
@@ -119,7 +120,7 @@ class Stack:
     def _dead(self, newest: Tensor, by: Tensor | None, geometry: Geometry) -> Tensor | None:
         """[R, H, S] bool: slots that are not seen; None: there are none. by: how far sinks have moved."""
         where = self.slots.positions
-        dead = None if self.dense else where < 0
+        dead = self.closed if self.full else where < 0
         if geometry.sliding_window is None:
             return dead
         past = where <= newest - geometry.sliding_window
@@ -152,16 +153,18 @@ class Stack:
         if isinstance(self.sinks, Tensor) or self.sinks:
             guard = guard | (where < self.sinks)
         if self.closed is not None:
-            rank = rank.masked_fill(where < 0, -torch.inf)
-            guard = (guard & (where >= 0)) | self.closed
+            if not self.full:
+                rank = rank.masked_fill(where < 0, -torch.inf)
+                guard = guard & (where >= 0)
+            guard = guard | self.closed
         rank = rank.masked_fill(guard, torch.inf)
         lowest = rank == rank.amin(dim=-1, keepdim=True)
         self._give(where.masked_fill(~lowest, LAST).argmin(dim=-1, keepdim=True))
 
     def _kept(self, where: Tensor) -> Tensor:
         """[R, H, S] bool, where all but the newest are sinks: these, and the slots that no token may take."""
-        sinks = where < self.sinks
-        return sinks if self.closed is None else (sinks & (where >= 0)) | self.closed
+        sinks = where < self.sinks if self.full else (where < self.sinks) & (where >= 0)
+        return sinks if self.closed is None else sinks | self.closed
 
     def _give(self, free: Tensor) -> None:
         """Free the slots [R, H, 1] for the next token."""
