@@ -70,7 +70,7 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
-    """(rows, the first of each example; line number, from 1 -> why it is no row). Blank lines are neither."""
+    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither."""
     found: dict[str, Json] = {}
     bad: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
@@ -82,7 +82,9 @@ def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
         if row is not None and not isinstance(row.get("example"), str):
             bad[number] = "no example id"
         elif row is not None:
-            found.setdefault(row["example"], row)
+            before = found.get(row["example"])
+            if before is None or before.get("failed"):
+                found[row["example"]] = row
     return list(found.values()), bad
 
 
