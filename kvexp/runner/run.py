@@ -61,8 +61,11 @@ def run(settings: Settings) -> Run:
 
 
 def waiting(record: Run) -> Any:
+    told: list[float] = []
+
     def say(seconds: float) -> None:
-        if seconds == 0:
+        if seconds > 1 and not told:  # less is a process that looks who is at it
+            told.append(seconds)
             print(f"{record.path} is being worked on by another process; waiting for it", flush=True)
 
     return say
