@@ -25,7 +25,7 @@ def replace(path: Path, data: bytes) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            _write(fd, data)
+            write_all(fd, data)
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -36,10 +36,14 @@ def replace(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def _write(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """To the disk. What stops it half way says why only when the rest is tried: a full disk, or a limit on sizes."""
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(fd, rest) :]
+        written = os.write(fd, rest)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[written:]
     os.fsync(fd)
 
 
@@ -119,7 +123,7 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             os.unlink(probe)  # first, so that a kill leaves none behind
-            _write(fd, bytes(PROBE))
+            write_all(fd, bytes(PROBE))
         finally:
             os.close(fd)
     except OSError as error:

@@ -1,14 +1,13 @@
 """examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way."""
 
 import contextlib
-import errno
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import explained, locked, replace, sync_folder, trouble
+from .files import explained, locked, replace, sync_folder, trouble, write_all
 from .plain import Json, canonical, parse, plain
 
 NAME, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
@@ -49,9 +48,7 @@ def append(folder: Path, *rows: Mapping[str, Any]) -> None:
         try:
             end = _cut_truncated(fd)
             try:
-                if os.write(fd, line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(fd)
+                write_all(fd, line)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, end)  # what this cannot cut the next append does

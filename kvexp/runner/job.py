@@ -164,7 +164,10 @@ def _run(settings: Settings) -> None:
 
 def _recorded(settings: Settings) -> bool:
     """Whether the run's own folder says that it failed."""
-    return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
+    try:
+        return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
+    except OSError:  # a folder that may not even be looked into
+        return False
 
 
 def _refuse(

@@ -1,4 +1,4 @@
-"""Processes that run the command line and can be hurt: forked off one that has loaded everything, so that each is quick.
+"""Processes that run the command line and can be hurt, forked off one that has loaded everything: so each is quick.
 
 A child is a process of its own from the fork on: it takes its locks, writes its files and dies like `python run.py`.
 """
@@ -21,6 +21,7 @@ class Child:
 
     def __init__(self, stage, words, out, before="", env=None):
         self.stage, self.out = stage, Path(out)
+        self.out.touch()
         order = {"words": list(words), "out": str(self.out), "before": before, "env": env or {}}
         self.pid = stage.ask({"start": order})
         self.status = None
