@@ -2,6 +2,11 @@
 
 import sys
 
+from kvexp.runner.interrupt import interruptible, watch
+
+if __name__ == "__main__":
+    watch()  # first: the imports take their time too
+
 import hydra
 from omegaconf import DictConfig
 
@@ -18,11 +23,8 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 
 if __name__ == "__main__":
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
-    try:
+    with interruptible():
         main()
-    except KeyboardInterrupt:
-        print("\ninterrupted: the rows written so far are kept; the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
     from kvexp.runner.report import exit_code
 
     sys.exit(exit_code())

@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class CacheError(RuntimeError):
     """A use of a cache that would give a wrong number, refused instead."""
+
+
+class NotFinite(CacheError):
+    """The model put out NaN or inf: every number after it would be chosen by nothing."""

@@ -1,6 +1,7 @@
 """Settings for every test: no network, and where the recorded material lies, if it is there."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,11 @@ def stories260k() -> str:
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_interrupt():
+    """run.py, run in this process, takes over what an interrupt does."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -45,13 +45,14 @@ def rounded(value):
 
 
 def content(folder):
-    """Everything a sweep leaves but times, by run and example; and each run's configuration and end.
+    """Everything a sweep leaves but times and halvings, by run and example; and each run's configuration and end.
 
     Metrics and log-probabilities to five digits: another batch rounds float32 sums otherwise.
     """
     made = {}
     for run in runs(folder):
-        rows = {row["example"]: rounded({k: v for k, v in row.items() if k != "seconds"}) for row in run.rows()}
+        left = ("seconds", "halved")
+        rows = {row["example"]: rounded({k: v for k, v in row.items() if k not in left}) for row in run.rows()}
         made[run.hash] = (run.config, run.labels, run.baseline, run.finished, rows)
     return made
 
@@ -123,6 +124,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.setattr(together, "generated_together", greedy)
     together.fill(members)
     assert sizes[:3] == [4, 2, 2]
+    assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
     monkeypatch.undo()
     together.fill(together.groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0])
     assert content(tmp_path / "small") == content(tmp_path / "large")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvexp.core import Ledger
-from kvexp.errors import CacheError
+from kvexp.errors import CacheError, NotFinite
 from kvexp.models import EvictionCache
 
 
@@ -45,9 +45,11 @@ class Generation:
 
 
 def check_scores(cache: EvictionCache) -> None:
-    """After a run: NaN in a score means that slots were chosen by nothing."""
+    """After a run: NaN means that tokens or slots were chosen by nothing."""
+    if not cache.logits_were_finite():
+        raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
     if not cache.scores_are_finite():
-        raise CacheError("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
+        raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
 
 
 def cut(tokens: list[int], eos: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -126,6 +127,7 @@ class EvictionCache(Cache):
         else:
             states = [LayerState(self.plan, i, count, self.timeline, self.ledger, self.shared) for i in range(count)]
         super().__init__(layers=[SlotLayer(state, rotation) for state in states])
+        self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:
             view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
@@ -143,6 +145,7 @@ class EvictionCache(Cache):
         """Empty the cache: another prompt may follow."""
         self.timeline.reset()
         self.ledger.reset()
+        self.doubt = 0.0
         if self.shared is not None:
             self.shared.reset()
         super().reset()
@@ -204,6 +207,10 @@ class EvictionCache(Cache):
             Quota.resolved(
                 self.plan, prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers), torch.device("cpu")
             )
+
+    def logits_were_finite(self) -> bool:
+        """False if a forward through this cache ended in NaN or inf. Waits for the device."""
+        return math.isfinite(float(self.doubt))
 
     def scores_are_finite(self) -> bool:
         """False if any layer remembers NaN: its choices would mean nothing. Waits for the device."""

@@ -46,6 +46,7 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
         model.config._attn_implementation_internal = NAME
     if not getattr(model, "_kvexp_guard", False):
         model.register_forward_pre_hook(_guard, with_kwargs=True)
+        model.register_forward_hook(_watch, with_kwargs=True)
         model._kvexp_guard = True
     # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
     model.config.use_cache = True
@@ -77,6 +78,16 @@ def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
         first = ids.view(-1, beams, ids.shape[1])
         if bool((first != first[:, :1]).any()):
             raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
+
+
+def _watch(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Tell the cache whether the last column's logits were numbers, as a sum the device need not be waited for."""
+    cache = kwargs.get("past_key_values")
+    caches = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "doubt")]
+    if caches:
+        doubt = 0 * output.logits[:, -1].sum(dtype=torch.float32)  # NaN unless all of them are finite
+        for one in caches:
+            one.doubt = one.doubt + doubt
 
 
 def _check_finite(model: PreTrainedModel) -> None:

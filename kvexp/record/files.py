@@ -11,6 +11,7 @@ from kvexp.errors import ConfigError
 
 _ADVICE = (
     ((errno.ENOSPC, errno.EDQUOT), "free disk space and run the same command again: rows already written are kept"),
+    ((errno.EFBIG,), "raise the limit on the size of files (ulimit -f) and run the same command again: rows are kept"),
     ((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable or choose another outputs_dir"),
     ((errno.ENOTDIR, errno.EEXIST), "a part of this path is a file: choose another outputs_dir"),
     ((errno.ENOLCK, errno.ENOTSUP), "files cannot be locked there: choose an outputs_dir on another file system"),
@@ -24,10 +25,7 @@ def replace(path: Path, data: bytes) -> None:
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-            os.fsync(fd)
+            write_all(fd, data)
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -36,6 +34,17 @@ def replace(path: Path, data: bytes) -> None:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """To the disk. What stops it half way says why only when the rest is tried: a full disk, or a limit on sizes."""
+    rest = memoryview(data)
+    while rest:
+        written = os.write(fd, rest)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[written:]
+    os.fsync(fd)
 
 
 def sync_folder(path: Path) -> None:
@@ -111,9 +120,11 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     probe = path / f".probe.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
-            replace(probe, bytes(PROBE))
+            os.unlink(probe)  # first, so that a kill leaves none behind
+            write_all(fd, bytes(PROBE))
         finally:
-            probe.unlink(missing_ok=True)
+            os.close(fd)
     except OSError as error:
         raise ConfigError(trouble(error, "write", path)) from error

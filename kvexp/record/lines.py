@@ -1,14 +1,13 @@
 """examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way."""
 
 import contextlib
-import errno
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import explained, locked, replace, sync_folder, trouble
+from .files import explained, locked, replace, sync_folder, trouble, write_all
 from .plain import Json, canonical, parse, plain
 
 NAME, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
@@ -49,9 +48,7 @@ def append(folder: Path, *rows: Mapping[str, Any]) -> None:
         try:
             end = _cut_truncated(fd)
             try:
-                if os.write(fd, line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(fd)
+                write_all(fd, line)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.ftruncate(fd, end)  # what this cannot cut the next append does
@@ -70,7 +67,7 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
-    """(rows, the first of each example; line number, from 1 -> why it is no row). Blank lines are neither."""
+    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither."""
     found: dict[str, Json] = {}
     bad: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
@@ -82,7 +79,9 @@ def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
         if row is not None and not isinstance(row.get("example"), str):
             bad[number] = "no example id"
         elif row is not None:
-            found.setdefault(row["example"], row)
+            before = found.get(row["example"])
+            if before is None or before.get("failed"):
+                found[row["example"]] = row
     return list(found.values()), bad
 
 

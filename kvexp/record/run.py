@@ -139,6 +139,8 @@ class Run:
     def rows(self) -> list[Json]:
         """The rows as written, in that order, the first of each example.
 
+        A row with `failed` set gives way to a later one.
+
         A last line without its end is left out. Any other line that is no row moves to quarantine.jsonl, with a warning
         that names file and line; it is left out also where it cannot be moved.
         """

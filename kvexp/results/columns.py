@@ -71,6 +71,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
         *_counted("skip-\nped", "skipped", rows),
         *_counted("prompt\ncut", "prompt_cut", rows),
+        *_counted("hal-\nved", "halved", rows),
         Column("status", lambda row: str(row["status"]), right=False),
         Column("slots", lambda row: fixed(row["slots"], 1)),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),

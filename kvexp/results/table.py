@@ -13,7 +13,7 @@ from .compare import SUFFIX, Comparison, compare, quality, resample
 from .read import Folder, Row, chosen, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "method", "kv_ratio")
-COUNTS = ("n", "skipped", "prompt_cut", "evicted", "paired", "changed")
+COUNTS = ("n", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
 VERDICTS = (
     "verdict99",
     "verdict999",
@@ -96,6 +96,7 @@ def _counts(folder: Folder) -> dict[str, int]:
     scored = folder.scored.values()
     counts = {"n": len(scored), "skipped": len(folder.rows) - len(scored)}
     return counts | {
+        "halved": sum(bool(row.get("halved")) for row in folder.rows),  # failed ones too
         "prompt_cut": sum(bool(row.get("prompt_cut")) for row in scored),
         "evicted": sum(evicted(row) for row in scored),
     }

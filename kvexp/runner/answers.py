@@ -11,6 +11,7 @@ from typing import Any
 
 from kvexp.runner.padding import budget_of
 from kvexp.runner.prompts import Prompt
+from kvexp.runner.seeds import sampling_seed
 from kvexp.runner.settings import Settings
 
 UNTIMED = {"ttft": None, "tt2t": None, "tpot": None}
@@ -39,7 +40,7 @@ def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tu
         budget_of(settings, [len(prompt.ids) for _, prompt in batch]),
         decoding=settings.decoding,
         tokenizer=tokenizer,
-        seeds=[settings.seed + index for index, _ in batch],
+        seeds=[sampling_seed(settings, prompt.example) for _, prompt in batch],
         **settings.plan(),
     )
     return dict(zip((index for index, _ in batch), answers_of(result, tokenizer), strict=True))
@@ -52,7 +53,7 @@ def generated_together(
     from kvexp.generate import finish, prefill_together
 
     first, prompts = runs[0], [prompt.ids for _, prompt in batch]
-    seeds = [first.seed + index for index, _ in batch]
+    seeds = [sampling_seed(first, prompt.example) for _, prompt in batch]
     start, new = time.perf_counter(), first.decoding.max_new_tokens
     options: dict[str, Any] = {"max_new_tokens": new, "tokenizer": tokenizer, "seeds": seeds}
     contexts = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=first.beyond_context)

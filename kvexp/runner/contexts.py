@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from kvexp.runner.answers import Answer, answers_of, variants
 from kvexp.runner.padding import budget_of
 from kvexp.runner.prompts import Prompt
+from kvexp.runner.seeds import noise_seed, sampling_seed
 from kvexp.runner.settings import Settings
 
 Items = Sequence[tuple[int, Prompt]]
@@ -20,7 +20,7 @@ def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[
     """Index -> answer, of prompts that have a question or choices; never more than batch_size forks at once.
 
     Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
-    context (`seed_of`), sampling by the example.
+    context (`noise_seed`), sampling by the example.
     """
     return asked_together([settings], model, tokenizer, batch)[0]
 
@@ -45,11 +45,6 @@ def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: 
                 for mine, more in zip(made, _answered(first, model, tokenizer, some, forks), strict=True):
                     mine |= more
     return made
-
-
-def seed_of(settings: Settings, index: int, prompt: Prompt) -> int:
-    """Of the noise inside methods: the example's, or its context's, which all questions about it find alike."""
-    return settings.seed + (zlib.crc32(prompt.example.prompt.encode()) if prompt.question else index)
 
 
 def mixes_rows(settings: Settings) -> bool:
@@ -84,7 +79,8 @@ def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items
     places: dict[Any, int] = {}
     place_of = {}
     for index, prompt in part:
-        key = (seed_of(settings, index, prompt), tuple(prompt.ids), index if mixes_rows(settings) else None)
+        seed = noise_seed(settings, prompt.example, asked=bool(prompt.question))
+        key = (seed, tuple(prompt.ids), index if mixes_rows(settings) else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
     ahead = _ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
@@ -115,7 +111,7 @@ def _answered(
         [prompt.question for _, prompt in some],
         decoding=settings.decoding,
         tokenizer=tokenizer,
-        seeds=[settings.seed + index for index, _ in some],
+        seeds=[sampling_seed(settings, prompt.example) for _, prompt in some],
     )
     indices = [index for index, _ in some]
     return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]

@@ -7,13 +7,13 @@ import time
 from typing import Any
 
 from kvexp.runner.answers import UNTIMED, Answer
-from kvexp.runner.contexts import seed_of
 from kvexp.runner.padding import budget_of
 from kvexp.runner.prompts import Prompt, continuation
+from kvexp.runner.seeds import noise_seed
 from kvexp.runner.settings import Settings
 
 
-def forced(settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt) -> tuple[list[float], Answer]:
+def forced(settings: Settings, model: Any, tokenizer: Any, prompt: Prompt) -> tuple[list[float], Answer]:
     """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
 
     One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
@@ -29,7 +29,7 @@ def forced(settings: Settings, model: Any, tokenizer: Any, index: int, prompt: P
         budget_of(settings, [len(prompt.ids)]),
         max_new_tokens=ahead,
         tokenizer=tokenizer,
-        seeds=[seed_of(settings, index, prompt)],
+        seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question))],
         **settings.plan(),
     )
     questions = [prompt.question] if prompt.question else None

@@ -16,6 +16,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.record import accept, identity, refuse
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.report import note, note_failure
+from kvexp.runner.sharing import free, in_turn
 from kvexp.runner.sweep import SWEEP
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Swept:
 
 
 SWEPT = Swept()
+LEFT: list[Job] = []  # of a sweep without such a launcher
 
 
 def job(config: DictConfig) -> None:
@@ -56,32 +58,43 @@ def job(config: DictConfig) -> None:
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
     one = Job(config, list(hydra.overrides.task), dict(hydra.runtime.choices), number)
-    if SWEPT.jobs is None:
+    if SWEPT.jobs is not None:
+        SWEPT.jobs.append(one)
+    elif not SWEEP.deferring or free(_runs(one)):
         run_job(one)
     else:
-        SWEPT.jobs.append(one)
+        LEFT.append(one)
+
+
+def finish_left() -> None:
+    """Run the jobs of a sweep that were left because another process was at them."""
+    jobs = [(one, _runs(one)) for one in LEFT]
+    LEFT.clear()
+    for one in in_turn(jobs):
+        run_job(one)
 
 
 def perform(jobs: list[Job]) -> None:
     """Those that can share prefills do; then each has its turn."""
     from kvexp.runner.together import fill, groups
 
-    for group in groups(settings for one in jobs if (settings := _readable(one)) is not None):
+    each = [(one, _runs(one)) for one in jobs]
+    for group in in_turn([(group, group) for group in groups(settings for _, runs in each for settings in runs)]):
         try:
             fill(group)
         except Exception as error:  # a run's own turn comes, and tells what is wrong with it
             if not _expected(error):
                 traceback.print_exc()
-    for one in jobs:
+    for one in in_turn(each):
         run_job(one)
 
 
-def _readable(one: Job) -> Settings | None:
-    """The job's settings; None where they are wrong, which its turn will say."""
+def _runs(one: Job) -> list[Settings]:
+    """The runs of a job; none where its settings are wrong, which its turn will say."""
     try:
-        return _settings(one.config, one.choices, one.overrides)
+        return _settings(one.config, one.choices, one.overrides).parts()
     except Exception:
-        return None
+        return []
 
 
 def run_job(one: Job) -> None:
@@ -151,7 +164,10 @@ def _run(settings: Settings) -> None:
 
 def _recorded(settings: Settings) -> bool:
     """Whether the run's own folder says that it failed."""
-    return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
+    try:
+        return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
+    except OSError:  # a folder that may not even be looked into
+        return False
 
 
 def _refuse(

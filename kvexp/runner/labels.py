@@ -9,7 +9,8 @@ from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that have a label of their own or change no number.
-NEUTRAL = ("limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
+HOW = ("limit", "batch_size", "timeout_s", "retry", "outputs_dir", "log")  # how it is run, not what
+NEUTRAL = (*HOW, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
 QUOTES = "\"'"
@@ -68,11 +69,7 @@ def labels_as_asked(
 
 def request(overrides: Sequence[str]) -> list[str]:
     """The overrides that say what is asked for, without those that change no number."""
-    return sorted(
-        word
-        for word in overrides
-        if word.partition("=")[0] not in ("limit", "batch_size", "outputs_dir", "log") and not word.startswith("log.")
-    )
+    return sorted(word for word in overrides if word.partition("=")[0] not in HOW and not word.startswith("log."))
 
 
 def _experiment(choices: Mapping[str, str]) -> dict[str, str]:

@@ -72,11 +72,15 @@ class SweepTable(Callback):  # type: ignore[misc]
         if config.hydra.sweeper.get("_target_", "").endswith("BasicSweeper"):
             params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
             SWEEP.plan(list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
+            SWEEP.deferring = True  # this sweeper asks for nothing back, so a job may come later
 
     def on_run_end(self, config: Any, **_: Any) -> None:
         self._end(config)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
+        from kvexp.runner.job import finish_left
+
+        finish_left()
         self._end(config)
 
     def _end(self, config: Any) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import platform
-import subprocess
-from collections.abc import Iterator
-from importlib import metadata
-from pathlib import Path
+import sys
 from typing import Any
 
 from kvexp.record import Run
 from kvexp.runner.answers import UNTIMED, Answer, generated
+from kvexp.runner.attempts import TIME, Items, Patience, in_halves
+from kvexp.runner.batches import SHARED, Batch, due
+from kvexp.runner.blame import layer_named
 from kvexp.runner.contexts import asked, mixes_rows
+from kvexp.runner.deadline import start_anew
+from kvexp.runner.environment import environment
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
 from kvexp.runner.forced import forced
 from kvexp.runner.lm_eval import ItemAnswer, item_answers, item_prompt
@@ -25,9 +26,6 @@ from kvexp.runner.rows import check_commit, recordable
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
-
-SHARED = 8  # questions about one context that are answered from one prefill before their rows are written
-
 
 AHEAD: set[str] = set()  # runs that this process has filled in before their turn: no news to the reader
 
@@ -63,8 +61,11 @@ def run(settings: Settings) -> Run:
 
 
 def waiting(record: Run) -> Any:
+    told: list[float] = []
+
     def say(seconds: float) -> None:
-        if seconds == 0:
+        if seconds > 1 and not told:  # less is a process that looks who is at it
+            told.append(seconds)
             print(f"{record.path} is being worked on by another process; waiting for it", flush=True)
 
     return say
@@ -72,52 +73,60 @@ def waiting(record: Run) -> Any:
 
 def _fill(settings: Settings, record: Run) -> None:
     """Run the examples that have no row yet."""
-    done = {row["example"] for row in record.rows()}
+    done = settled(settings, record)
     examples = list(settings.task.examples())
-    todo = [(i, example) for i, example in enumerate(examples) if example.id not in done]
+    shared = 1 if mixes_rows(settings) else SHARED
+    work = due(examples, settings.batch_size, shared, lambda example: example.id not in done)
+    missing = sum(example.id not in done for example in examples)
     name = f"{settings.labels['method']} {settings.labels['setting']}".strip()
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
     if done and record.hash not in AHEAD:
-        print(f"{title}: {len(examples) - len(todo)} of {len(examples)} rows are there already ({record.path})")
-    if not todo:
+        print(f"{title}: {len(examples) - missing} of {len(examples)} rows are there already ({record.path})")
+    if not work:
         return
-    check_room(settings, todo)  # an impossible configuration is said before weights are made or read
+    # An impossible configuration is said before weights are made or read.
+    check_room(settings, [item for batch in work for item in batch])
     words = tokenizer_of(settings.model)
     check_template(settings, words)
-    todo = fitted(settings, words, todo)
+    work = [fitted(settings, words, batch) for batch in work]
     model, tokenizer = load(settings.model)
     settings = with_ends(settings, model, tokenizer)
     commit = commit_of(model)
     check_commit(record, commit)
-    with Progress(title, len(examples), len(examples) - len(todo)) as progress:
-        shared = 1 if mixes_rows(settings) else SHARED
-        for batch in batches(todo, settings.batch_size, shared):
-            for row in _rows(settings, model, tokenizer, batch):
-                record.append(recordable(row, commit))
-                progress.advance(row)
+
+    def write(row: dict[str, Any]) -> None:
+        if row["example"] not in done:
+            record.append(recordable(row, commit))
+            progress.advance(row)
+
+    def stuck(items: Items) -> None:  # called in another thread: this one has not come back
+        for index, prompt in items:
+            write(lost(settings, index, prompt, TIME, f", in a library's call on {len(items)} prompts"))
+        print(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
+        start_anew()
+
+    patience = Patience(settings.timeout_s, stuck)
+    with Progress(title, len(examples), len(examples) - missing) as progress:
+        for batch in work:
+            make = functools.partial(_rows, settings, model, tokenizer, batch, patience)
+            for row in layer_named(model, batch, make):
+                write(row)
 
 
-def batches(todo: list[tuple[int, Example]], size: int, shared: int) -> Iterator[list[tuple[int, Example]]]:
-    """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow."""
-    batch: list[tuple[int, Example]] = []
-    for item in todo:
-        same = bool(batch) and bool(item[1].question) and item[1].prompt == batch[-1][1].prompt
-        if len(batch) >= (max(size, shared) if same else size):
-            yield batch
-            batch = []
-        batch.append(item)
-    if batch:
-        yield batch
+def settled(settings: Settings, record: Run) -> set[str]:
+    """Examples that need no more work: failed ones count as done, unless they are to be tried again."""
+    return {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}
 
 
-def _rows(settings: Settings, model: Any, tokenizer: Any, batch: list[tuple[int, Example]]) -> list[dict[str, Any]]:
+def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience: Patience) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
-    prompts = [prompt_of(settings, model, tokenizer, example) for _, example in batch]
-    runnable = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True) if prompt.skipped is None]
-    made = _generate(settings, model, tokenizer, runnable) if runnable else {}
-    each = [(index, prompt) for (index, _), prompt in zip(batch, prompts, strict=True)]
-    return [made.get(index) or skipped(settings, index, prompt) for index, prompt in each]
+    prompts = [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
+    runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
+    make = functools.partial(_generate, settings, model, tokenizer)
+    failed = functools.partial(lost, settings)
+    made = in_halves(runnable, make, failed, patience) if runnable else {}
+    return [made.get(index) or skipped(settings, index, prompt) for index, prompt in prompts]
 
 
 def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
@@ -140,9 +149,7 @@ def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) 
     return dataclasses.replace(prompt, choices=after) if example.choices else prompt
 
 
-def _generate(
-    settings: Settings, model: Any, tokenizer: Any, batch: list[tuple[int, Prompt]]
-) -> dict[int, dict[str, Any]]:
+def _generate(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, dict[str, Any]]:
     """Index -> row."""
     if settings.task.only_nll:
         return {index: row_of(settings, model, tokenizer, index, prompt, None) for index, prompt in batch}
@@ -170,7 +177,7 @@ def row_of(
     elif answer is not None:
         metrics = settings.task.score(answer.output, example.reference, example)
     if settings.task.needs_nll:
-        logprobs, fed = forced(settings, model, tokenizer, index, prompt)
+        logprobs, fed = forced(settings, model, tokenizer, prompt)
         of_nll, info = settings.task.score_nll(logprobs, example)
         metrics, answer = {**metrics, **of_nll}, answer or fed
         head["info"] |= {**info, "nll_tokens": len(logprobs)}
@@ -198,6 +205,8 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
         "prompt_cut": prompt.cut,
         "chat_template": settings.model.chat and settings.task.wrapped,
         "skipped": prompt.skipped,
+        "failed": None,
+        "halved": 0,
         "info": dict(prompt.example.info),
     }
 
@@ -207,26 +216,8 @@ def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
-@functools.cache  # asked for by every run of a sweep, and git is a process
-def environment() -> dict[str, Any]:
-    """Where and with what a run was made: versions, device, commit."""
-    import torch
-
-    import kvexp
-
-    where = Path(__file__).resolve().parents[2]
-    commit = None
-    with contextlib.suppress(OSError):  # no git, or not in a checkout
-        if (where / ".git").exists():
-            line = ["git", "describe", "--always", "--dirty"]
-            commit = subprocess.run(line, cwd=where, capture_output=True, text=True).stdout.strip() or None
-    return {
-        "kvexp": kvexp.__version__,
-        "numerics": kvexp.NUMERICS,
-        "commit": commit,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": metadata.version("transformers"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-    }
+def lost(settings: Settings, index: int, prompt: Prompt, why: str, more: str = "") -> dict[str, Any]:
+    """The row of an example that was tried and failed (attempts.MEMORY or TIME): skipped, and for this reason."""
+    words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
+    row = skipped(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))
+    return {**row, "failed": why}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ class Settings:
     seed: int
     limit: int | None
     batch_size: int
+    timeout_s: float | None
+    retry: bool
     outputs_dir: Path
     labels: dict[str, Any]
     identity: dict[str, Any]
@@ -142,6 +145,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         seed=typed(config["seed"], int, "seed"),
         limit=typed(config["limit"], int | None, "limit"),
         batch_size=typed(config["batch_size"], int, "batch_size"),
+        timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
+        retry=typed(config["retry"], bool, "retry"),
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
@@ -177,6 +182,8 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"batch_size must be at least 1, got {settings.batch_size}")
     if settings.limit is not None and settings.limit < 1:
         raise ConfigError(f"limit must be at least 1 example or null for all, got {settings.limit}")
+    if settings.timeout_s is not None and not 0 < settings.timeout_s < math.inf:
+        raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {settings.timeout_s:g}")
     view = settings.method.view
     if settings.batch_size > 1 and view is not None and view.batch == "sum_all":
         raise ConfigError(

@@ -20,6 +20,8 @@ class Sweep:
 
     def __init__(self) -> None:
         self.jobs: list[list[str]] = []
+        self.complete = 0  # jobs that ended, well or with an error that was recorded
+        self.deferring = False  # whether a job that another process is at may be left for the end
         self.seconds: list[float] = []  # of the jobs that made rows: one whose rows were there already tells nothing
 
     def plan(self, overrides: Sequence[str], params: dict[str, Any]) -> None:
@@ -43,6 +45,7 @@ class Sweep:
             print(self.line(number, overrides), flush=True)
         start, rows = time.monotonic(), Progress.made
         yield
+        self.complete += 1
         if Progress.made > rows:
             self.seconds.append(time.monotonic() - start)
 

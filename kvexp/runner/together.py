@@ -7,6 +7,7 @@ turn, where it is told and recorded as always.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -15,14 +16,17 @@ from typing import Any
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, identity
 from kvexp.runner.answers import UNTIMED, generated_together
+from kvexp.runner.attempts import TIME, Items, Patience, Rows, reason, release
+from kvexp.runner.batches import SHARED, due
 from kvexp.runner.contexts import asked_together, mixes_rows
+from kvexp.runner.deadline import Overdue, start_anew
+from kvexp.runner.environment import environment
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
 from kvexp.runner.memory import at_once
 from kvexp.runner.model import commit_of, load, tokenizer_of
 from kvexp.runner.progress import Progress
-from kvexp.runner.prompts import Prompt
 from kvexp.runner.rows import check_commit, recordable
-from kvexp.runner.run import AHEAD, SHARED, batches, environment, prompt_of, row_of, skipped, waiting
+from kvexp.runner.run import AHEAD, lost, prompt_of, row_of, settled, skipped, waiting
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval
 
@@ -78,10 +82,11 @@ class Member:
 
     def __init__(self, settings: Settings, run: Run) -> None:
         self.settings, self.run = settings, run
-        self.done = {row["example"] for row in run.rows()}
+        self.done = settled(settings, run)
+        self.broken = False  # left to its own turn, which will say what is wrong with it
 
     def lacks(self, batch: Numbered) -> bool:
-        return any(example.id not in self.done for _, example in batch)
+        return not self.broken and any(example.id not in self.done for _, example in batch)
 
     def write(self, rows: list[dict[str, Any]], commit: str | None) -> list[dict[str, Any]]:
         """Those that were missing."""
@@ -94,13 +99,14 @@ class Member:
 def _fill(members: list[Member]) -> None:
     lead = members[0].settings
     examples = list(lead.task.examples())
-    todo = [(i, example) for i, example in enumerate(examples) if any(m.lacks([(i, example)]) for m in members)]
+    work = due(examples, lead.batch_size, SHARED, lambda example: any(m.lacks([(0, example)]) for m in members))
+    todo = [item for batch in work for item in batch]
     if sum(m.lacks(todo) for m in members) < 2:
         return
     check_room(lead, todo)
     words = tokenizer_of(lead.model)
     check_template(lead, words)
-    todo = list(fitted(lead, words, todo))
+    work = [fitted(lead, words, batch) for batch in work]
     model, tokenizer = load(lead.model)
     commit = commit_of(model)
     for member in members:
@@ -108,18 +114,28 @@ def _fill(members: list[Member]) -> None:
         member.settings = with_ends(member.settings, model, tokenizer)
     title = f"{len(members)} runs that share each prompt's prefill"
     missing = sum(example.id not in m.done for m in members for _, example in todo)
+
+    def stuck(items: Items) -> None:  # called in another thread: this one has not come back
+        more = f", in a library's call on {len(items)} prompts of {len(members)} runs"
+        for member in members:
+            member.write([lost(member.settings, *item, TIME, more) for item in items], commit)
+        print(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
+        start_anew()
+
     with Progress(title, missing, 0) as progress:
-        for batch in batches(todo, lead.batch_size, SHARED):
+        for batch in work:
             lacking = [m for m in members if m.lacks(batch)]
-            for member, rows in _rows(lacking, model, tokenizer, batch):
+            for member, rows in _rows(lacking, model, tokenizer, batch, Patience(lead.timeout_s, stuck)):
                 for row in member.write(rows, commit):
                     progress.advance(row)
 
 
 def _rows(
-    members: list[Member], model: Any, tokenizer: Any, batch: Numbered
+    members: list[Member], model: Any, tokenizer: Any, batch: Numbered, patience: Patience
 ) -> Iterable[tuple[Member, list[dict[str, Any]]]]:
     """Rows of a batch, for every member that is not left to its own turn."""
+    if not members:
+        return
     prompts = [(index, prompt_of(members[0].settings, model, tokenizer, example)) for index, example in batch]
     runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
     if not runnable:
@@ -127,40 +143,47 @@ def _rows(
         return
     for part in at_once([m.settings for m in members], model, runnable):
         some = [members[place] for place in part]
-        for member, answers in _answers(some, model, tokenizer, runnable):
-            settings = member.settings
-            yield (
-                member,
-                [
-                    row_of(settings, model, tokenizer, i, prompt, answers[i])
-                    if i in answers
-                    else skipped(settings, i, prompt)
-                    for i, prompt in prompts
-                ],
-            )
+        for member, made in _answers(some, model, tokenizer, runnable, patience):
+            yield member, [made.get(index) or skipped(member.settings, index, prompt) for index, prompt in prompts]
 
 
 def _answers(
-    members: list[Member], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
-) -> Iterable[tuple[Member, dict[int, Any]]]:
-    """Each member with its answers; half as many at a time where memory is short; none where a member would fail."""
+    members: list[Member], model: Any, tokenizer: Any, batch: Items, patience: Patience, halved: int = 0
+) -> Iterable[tuple[Member, Rows]]:
+    """Each member with its rows; half as many at a time where memory or time is short; none where one would fail."""
+    made: list[Rows] | None = None
     try:
-        made = _together([m.settings for m in members], model, tokenizer, batch)
-    except Exception as error:
-        if len(members) == 1 and not isinstance(error, ConfigError | CacheError | MemoryError | RuntimeError):
+        with patience.of(batch, len(members)):
+            made = _made(members, model, tokenizer, batch, halved)
+    except (Exception, Overdue) as error:
+        known = isinstance(error, ConfigError | CacheError | MemoryError | RuntimeError | Overdue)
+        if len(members) == 1 and not known:
             raise
-        if len(members) == 1:
-            return  # its own turn will say what is wrong with it
-        half = len(members) // 2
-        yield from _answers(members[:half], model, tokenizer, batch)
-        yield from _answers(members[half:], model, tokenizer, batch)
+        if len(members) == 1 and reason(error) is None:
+            members[0].broken = True
+    if made is not None:
+        yield from zip(members, made, strict=True)
         return
-    yield from zip(members, made, strict=True)
+    release()  # outside of the handler, where the traceback no longer holds what the failed attempt had allocated
+    if len(members) > 1:  # one alone is left to its own turn
+        half = len(members) // 2
+        yield from _answers(members[:half], model, tokenizer, batch, patience, halved + 1)
+        yield from _answers(members[half:], model, tokenizer, batch, patience, halved + 1)
 
 
-def _together(
-    members: list[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
-) -> list[dict[int, Any]]:
+def _made(members: list[Member], model: Any, tokenizer: Any, batch: Items, halved: int) -> list[Rows]:
+    """Index -> row, for each member."""
+    each = _together([m.settings for m in members], model, tokenizer, batch)
+    return [
+        {
+            i: {**row_of(member.settings, model, tokenizer, i, prompt, answers[i]), "halved": halved}
+            for i, prompt in batch
+        }
+        for member, answers in zip(members, each, strict=True)
+    ]
+
+
+def _together(members: list[Settings], model: Any, tokenizer: Any, batch: Items) -> list[dict[int, Any]]:
     """Index -> answer, for each member."""
     straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
     others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]

@@ -1,0 +1,105 @@
+"""Sweeps that are killed at random moments and resumed, and what they leave compared with an undisturbed one's."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .stage import ENV, ROOT
+
+LAUNCHERS = ("basic", "shared_prefill")
+# Prompts of unequal length in batches, draws for every token, noise in a method: whatever could depend on a restart.
+SWEEP = (
+    *("-m", "method=h2o,keyformer", "kv_ratio=0.3", "model=testbed_rope", "task=testbed_summary", "limit=5"),
+    *("batch_size=2", "generation=sampling", "task.max_new_tokens=8"),
+)
+# All that may differ between a run that was killed and one that was not: how long things took.
+TIMES = re.compile(rb'"seconds":\{[^}]*\}')
+NOT_COMPARED = (".sweeps",)  # Hydra's record of the command line, which names the folder
+
+
+def content(folder):
+    """File -> its bytes, but for times."""
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(name): TIMES.sub(b'"seconds":{}', path.read_bytes())
+        for name, path in files.items()
+        if name.parts[0] not in NOT_COMPARED
+    }
+
+
+class Process:
+    """A fresh `python run.py`, with the verbs of `stage.Child`."""
+
+    def __init__(self, words, out):
+        self.out = Path(out)
+        env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT)}
+        with self.out.open("ab") as file:
+            line = [sys.executable, "run.py", *words]
+            self.process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+    def send(self, number):
+        self.process.send_signal(number)
+
+    def poll(self):
+        return self.process.poll()
+
+    def wait(self, timeout=300.0):
+        return self.process.wait(timeout)
+
+    @property
+    def said(self):
+        return self.out.read_text()
+
+
+class Killer:
+    """start(words, out): a Child or a Process; folder: for everything that is written."""
+
+    def __init__(self, start, launcher, folder, seed):
+        self.start, self.folder, self.rng = start, Path(folder), random.Random(seed)
+        self.words = (*SWEEP, f"hydra/launcher={launcher}")
+        self.kills = self.sweeps = 0
+
+    def truth(self):
+        """(what an undisturbed sweep leaves, how long it takes)."""
+        begun = time.monotonic()
+        self.finish("undisturbed")
+        return content(self.folder / "undisturbed"), time.monotonic() - begun
+
+    def child(self, name):
+        return self.start([*self.words, f"outputs_dir={self.folder / name}"], self.folder / f"{name}.log")
+
+    def finish(self, name):
+        child = self.child(name)
+        code = child.wait()
+        assert code == 0, f"exit code {code}: {child.said}"
+
+    def run(self, wanted):
+        """That many kills, over as many sweeps as it takes; every sweep is brought to its end and compared."""
+        truth, duration = self.truth()
+        assert sum(name.endswith("done.json") for name in truth) == 3, sorted(truth)
+        while self.kills < wanted:
+            name = f"killed{self.sweeps}"
+            while self.kills < wanted and self.killed(name, self.rng.uniform(0, duration)):
+                pass
+            self.finish(name)
+            found = content(self.folder / name)
+            differing = sorted(file for file in truth.keys() | found.keys() if truth.get(file) != found.get(file))
+            assert not differing, f"{name}: {differing}"
+            self.sweeps += 1
+
+    def killed(self, name, after):
+        """Whether the kill came before the sweep's end."""
+        child = self.child(name)
+        end = time.monotonic() + after
+        while time.monotonic() < end and child.poll() is None:
+            time.sleep(0.005)
+        child.send(signal.SIGKILL)
+        code = child.wait()
+        assert code in (0, -signal.SIGKILL), f"exit code {code}: {child.said}"
+        self.kills += code != 0
+        return code != 0

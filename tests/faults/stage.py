@@ -1,0 +1,167 @@
+"""Processes that run the command line and can be hurt, forked off one that has loaded everything: so each is quick.
+
+A child is a process of its own from the fork on: it takes its locks, writes its files and dies like `python run.py`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Child:
+    """One run of the command line. before: Python source that is executed in it first."""
+
+    def __init__(self, stage, words, out, before="", env=None):
+        self.stage, self.out = stage, Path(out)
+        self.out.touch()
+        order = {"words": list(words), "out": str(self.out), "before": before, "env": env or {}}
+        self.pid = stage.ask({"start": order})
+        self.status = None
+
+    def send(self, number):
+        """Nothing where it has ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def poll(self):
+        """Its exit code, minus the signal's number if one killed it; None while it runs."""
+        if self.status is None:
+            self.status = self.stage.ask({"poll": self.pid})
+        return self.status
+
+    def wait(self, timeout=240.0):
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                self.send(signal.SIGKILL)
+                raise TimeoutError(f"still running after {timeout} s: {self.said}")
+            time.sleep(0.02)
+        return self.status
+
+    @property
+    def said(self):
+        """Both streams, in the order in which they came."""
+        return self.out.read_text()
+
+    def until(self, words, timeout=120.0):
+        """Waits until it has said this, or is over."""
+        end = time.monotonic() + timeout
+        while words not in self.said:
+            assert self.poll() is None and time.monotonic() < end, f"never said {words!r}: {self.said}"
+            time.sleep(0.01)
+
+
+class Stage:
+    """The process that has loaded everything. Use as a context manager; ends what it started."""
+
+    def __init__(self):
+        pipe = subprocess.PIPE
+        line = [sys.executable, str(Path(__file__).resolve())]
+        env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+    def start(self, words, out, before="", **env):
+        return Child(self, words, out, before, env)
+
+    def run(self, words, out, before="", **env):
+        """(exit code, what was said)."""
+        child = self.start(words, out, before, **env)
+        return child.wait(), child.said
+
+    def ask(self, order):
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def _serve():
+    """Orders on stdin, answers on stdout."""
+    import runpy
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    _load()
+    children = {}
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "start" in order:
+            pid = os.fork()
+            if not pid:
+                answers.close()
+                _become(runpy, **order["start"])
+            children[pid] = None
+            answer = pid
+        else:
+            answer = _status(order["poll"])
+            if answer is not None:
+                del children[order["poll"]]
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _load():
+    import evaluate  # noqa: F401
+    import pandas  # noqa: F401
+    import torch  # noqa: F401
+    from hydra import main  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    import kvexp.results
+    import kvexp.runner.job
+    import kvexp.runner.report
+    import kvexp.runner.together  # noqa: F401
+
+
+def _status(pid):
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _become(runpy, words, out, before, env):
+    """This process is `python run.py words` now."""
+    code = 1
+    try:
+        os.environ.update(env)
+        file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        sys.argv = ["run.py", *words]
+        exec(compile(before, "<before>", "exec"), {})
+        runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

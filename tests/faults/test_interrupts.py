@@ -1,0 +1,110 @@
+"""Ctrl-C: a summary, exit status 130 and no traceback, at any moment; the same command then goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from faults.stage import ENV, ROOT
+from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
+
+# Says where it is, and stays there: at the third row of the process, or while the model's weights are read.
+SLOW_ROW = """
+import time
+from kvexp.record import Run
+append = Run.append
+def slow(self, *rows):
+    append(self, *rows)
+    slow.made += 1
+    if slow.made == 3:
+        print("HERE", flush=True)
+        time.sleep(60)
+slow.made = 0
+Run.append = slow
+"""
+SLOW_LOAD = """
+import time
+import kvexp.models
+def load(*args, **options):
+    print("HERE", flush=True)
+    time.sleep(60)
+kvexp.models.load_model = load
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_between_rows(stage, tmp_path, launcher):
+    out = tmp_path / "out"
+    child = stage.start(sweep(out, launcher=launcher), tmp_path / "log", SLOW_ROW)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    assert child.wait() == 130
+    assert "interrupted: 2 rows were written, " in child.said, "the third one was not done with"
+    assert "of 2 jobs are complete; all rows written so far are kept; the same command goes on" in child.said
+    assert "Traceback" not in child.said
+    assert len(lines_of(out)) == 3
+    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log2")
+    assert code == 0, said
+    assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_while_a_model_loads(stage, tmp_path, launcher):
+    child = stage.start(sweep(tmp_path / "out", launcher=launcher), tmp_path / "log", SLOW_LOAD)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    assert child.wait() == 130
+    assert "interrupted: 0 rows were written, 0 of 2 jobs are complete; " in child.said
+    assert "Traceback" not in child.said
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_twice_in_a_row(stage, tmp_path, pause):
+    child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW)
+    child.until("HERE")
+    for _ in range(2):
+        child.send(signal.SIGINT)
+        time.sleep(pause)
+    assert child.wait(10) == 130
+    assert "interrupted: " in child.said and "Traceback" not in child.said
+
+
+def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):
+    hang = "import time, kvexp.runner.interrupt as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
+    child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW + hang)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    child.until("HANGS")
+    child.send(signal.SIGINT)
+    assert child.wait(10) == 130
+    assert "interrupted: all rows written so far are kept" in child.said and "Traceback" not in child.said
+
+
+def test_while_everything_is_imported(tmp_path):
+    """A process of its own, told where it is by the one module that is imported first."""
+    code = (
+        "import signal, sys, threading, os, time, runpy\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import kvexp.runner.interrupt as i\n"
+        "watch = i.watch\n"
+        "def told():\n    watch(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+        "i.watch = told\n"
+        "sys.argv = ['run.py']\n"
+        "runpy.run_path('run.py', run_name='__main__')\n"
+    )
+    env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert done.stderr.strip().startswith("interrupted: ") and "Traceback" not in done.stderr
+
+
+def test_where_interrupts_are_ignored_they_stay_so(stage, tmp_path):
+    """A shell's background job is not to end when somebody presses Ctrl-C at another one."""
+    ignore = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    child = stage.start(sweep(tmp_path / "out", "limit=1"), tmp_path / "log", ignore)
+    child.until("examples")
+    child.send(signal.SIGINT)
+    assert child.wait() == 0

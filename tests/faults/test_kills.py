@@ -1,0 +1,15 @@
+"""A sweep that is killed at random moments ends with the files of one that is not, byte for byte but for times.
+
+The short form; the long one (30 moments, fresh processes) is `make faults`.
+"""
+
+import pytest
+
+from faults.kills import LAUNCHERS, Killer
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_killed_and_resumed(stage, tmp_path, launcher):
+    killer = Killer(stage.start, launcher, tmp_path, seed=9)
+    killer.run(5)
+    assert killer.kills == 5

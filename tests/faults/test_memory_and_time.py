@@ -1,0 +1,205 @@
+"""No memory, no time: batches and groups are halved, what fails alone is a row that says why, and the rest goes on."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from faults.stage import ENV, ROOT
+from faults.sweeps import LAUNCHERS, METHODS, folder_of, rows_of, sweep
+from kvexp.results import table
+
+# A forward of more than ROWS rows finds no memory, in the words of CUDA's allocator or of the CPU's.
+SHORT = """
+import torch
+import kvexp.models.load as load
+installed = load.install
+def install(model, **options):
+    model = installed(model, **options)
+    def hook(module, args, kwargs):
+        if args[0].shape[0] > ROWS:
+            raise ERROR
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+    return model
+load.install = install
+"""
+ERRORS = {
+    "cuda": "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')",
+    "cpu": "RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate 20 bytes.')",
+}
+BATCHED = ("receipt", "halved")  # bytes, batch size and the last digits of what was attended to
+
+
+@pytest.fixture(scope="module")
+def truth(stage, tmp_path_factory):
+    """Rows where nothing was short."""
+    place = tmp_path_factory.mktemp("truth")
+    code, said = stage.run(sweep(place / "out", "batch_size=3"), place / "log")
+    assert code == 0, said
+    return rows_of(place / "out", *BATCHED)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("error", ERRORS)
+def test_batches_and_groups_are_halved(stage, tmp_path, truth, launcher, error):
+    out = tmp_path / "out"
+    short = SHORT.replace("ERROR", ERRORS[error]).replace("ROWS", "1")
+    code, said = stage.run(sweep(out, "batch_size=3", launcher=launcher), tmp_path / "log", short)
+    assert code == 0, said
+    assert rows_of(out, *BATCHED) == truth, "the same answers, alone"
+    for rows in rows_of(out).values():
+        assert [row["halved"] for row in rows.values()] == [1, 2, 2], "3 rows are 1 and 2, which are 1 and 1"
+        assert [row["receipt"]["batch_size"] for row in rows.values()] == [1, 1, 1]
+    shown = table(out)
+    assert list(shown["halved"]) == [3, 3, 3] and list(shown["skipped"]) == [0, 0, 0]
+    assert "hal-" in said, "the table of the command has a column for it"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_group_alone_is_halved_and_says_so(stage, tmp_path, launcher):
+    """Three runs that decode together need three rows; one at a time they fit."""
+    out = tmp_path / "out"
+    short = SHORT.replace("ERROR", ERRORS["cuda"]).replace("ROWS", "1")
+    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", short)
+    assert code == 0, said
+    halved = {row["halved"] for rows in rows_of(out).values() for row in rows.values()}
+    assert halved == ({0} if launcher == "basic" else {1, 2})
+
+
+# One example's prompt is too much in any company, or never answered.
+BAD = """
+import time, torch
+import kvexp.runner.answers as answers
+import kvexp.generate as generate
+def poisoned(name):
+    good = getattr(generate, name)
+    def called(model, *args, **options):
+        prompts = args[0]
+        if BEFORE and any(len(ids) == LENGTH for ids in prompts):
+            FAILS
+        return good(model, *args, **options)
+    return called
+BEFORE = True
+generate.generate, generate.prefill_together = poisoned("generate"), poisoned("prefill_together")
+"""
+FAILURES = {"memory": "raise torch.OutOfMemoryError('CUDA out of memory')", "time": "time.sleep(60)"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "why", "size"),
+    [
+        ("basic", "memory", 3),
+        ("shared_prefill", "memory", 3),
+        ("basic", "time", 1),
+        pytest.param("basic", "time", 3, marks=pytest.mark.slow),
+        pytest.param("shared_prefill", "time", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher, why, size):
+    out, words = tmp_path / "out", (f"batch_size={size}", "timeout_s=1.5")
+    bad = next(row for row in truth["full"].values() if row["index"] == 1)
+    before = BAD.replace("LENGTH", str(bad["prompt_tokens"])).replace("FAILS", FAILURES[why])
+    code, said = stage.run(sweep(out, *words, launcher=launcher), tmp_path / "log", before)
+    assert code == 0, said
+    reason = {"memory": "out of memory, alone", "time": "no answer within timeout_s=1.5"}[why]
+    for method in METHODS:
+        failed, *others = sorted(rows_of(out, *BATCHED)[method].values(), key=lambda row: row["index"] != 1)
+        assert (failed["failed"], failed["metrics"]) == (why, {})
+        assert failed["skipped"] == f"{reason}; retry=true tries again"
+        assert {row["example"]: row for row in others} == {
+            name: row for name, row in truth[method].items() if name != bad["example"]
+        }
+    shown = table(out)
+    assert list(shown["skipped"]) == [1, 1, 1] and reason in shown["unscored"][0]
+    files = {method: folder_of(out, method) / "examples.jsonl" for method in METHODS}
+    lines = {method: file.read_bytes() for method, file in files.items()}
+
+    code, said = stage.run(sweep(out, *words, launcher=launcher), tmp_path / "log2")
+    assert code == 0 and all(lines[method] == file.read_bytes() for method, file in files.items()), "it stays so"
+    code, said = stage.run(sweep(out, *words[:1], "retry=true", launcher=launcher), tmp_path / "log3")
+    assert code == 0, said
+    assert rows_of(out, *BATCHED) == truth, "until it is to be tried again"
+    assert list(table(out)["skipped"]) == [0, 0, 0]
+
+
+# A lock of the C library, which no signal handler of Python's ever gets to interrupt.
+STUCK = """
+import ctypes, os
+import kvexp.runner.deadline as deadline
+deadline.GRACE_S = 0.3
+library = ctypes.CDLL(None)
+def stuck():
+    mutex = ctypes.create_string_buffer(256)
+    library.pthread_mutex_init(mutex, None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_call_that_never_comes_back(stage, tmp_path, truth, launcher):
+    """The process is given up with its row written; the same command does the rest."""
+    out, words = tmp_path / "out", ("timeout_s=1.5",)
+    bad = next(row for row in truth["full"].values() if row["index"] == 1)
+    before = STUCK + BAD.replace("LENGTH", str(bad["prompt_tokens"])).replace("FAILS", "STUCK()")
+    before = before.replace("BEFORE = True", "BEFORE, STUCK = True, stuck")
+    codes, said = [], ""
+    while len(codes) < 5 and 0 not in codes:
+        code, said = stage.run(sweep(out, *words, launcher=launcher), tmp_path / f"log{len(codes)}", before)
+        codes.append(code)
+        if code:
+            assert code == 124 and "did not come back within timeout_s" in said, said
+    assert codes == ([124] * 3 if launcher == "basic" else [124]) + [0]
+    for method, rows in rows_of(out).items():
+        assert rows[bad["example"]]["failed"] == "time" and "in a library's call on 1 prompts" in said + str(rows)
+        assert len(rows) == 3 and sum(row["failed"] is not None for row in rows.values()) == 1, method
+
+
+def test_the_processor_really_runs_out_of_memory(stage, tmp_path):
+    """The kernel's limit on the process's memory, set once the model is there."""
+    words = ["method=h2o", "model=tiny", "task=sample", "limit=3", "batch_size=3", "task.max_new_tokens=2"]
+    words += ["task.nll=false", "cache.observe=naive", "model.config.num_attention_heads=32"]
+    free = tmp_path / "free"
+    code, said = stage.run([*words, f"outputs_dir={free}"], tmp_path / "log", ADDRESSES.replace("ROOM", "None"))
+    assert code == 0, said
+    assert {row["halved"] for row in rows_of(free)["h2o"].values()} == {0}
+    out = tmp_path / "out"
+    code, said = stage.run([*words, f"outputs_dir={out}"], tmp_path / "log2", ADDRESSES.replace("ROOM", "24 << 20"))
+    assert code == 0, said
+    assert {row["halved"] for row in rows_of(out)["h2o"].values()} <= {1, 2}
+    assert rows_of(out, *BATCHED) == rows_of(free, *BATCHED)
+
+
+ADDRESSES = """
+import resource
+import kvexp.runner.run as run
+load = run.load
+def limited(spec):
+    made = load(spec)
+    if ROOM is not None:
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
+    return made
+run.load = limited
+"""
+
+
+def test_a_command_line_that_is_stuck_begins_again(tmp_path):
+    """In its own place: same process, same words; and only where it was a command line of ours."""
+    code = (
+        "import os, sys, threading, time\n"
+        "from kvexp.runner.deadline import start_anew\n"
+        "print(os.getpid(), *sys.argv[1:], flush=True)\n"
+        "if not os.path.exists(sys.argv[1]):\n"
+        "    open(sys.argv[1], 'w').close()\n"
+        "    threading.Thread(target=start_anew).start()\n"
+        "    time.sleep(60)\n"
+    )
+    for name, lines, status in (("run.py", 2, 0), ("other.py", 1, 124)):
+        (tmp_path / name).write_text(code)
+        line = [sys.executable, str(tmp_path / name), str(tmp_path / f"{name}.was"), "kv_ratio=0.5"]
+        env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+        said = done.stdout.splitlines()
+        assert (done.returncode, len(said), len(set(said))) == (status, lines, 1), done.stderr
