@@ -100,10 +100,10 @@ bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of 
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=paper: from the hub)
-	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) $(ARGS)
+	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) --workers $(WORKERS) $(ARGS)
 
 reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under outputs/smoke: does it run?
-	@$(BIN)/python -m experiments.reproduce all --smoke $(ARGS)
+	@$(BIN)/python -m experiments.reproduce all --smoke --workers $(WORKERS) $(ARGS)
 
 reproduce-%: $(VENV)/.stamp
 	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.store import RESULTS
 from experiments.curves import finish, legend
+from experiments.speed import WAITS
 
 CLAIM = (
     "One layer's prefill grows with the square of the prompt and sending its keys and values home only in "
@@ -19,7 +20,7 @@ CLAIM = (
 )
 SWEEPS = ()
 FILE = RESULTS / "retrieval_latency.json"
-NONE_YET = f"no GPU result yet: python -m benchmarks.retrieval_latency --json benchmarks/results/{FILE.name}, on a GPU"
+NONE_YET = f"{WAITS}: python -m benchmarks.retrieval_latency --json benchmarks/results/{FILE.name}, on a GPU"
 TIMES = (
     ("prefill_s", "prefill", "#0072b2"),
     ("offload_s", "offload", "#009e73"),

@@ -14,7 +14,8 @@ from experiments.curves import METHODS, finish, in_order, legend
 from experiments.theirs import theirs
 from kvexp.figures.style import color_of, marker_of
 
-NONE_YET = "no GPU result yet: `make bench-gpu` writes benchmarks/results"
+WAITS = "no GPU result yet"
+NONE_YET = f"{WAITS}: `make bench-gpu` writes benchmarks/results"
 COLUMNS = ("source", "seqlen", "method", "metric", "value", "low", "high", "machine")
 
 
