@@ -36,7 +36,7 @@ def spelled(setting: str | None) -> str:
 
 def without(setting: str, overrides: Sequence[str]) -> str:
     """A setting less what these overrides put there."""
-    for words in (setting_of([override]) for override in overrides):
+    for words in (spelled(setting_of([override])) for override in overrides):
         setting = f" {setting} ".replace(f" {words} ", " ").strip() if words else setting
     return setting
 

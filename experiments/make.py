@@ -29,7 +29,7 @@ class Asked:
     given: tuple[str, ...] = ()
 
     def overrides(self, sweep: str) -> list[str]:
-        """Those of `given` that this sweep (its name without the scale) takes."""
+        """Those of `given` that this sweep takes, whichever scale it is of."""
         found = []
         for word in self.given:
             of, colon, _ = word.partition("=")[0].partition(":")
@@ -69,7 +69,7 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
     """What the exhibit's table is made of. What the sweep prints goes to sweep.log in the folder."""
     from experiments.collect import collected
     from experiments.frame import frame_of
-    from experiments.sweep import sweep
+    from experiments.sweep import late, sweep
 
     wanted = sweeps(module, asked.scale)
     for experiment in wanted:
@@ -85,7 +85,7 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
     ):
         for experiment in wanted:
             own = asked.overrides(experiment)
-            overrides = [f"outputs_dir={asked.outputs}", *(smaller(experiment) if asked.smoke else ()), *own]
+            overrides = [f"outputs_dir={asked.outputs}", *(smaller(experiment) if asked.smoke else ()), *map(late, own)]
             if hasattr(module, "COLLECT"):
                 parts.append(collected(module, [experiment], overrides, asked.outputs / "collected", own))
                 continue

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduce, workers
+from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduce, sweep, workers
 from experiments.bars import bars
 from experiments.curves import curves
 from experiments.exhibits import load, names
@@ -100,6 +100,17 @@ def test_what_a_user_set_is_no_setting_of_the_exhibit():
     given = ["task.data_files=/data/cnn.parquet", "model=gptj_6b"]
     assert without("method.noise=none task.data_files=cnn.parquet", given) == "method.noise=none"
     assert without("", given) == "" and without("seed=1 seed=11", ["seed=1"]) == "seed=11"
+
+
+def test_an_override_may_be_of_an_option_that_the_sweep_brings():
+    """Neither key is of the default method or task."""
+    given = Asked("testbed", Path("o"), given=("method.tau_end=3.5", "task.size=7")).overrides("keyformer_table4")
+    fewer = [*given, "model=testbed_rope", "method.noise=none"]
+    found = sweep.jobs("keyformer_table4", [sweep.late(word) for word in fewer])
+    assert [(one.method.tau_end, one.task.size) for one in found] == [(3.5, 7)] * 2
+    settings = {without(one.labels["setting"], given) for one in found}
+    assert settings == {"method.fresh=True method.noise=none", "method.fresh=False method.noise=none"}
+    assert sweep.late("model=a,b") == "model=a,b" and sweep.late("~x") == "~x"
 
 
 @pytest.mark.parametrize(
