@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke notebooks clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -107,6 +107,9 @@ reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under output
 
 reproduce-%: $(VENV)/.stamp
 	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)
+
+notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
+	@$(PYTEST) --timeout=0 tests/test_notebooks.py $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
