@@ -19,12 +19,15 @@ Columns = dict[str, list[float]]
 KEYS = ["model", "task", "method", "setting", "kv_ratio"]
 
 
-def frame_of(outputs: Path, hashes: Sequence[str], given: Sequence[str] = ()) -> pd.DataFrame:
+def frame_of(
+    outputs: Path, hashes: Sequence[str], experiments: Sequence[str], given: Sequence[str] = ()
+) -> pd.DataFrame:
     """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}}.
 
+    experiments: the sweeps that asked for them; a run that others asked for too is shown by the labels it has there.
     given: overrides beside the sweep's own, left out of `setting`: an exhibit compares the settings that it swept.
     """
-    frame = table(outputs, {"hash": list(hashes)})
+    frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)})
     setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
     return frame.assign(setting=setting, scores=[_scores(outputs / name) for name in frame["hash"]])
 

@@ -92,7 +92,7 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
             hashes += [name for name in sweep(experiment, overrides) if name not in hashes]
     if parts:
         return pd.concat(parts, ignore_index=True)
-    return frame_of(asked.outputs, hashes, given) if hashes else pd.DataFrame()
+    return frame_of(asked.outputs, hashes, wanted, given) if hashes else pd.DataFrame()
 
 
 def write(module: ModuleType, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:

@@ -12,10 +12,11 @@ from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduc
 from experiments.bars import bars
 from experiments.curves import curves
 from experiments.exhibits import load, names
-from experiments.frame import without
+from experiments.frame import frame_of, without
 from experiments.make import Asked, Made
 from experiments.speed import WAITS
 from kvexp.errors import ConfigError
+from kvexp.record import Run
 
 IMPORTS = ("from experiments.helper import x", "from experiments import helper", "import experiments.helper")
 
@@ -84,6 +85,23 @@ def test_a_legend_of_long_words_stays_inside_its_figure():
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+
+
+def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels(tmp_path):
+    """Table 4's Gumbel noise is Fig. 7's keyformer: whoever asks last, each finds the setting that it swept."""
+    shown = {"model": "m", "task": "t", "tokens": None}
+    base = Run.open(
+        tmp_path, {"a": 0}, shown | {"method": "full", "kv_ratio": None, "setting": "", "experiment": "one"}
+    )
+    names = {"one": "", "two": "method.noise=gumbel", "three": "seed=0"}
+    for name, setting in names.items():
+        labels = shown | {"method": "keyformer", "kv_ratio": 0.6, "setting": setting, "experiment": name}
+        run = Run.open(tmp_path, {"a": 1}, labels, baseline=base.hash)
+    for one in (base, run):
+        one.append({"example": "1", "metrics": {"acc": 1.0}}, {"example": "2", "metrics": {"acc": 0.0}})
+        one.finish(2)
+    for name, setting in names.items():
+        assert frame_of(tmp_path, [run.hash], [name])["setting"].tolist() == [setting]
 
 
 # -- overrides -------------------------------------------------------------------------------------------------
