@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -44,7 +45,7 @@ def measured(path: Path) -> pd.DataFrame:
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     if table.empty:
         figure.set_size_inches(6.0, 1.0)
-        figure.text(0.5, 0.5, NONE_YET, ha="center", va="center", fontsize=7)
+        figure.text(0.5, 0.5, textwrap.fill(NONE_YET, 75), ha="center", va="center", fontsize=7)
         return
     figure.set_layout_engine("constrained")
     figure.set_size_inches(3.8, 3.0)
