@@ -68,7 +68,7 @@ def curves(
             own = known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)
             same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
             _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
-        axes.set_title(textwrap.fill(f"{model}, {task} (n = {int(part['n'].min())})", 38), fontsize=8)
+        axes.set_title(f"{textwrap.fill(f'{model}, {task}', 42)}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
     legend(figure)
 
