@@ -72,8 +72,8 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
                 name = method.partition("@")[0]
                 look = {
                     "color": color_of(name),
-                    "marker": marker_of(name),
-                    "markersize": 4.5,
+                    "marker": "*" if " batch " in method else marker_of(name),
+                    "markersize": 7 if " batch " in method else 4.5,
                     "linewidth": 1.0,
                     "capsize": 2,
                 }
