@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from IPython.display import Image, Markdown, display
 
 from experiments.exhibits import load
 from experiments.make import VERDICT, Asked, make
+
+# transformers' progress bars ask for ipywidgets where there is a notebook; what they would show goes to sweep.log.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 def show(name: str, scale: str = "testbed", outputs: str = "outputs", smoke: bool = False) -> None:
