@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -100,16 +100,19 @@ bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of 
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=paper: from the hub)
-	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) $(ARGS)
+	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) --workers $(WORKERS) $(ARGS)
 
 reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under outputs/smoke: does it run?
-	@$(BIN)/python -m experiments.reproduce all --smoke $(ARGS)
+	@$(BIN)/python -m experiments.reproduce all --smoke --workers $(WORKERS) $(ARGS)
 
 reproduce-%: $(VENV)/.stamp
 	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)
 
 report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
 	@$(BIN)/python -m kvexp.report $(ARGS)
+
+notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
+	@$(PYTEST) --timeout=0 tests/test_notebooks.py $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

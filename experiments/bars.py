@@ -74,5 +74,7 @@ def _theirs(known: pd.DataFrame | None, run: pd.Series) -> float | None:
     if known is None:
         return None
     same = known["metric"].eq(run["metric"]) & known["method"].eq(run["method"]) & known["setting"].eq(run["setting"])
+    ratio = run["kv_ratio"]
+    same &= known["kv_ratio"].isna() if pd.isna(ratio) else known["kv_ratio"].eq(ratio)
     found = known[same & known["model"].eq(run["model"]) & known["task"].eq(run["task"])]
     return float(found["value"].iloc[0]) if len(found) else None

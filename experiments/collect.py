@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,8 +11,8 @@ from types import ModuleType
 import pandas as pd
 
 import kvexp
-from experiments.exhibits import name_of
-from experiments.frame import KEYS, spelled
+from experiments.exhibits import HERE, name_of
+from experiments.frame import KEYS, spelled, without
 from experiments.sweep import jobs
 from kvexp.record import identity
 from kvexp.runner.model import load
@@ -20,8 +20,13 @@ from kvexp.runner.run import prompt_of
 from kvexp.runner.settings import Settings
 
 
-def collected(module: ModuleType, experiments: Sequence[str], overrides: Sequence[str], folder: Path) -> pd.DataFrame:
-    """COLLECT of every job, one below the other, with the job's labels in front; what is in the folder is read."""
+def collected(
+    module: ModuleType, experiments: Sequence[str], overrides: Sequence[str], folder: Path, given: Sequence[str] = ()
+) -> pd.DataFrame:
+    """COLLECT of every job, one below the other, with the job's labels in front; what is in the folder is read.
+
+    given: those of the overrides that are no setting of the exhibit's own, as in `experiments.frame.frame_of`.
+    """
     frames = []
     for experiment in experiments:
         for settings in jobs(experiment, overrides):
@@ -33,15 +38,39 @@ def collected(module: ModuleType, experiments: Sequence[str], overrides: Sequenc
                 draft.replace(path)
             frame = pd.read_csv(path)
             labels = {key: settings.labels.get(key) for key in KEYS}
-            labels |= {"setting": spelled(settings.labels.get("setting"))}
+            labels |= {"setting": without(spelled(settings.labels.get("setting")), given)}
             frames.append(pd.concat([pd.DataFrame([labels] * len(frame), columns=KEYS), frame], axis=1))
     return pd.concat(frames, ignore_index=True)
 
 
 def _key(module: ModuleType, settings: Settings) -> str:
-    """Changes with whatever can change a number: the run, its length, and the module that measures."""
-    parts = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), inspect.getsource(module))
+    """Changes with whatever can change a number: the run, its length, the module that measures and those it uses."""
+    parts = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(name_of(module)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sources(name: str) -> list[str]:
+    """The text of a module of `experiments` and of all those it imports, directly or not, by name."""
+    found: dict[str, str] = {}
+    wanted = [name]
+    while wanted:
+        one = wanted.pop()
+        path = HERE / f"{one}.py"
+        if one not in found and path.exists():
+            found[one] = path.read_text(encoding="utf-8")
+            wanted += _imports(found[one])
+    return [found[one] for one in sorted(found)]
+
+
+def _imports(source: str) -> list[str]:
+    """NAME of every `from experiments.NAME import`, `from experiments import NAME` and `import experiments.NAME`."""
+    words: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            words += [f"{node.module}.{each.name}" for each in node.names]
+        elif isinstance(node, ast.Import):
+            words += [each.name for each in node.names]
+    return [word.split(".")[1] for word in words if word.startswith("experiments.")]
 
 
 def _collect(module: ModuleType, settings: Settings) -> pd.DataFrame:

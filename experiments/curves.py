@@ -50,8 +50,8 @@ def curves(
 ) -> None:
     """Draw `experiments.frame.points`: a panel per model and task, a line per method and setting, in the metric's unit.
 
-    paper: the exhibit whose numbers of the paper are overlaid (hollow) where model and task are the same. x: a column
-    of the table; a share of the prompt is shown in percent.
+    paper: the exhibit whose numbers of the paper are overlaid (hollow) where model, task, method and setting are
+    ours. x: a column of the table; a share of the prompt is shown in percent.
     """
     metric, panels = str(table["metric"].iloc[0]), panels_of(table)
     columns = min(3, len(panels))
@@ -62,10 +62,13 @@ def curves(
     for place, (model, task) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         part = table[table["model"].eq(model) & table["task"].eq(task)]
+        ran = set(zip(part["method"], part["setting"], strict=True))
         _lines(part, axes, x)
         if known is not None:
-            _paper(known[known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)], axes)
-        axes.set_title(textwrap.fill(f"{model}, {task} (n = {int(part['n'].min())})", 44), fontsize=8)
+            own = known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)
+            same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
+            _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
+        axes.set_title(f"{textwrap.fill(f'{model}, {task}', 42)}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
     legend(figure)
 
@@ -100,8 +103,11 @@ def line_of(line: pd.DataFrame, axes: Axes, x: str, method: str, label: str, das
 
 def _paper(known: pd.DataFrame, axes: Axes) -> None:
     """The paper's own points, hollow, with their reading error; its full cache as a thin dotted line."""
-    for method in in_order(known["method"].tolist(), METHODS):
-        theirs = known[known["method"].eq(method)]
+    order = in_order(known["method"].tolist(), METHODS)
+    several = known["setting"].nunique() > 1
+    for (method, setting), theirs in sorted(
+        known.groupby(["method", "setting"]), key=lambda one: order.index(one[0][0])
+    ):
         if method == "full":
             axes.axhline(
                 float(theirs["value"].iloc[0]), color="black", linewidth=0.8, linestyle=":", label="full (paper)"
@@ -110,7 +116,11 @@ def _paper(known: pd.DataFrame, axes: Axes) -> None:
         axes.errorbar(
             *((100 * theirs["kv_ratio"]).to_numpy(), theirs["value"].to_numpy(), theirs["reading_error"].to_numpy()),
             **{"color": color_of(method), "marker": marker_of(method), "markerfacecolor": "none", "markersize": 5},
-            **{"linewidth": 0.7, "linestyle": ":", "label": f"{method} (paper)"},
+            **{
+                "linewidth": 0.7,
+                "linestyle": ":",
+                "label": f"{method} {setting if several else ''}".strip() + " (paper)",
+            },
         )
 
 
@@ -129,10 +139,13 @@ def legend(figure: Figure, columns: int = 0) -> None:
     entries = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    width, longest = figure.get_size_inches()[0], max(map(len, entries))
-    columns = columns or max(1, min(len(entries), int(width / (0.06 * longest + 0.45))))
-    figure.legend(
-        list(entries.values()), list(entries), fontsize=7, loc="outside lower center", ncols=columns, frameon=False
-    )
-    lines = ceil(len(entries) / columns)
+    width = figure.get_size_inches()[0]
+    labels = [textwrap.fill(label, int((width - 0.6) / 0.055)) for label in entries]
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    columns = columns or max(1, min(len(entries), int(width / (0.06 * longest + 0.5))))
+    figure.legend(list(entries.values()), labels, fontsize=7, loc="outside lower center", ncols=columns, frameon=False)
+    # Matplotlib fills a legend column by column.
+    rows = ceil(len(labels) / columns)
+    tall = (sum(label.count("\n") + 1 for label in labels[i : i + rows]) for i in range(0, len(labels), rows))
+    lines = max(tall)
     figure.set_size_inches(width, figure.get_size_inches()[1] + 0.15 * (lines - 1))

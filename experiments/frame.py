@@ -13,21 +13,35 @@ import pandas as pd
 from experiments.paired import difference, spread
 from kvexp.record import Run
 from kvexp.results import table
+from kvexp.runner.labels import setting as setting_of
 
 Columns = dict[str, list[float]]
 KEYS = ["model", "task", "method", "setting", "kv_ratio"]
 
 
-def frame_of(outputs: Path, hashes: Sequence[str]) -> pd.DataFrame:
-    """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}}."""
-    frame = table(outputs, {"hash": list(hashes)})
-    setting = [spelled(words) for words in frame["setting"]] if "setting" in frame else ""
+def frame_of(
+    outputs: Path, hashes: Sequence[str], experiments: Sequence[str], given: Sequence[str] = ()
+) -> pd.DataFrame:
+    """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}}.
+
+    experiments: the sweeps that asked for them; a run that others asked for too is shown by the labels it has there.
+    given: overrides beside the sweep's own, left out of `setting`: an exhibit compares the settings that it swept.
+    """
+    frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)})
+    setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
     return frame.assign(setting=setting, scores=[_scores(outputs / name) for name in frame["hash"]])
 
 
 def spelled(setting: str | None) -> str:
     """A setting with booleans as the yaml spells them: Hydra says True of a swept `true`."""
     return re.sub(r"=(True|False)(?= |$)", lambda found: found.group().lower(), setting or "")
+
+
+def without(setting: str, overrides: Sequence[str]) -> str:
+    """A setting less what these overrides put there."""
+    for words in (spelled(setting_of([override])) for override in overrides):
+        setting = f" {setting} ".replace(f" {words} ", " ").strip() if words else setting
+    return setting
 
 
 def _scores(folder: Path) -> dict[str, dict[str, float]]:

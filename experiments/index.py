@@ -1,7 +1,7 @@
 """The table of all exhibits, experiments/README.md, from their modules and experiments/measured.json.
 
 python -m experiments.index            write it
-python -m experiments.index --check    exit 1 if what stands there has other exhibits, claims or commands
+python -m experiments.index --check    exit 1 if what stands there is something else
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.exhibits import HERE, PAPERS, load, names
-from experiments.reproduce import MEASURED, VERDICT
+from experiments.make import VERDICT
+from experiments.speed import WAITS
+from experiments.workers import MEASURED
 
 README = HERE / "README.md"
 TITLES = {
@@ -34,10 +36,11 @@ Each writes `outputs/exhibits/NAME/{table.csv,table.md,figure.png,figure.pdf}`. 
 testbed's scale: models of less than a million parameters on a synthetic language. It says whether the mechanism behind
 a claim is seen there, never what a 7B model would score (`kvexp/testbed/__init__.py`). Intervals are 95 % bootstrap
 intervals over examples, each by itself. **holds** / **does not hold**: every part of the claim is supported / one part
-is contradicted by its interval; **undecided**: the intervals leave it open, or nothing was measured. Seconds: on two
-shared CPU cores, with nothing there yet.
+is contradicted by its interval; **undecided**: the intervals leave it open; **waits for a GPU**: it is about speed, and
+nothing was measured yet. Seconds: of CPU time (all threads, user and system) in a run of all exhibits that found
+nothing there; what another exhibit had already run is not run again.
 """
-COLUMNS = ("exhibit", "the paper's claim", "here", "our number", "command", "seconds")
+COLUMNS = ("exhibit", "the paper's claim", "here", "our number", "command", "CPU seconds")
 
 
 def text() -> str:
@@ -63,19 +66,16 @@ def _row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
     return (
         name,
         claim,
-        f"**{VERDICT[entry['holds']]}**",
+        f"**{status(entry)}**",
         entry["words"].replace("|", "\\|"),
         command,
-        str(entry["seconds"]),
+        "" if entry["seconds"] is None else str(entry["seconds"]),
     )
 
 
-def structure(written: str) -> list[tuple[str, str, str]]:
-    """(exhibit, claim, command) of every row: what must be current though nothing was run."""
-    rows = [
-        line.strip("| ").split(" | ") for line in written.splitlines() if "`make reproduce-" in line and line[0] == "|"
-    ]
-    return [(row[0], row[1], next(cell for cell in row if cell.startswith("`make reproduce-"))) for row in rows]
+def status(entry: dict[str, Any]) -> str:
+    """What became of a claim, from its entry in measured.json."""
+    return "waits for a GPU" if entry["words"].startswith(WAITS) else VERDICT[entry["holds"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if README.md is not current")
     now = text()
     if parser.parse_args(arguments).check:
-        current = README.exists() and structure(README.read_text("utf-8")) == structure(now)
+        current = README.exists() and README.read_text("utf-8") == now
         print("current" if current else "not current; run: python -m experiments.index")
         return 0 if current else 1
     README.write_text(now, encoding="utf-8")

@@ -9,8 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.attention_rows import nothing
-from experiments.curves import MODELS, in_order
 from experiments.means import columns
+from experiments.model_lines import model_lines
 from experiments.paired import all_hold, words
 from experiments.row_masks import full_attention
 from experiments.theirs import theirs
@@ -44,30 +44,12 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    figure.set_size_inches(4.2, 2.6)
-    figure.set_layout_engine("constrained")
-    axes = figure.add_subplot()
-    paper = theirs("keyformer_fig3a")
-    for place, model in enumerate(in_order(table["model"].tolist(), MODELS)):
-        line = table[table["model"].eq(model)].sort_values("layer")
-        reach = [line["sparsity"] - line["sparsity_low"], line["sparsity_high"] - line["sparsity"]]
-        look = {"color": LINES[place % len(LINES)], "marker": "osD^"[place % 4], "markersize": 4, "linewidth": 1.2}
-        axes.errorbar(line["layer"], line["sparsity"], reach, label=model, capsize=2, **look)
-        known = paper[paper["model"].eq(model)]
-        if len(known):
-            look |= {"linestyle": ":", "markerfacecolor": "none"}
-            axes.plot(known["layer"], known["value"], label=f"{model} (paper)", **look)
+    paper = theirs("keyformer_fig3a").rename(columns={"value": "sparsity"})
+    axes = model_lines(table, paper, figure, "layer", "sparsity")
     axes.set_xticks(sorted(table["layer"].unique()))
     axes.set_xlabel("layer", fontsize=8)
     axes.set_ylabel("attention sparsity (%)", fontsize=8)
     axes.set_ylim(0, 100)
-    axes.tick_params(labelsize=7)
-    axes.grid(color="0.92", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
-
-
-LINES = ("#332288", "#117733", "#aa4499", "#661100")  # of models: none is a method's color
 
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:

@@ -9,9 +9,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.attention_rows import mass
-from experiments.curves import MODELS, in_order
-from experiments.keyformer_fig3a import LINES
 from experiments.means import columns
+from experiments.model_lines import model_lines
 from experiments.paired import above, all_hold, words
 from experiments.row_masks import full_attention
 from experiments.theirs import theirs
@@ -43,28 +42,14 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    figure.set_size_inches(4.2, 2.6)
-    figure.set_layout_engine("constrained")
-    axes = figure.add_subplot()
     paper = theirs("keyformer_fig3b")
-    for place, model in enumerate(in_order(table["model"].tolist(), MODELS)):
-        line = table[table["model"].eq(model)].sort_values("share")
-        reach = [line["mass"] - line["mass_low"], line["mass_high"] - line["mass"]]
-        look = {"color": LINES[place % len(LINES)], "marker": "osD^"[place % 4], "markersize": 4, "linewidth": 1.2}
-        axes.errorbar(100 * line["share"], line["mass"], reach, label=model, capsize=2, **look)
-        known = paper[paper["model"].eq(model)]
-        if len(known):
-            look |= {"linestyle": ":", "markerfacecolor": "none"}
-            axes.plot(100 * known["kv_ratio"], 100 * known["value"], label=f"{model} (paper)", **look)
+    paper = paper.assign(share=100 * paper["kv_ratio"], mass=100 * paper["value"])
+    axes = model_lines(table.assign(share=100 * table["share"]), paper, figure, "share", "mass")
     axes.axhline(MOST, color="0.4", linewidth=0.8, linestyle="--")
     axes.axvline(100 * KEY, color="0.4", linewidth=0.8, linestyle="--")
     axes.set_xlabel("tokens, best first (%)", fontsize=8)
     axes.set_ylabel("attention score (%)", fontsize=8)
     axes.set_ylim(0, 102)
-    axes.tick_params(labelsize=7)
-    axes.grid(color="0.92", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False)
 
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:

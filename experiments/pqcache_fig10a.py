@@ -11,8 +11,7 @@ from experiments.speed import COLUMNS, NONE_YET, cells, draw_speed, found_of, ou
 
 CLAIM = (
     "PQCache has the second token earliest of H2O, SPARQ, InfLLM and itself, since its clustering hides behind the "
-    "prefill "
-    "(arXiv:2407.12820, Fig. 10a; no number of it is printed)"
+    "prefill (arXiv:2407.12820, Fig. 10a; no number of it is printed)"
 )
 SWEEPS = ()
 LENGTHS = ("2048+30", "4096+30", "8192+30", "16384+30", "32768+30")  # those of benchmarks.suite are among them
@@ -53,24 +52,31 @@ def drawn(table: pd.DataFrame, figure: Figure, metric: str, ylabel: str) -> None
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     """At every length measured, pqcache's slowest turn against the others' fastest."""
-    return fastest(table, METRIC, NAMES[:-1])
-
-
-def fastest(table: pd.DataFrame, metric: str, rivals: tuple[str, ...]) -> tuple[bool | None, str]:
-    """Whether pqcache is faster than each rival at every length: the turns' ranges must not overlap to say so."""
     if table.empty:
         return None, NONE_YET
-    verdicts: list[bool | None] = []
+    verdicts = [faster(table, METRIC, length, "pqcache@0.2", name) for length in lengths(table) for name in NAMES[:-1]]
+    return all_hold(verdicts), said(table, METRIC)
+
+
+def lengths(table: pd.DataFrame) -> list[str]:
+    return list(dict.fromkeys(table["seqlen"]))
+
+
+def faster(table: pd.DataFrame, metric: str, length: str, one: str, other: str) -> bool | None:
+    """Whether one method takes less than another: the turns' ranges must not overlap to say so."""
+    mine, its = (found_of(table, length, name, metric) for name in (one, other))
+    if mine is None or its is None:
+        return None
+    return True if mine["high"] < its["low"] else False if mine["low"] > its["high"] else None
+
+
+def said(table: pd.DataFrame, metric: str) -> str:
+    """Every number of a metric, in words."""
     found = []
-    for length in dict.fromkeys(table["seqlen"]):
-        mine = found_of(table, length, NAMES[-1], metric)
-        for name in rivals:
-            other = found_of(table, length, name, metric)
-            if mine is None or other is None:
-                verdicts.append(None)
-                continue
-            verdicts.append(True if mine["high"] < other["low"] else False if mine["low"] > other["high"] else None)
-            found.append(f"{name} {other['value']:.2f}")
-        if mine is not None:
-            found.append(f"pqcache {mine['value']:.2f} ({mine['low']:.2f} to {mine['high']:.2f}) at {length}")
-    return all_hold(verdicts), f"{metric} over full attention's on {table['machine'].iloc[0]}: {', '.join(found)}"
+    for length in lengths(table):
+        each = [(name, found_of(table, length, name, metric)) for name in NAMES]
+        cells = [
+            f"{n} {row['value']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for n, row in each if row is not None
+        ]
+        found.append(f"{', '.join(cells)} at {length}")
+    return f"{metric} over full attention's on {table['machine'].iloc[0]}: {'; '.join(found)}"

@@ -48,7 +48,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     figure.axes[0].plot(found["iterations"], found["value"], "o", color="#882255", markerfacecolor="none", markersize=9)
     for _, row in found.iterrows():
         figure.axes[0].annotate(
-            "adaptive", (row["iterations"], row["value"]), (0, -14), textcoords="offset points", fontsize=7
+            "adaptive", (row["iterations"], row["value"]), (-6, -14), textcoords="offset points", fontsize=7, ha="right"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.store import RESULTS
 from experiments.curves import finish, legend
+from experiments.speed import WAITS
 
 CLAIM = (
     "One layer's prefill grows with the square of the prompt and sending its keys and values home only in "
@@ -19,7 +21,7 @@ CLAIM = (
 )
 SWEEPS = ()
 FILE = RESULTS / "retrieval_latency.json"
-NONE_YET = f"no GPU result yet: python -m benchmarks.retrieval_latency --json benchmarks/results/{FILE.name}, on a GPU"
+NONE_YET = f"{WAITS}: python -m benchmarks.retrieval_latency --json benchmarks/results/{FILE.name}, on a GPU"
 TIMES = (
     ("prefill_s", "prefill", "#0072b2"),
     ("offload_s", "offload", "#009e73"),
@@ -43,7 +45,7 @@ def measured(path: Path) -> pd.DataFrame:
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     if table.empty:
         figure.set_size_inches(6.0, 1.0)
-        figure.text(0.5, 0.5, NONE_YET, ha="center", va="center", fontsize=7)
+        figure.text(0.5, 0.5, textwrap.fill(NONE_YET, 75), ha="center", va="center", fontsize=7)
         return
     figure.set_layout_engine("constrained")
     figure.set_size_inches(3.8, 3.0)

@@ -14,7 +14,8 @@ from experiments.curves import METHODS, finish, in_order, legend
 from experiments.theirs import theirs
 from kvexp.figures.style import color_of, marker_of
 
-NONE_YET = "no GPU result yet: `make bench-gpu` writes benchmarks/results"
+WAITS = "no GPU result yet"
+NONE_YET = f"{WAITS}: `make bench-gpu` writes benchmarks/results"
 COLUMNS = ("source", "seqlen", "method", "metric", "value", "low", "high", "machine")
 
 
@@ -71,8 +72,8 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
                 name = method.partition("@")[0]
                 look = {
                     "color": color_of(name),
-                    "marker": marker_of(name),
-                    "markersize": 4.5,
+                    "marker": "*" if " batch " in method else marker_of(name),
+                    "markersize": 7 if " batch " in method else 4.5,
                     "linewidth": 1.0,
                     "capsize": 2,
                 }

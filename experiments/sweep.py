@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from experiments.exhibits import ROOT
@@ -35,6 +36,16 @@ def _hashes(experiment: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
         job, why = COMMAND.failures[0]
         raise ConfigError(f"{len(COMMAND.failures)} job(s) of experiment={experiment} failed, the first: {job}: {why}")
     return tuple(COMMAND.hashes)
+
+
+def late(override: str) -> str:
+    """An override as a sweep over its one value: its key may be of an option that the sweep itself brings.
+
+    Of `task.data_files=x` Hydra would look for the key in the default task, before it takes the experiment's.
+    """
+    parsed = OverridesParser.create().parse_override(override)
+    key, _, value = override.partition("=")
+    return override if parsed.is_sweep_override() or parsed.is_delete() else f"{key}=choice({value})"
 
 
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:

@@ -20,6 +20,7 @@ import torch
 
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
+from kvexp.figures.style import DASHES, color_of, marker_of
 from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.models import load_model, load_tokenizer
@@ -106,18 +107,19 @@ def draw(result: dict[tuple[str, int], tuple[float, float, float]], slots: list[
     names = list(dict.fromkeys(name for name, _ in result if name not in ("full", "knorm", "random")))
     figure, axes = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
     axes.axhline(full, color="black", linewidth=1.2, label="full attention")
-    marks = "osD^vP*X"
-    for i, name in enumerate(names):
+    for name in names:
         cells = [result[name, s] for s in slots]
         errors = [[value - full - low for value, low, _ in cells], [high - (value - full) for value, _, high in cells]]
-        colour = matplotlib.colormaps["tab10"](i) if name != "ideal" else "grey"
+        method = name.partition(" ")[0]
+        settings = [other for other in names if other.partition(" ")[0] == method]
         axes.errorbar(
             slots,
             [c[0] for c in cells],
             yerr=errors,
             label=name,
-            color=colour,
-            marker=marks[i],
+            color=color_of(method),
+            marker=marker_of(method),
+            linestyle=DASHES[settings.index(name)],
             markersize=4,
             capsize=2,
         )

@@ -1,0 +1,45 @@
+"""Take outputs and execution counts out of notebooks: what runs leave behind is not for the repository.
+
+python -m experiments.strip notebooks/*.ipynb     exit 1 if a file was changed, so that a commit stops and shows it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+METADATA["language_info"] = {"name": "python"}
+
+
+def stripped(notebook: dict[str, Any]) -> dict[str, Any]:
+    """The same cells with nothing that a run or an editor adds; a cell keeps its tags."""
+    cells = []
+    for cell in notebook["cells"]:
+        tags = cell.get("metadata", {}).get("tags")
+        cell = {**cell, "metadata": {"tags": tags} if tags else {}}
+        cells.append(cell | ({"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}))
+    return {**notebook, "cells": cells, "metadata": METADATA}
+
+
+def strip(path: Path) -> bool:
+    """Whether the file had something to take out; it has not now."""
+    before = path.read_text(encoding="utf-8")
+    after = json.dumps(stripped(json.loads(before)), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+    if after != before:
+        path.write_text(after, encoding="utf-8")
+    return after != before
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    changed = [name for name in (sys.argv[1:] if arguments is None else arguments) if strip(Path(name))]
+    for name in changed:
+        print(f"{name}: outputs taken out; add it again")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

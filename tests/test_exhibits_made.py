@@ -1,0 +1,244 @@
+"""How exhibits are made: what is collected again, what a user overrides, what is recorded, whose points are beside."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduce, sweep, workers
+from experiments.bars import bars
+from experiments.curves import curves
+from experiments.exhibits import load, names
+from experiments.frame import frame_of, without
+from experiments.make import Asked, Made
+from experiments.speed import WAITS
+from kvexp.errors import ConfigError
+from kvexp.record import Run
+
+IMPORTS = ("from experiments.helper import x", "from experiments import helper", "import experiments.helper")
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_a_measurement_is_taken_again_when_a_module_it_uses_changes(tmp_path, monkeypatch, line):
+    monkeypatch.setattr(collect, "HERE", tmp_path)
+    (tmp_path / "mine.py").write_text(f"import json\n{line}\n")
+    (tmp_path / "helper.py").write_text("from experiments.deeper import y\nx = 1\n")
+    (tmp_path / "deeper.py").write_text("y = 1\n")
+    before = collect.sources("mine")
+    assert len(before) == 3
+    (tmp_path / "deeper.py").write_text("y = 2\n")
+    assert collect.sources("mine") != before
+
+
+def test_the_measurements_of_row_masks_are_keyed_by_it():
+    text = (collect.HERE / "row_masks.py").read_text()
+    users = [name for name in names() if hasattr(load(name), "COLLECT") and text in collect.sources(name)]
+    assert {"keyformer_fig3a", "a2sf_fig4", "a2sf_table2"} <= set(users)
+
+
+def paper(tmp_path, monkeypatch, *lines):
+    (tmp_path / "paper").mkdir()
+    head = "model,task,method,kv_ratio,setting,metric,value,source,kind,reading_error,note"
+    (tmp_path / "paper" / "x.csv").write_text("\n".join([head, *lines]))
+    monkeypatch.setattr("experiments.theirs.HERE", tmp_path)
+
+
+def points(*runs):
+    rows = [{"model": "m", "task": "t", "method": m, "setting": s, "kv_ratio": r, "value": 50.0} for m, s, r in runs]
+    return pd.DataFrame(rows).assign(metric="acc", low=49.0, high=51.0, n=9)
+
+
+def test_a_bar_has_the_papers_number_of_its_own_budget(tmp_path, monkeypatch):
+    line = "m,t,h2o,{},,acc,{},a source,exact,,"
+    paper(tmp_path, monkeypatch, line.format(0.5, 40), line.format(0.2, 30), "m,t,full,,,acc,60,a source,exact,,")
+    figure = Figure()
+    bars(points(("h2o", "", 0.2), ("h2o", "", 0.9)).assign(bar=["a", "b"]), figure, "x")
+    marked = [line.get_ydata()[0] for line in figure.axes[0].lines if line.get_label() == "paper"]
+    assert marked == [30.0]
+
+
+def test_a_curve_stands_beside_the_papers_runs_of_its_own_setting(tmp_path, monkeypatch):
+    line = "m,t,keyformer,0.6,{},acc,{},a source,exact,,"
+    paper(tmp_path, monkeypatch, line.format("", 40), line.format("cache.positions=renumbered", 30))
+
+    def marked(*settings):
+        figure = Figure()
+        curves(points(*(("keyformer", setting, 0.6) for setting in settings)), figure, "x")
+        drawn = [each for each in figure.axes[0].containers if "(paper)" in str(each.get_label())]
+        return {str(each.get_label()): float(each.lines[0].get_ydata()[0]) for each in drawn}
+
+    assert marked("") == {"keyformer (paper)": 40.0}
+    both = marked("", "cache.positions=renumbered")
+    assert both == {"keyformer (paper)": 40.0, "keyformer cache.positions=renumbered (paper)": 30.0}
+
+
+def test_a_legend_of_long_words_stays_inside_its_figure():
+    """keyformer_table4's did not, on a single model."""
+    rows = [("keyformer", f"method.fresh={f} method.noise={n}", 0.6) for f in ("true", "false") for n in ("a", "b")]
+    shades = ["drawn anew for each query and key (the authors' code)"] * 2 + ["drawn once per key (Algorithm 1)"] * 2
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    bars(points(*rows).assign(bar=["a", "b"] * 2, shade=shades), figure)
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+
+
+def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels(tmp_path):
+    """Table 4's Gumbel noise is Fig. 7's keyformer: whoever asks last, each finds the setting that it swept."""
+    shown = {"model": "m", "task": "t", "tokens": None}
+    base = Run.open(
+        tmp_path, {"a": 0}, shown | {"method": "full", "kv_ratio": None, "setting": "", "experiment": "one"}
+    )
+    names = {"one": "", "two": "method.noise=gumbel", "three": "seed=0"}
+    for name, setting in names.items():
+        labels = shown | {"method": "keyformer", "kv_ratio": 0.6, "setting": setting, "experiment": name}
+        run = Run.open(tmp_path, {"a": 1}, labels, baseline=base.hash)
+    for one in (base, run):
+        one.append({"example": "1", "metrics": {"acc": 1.0}}, {"example": "2", "metrics": {"acc": 0.0}})
+        one.finish(2)
+    for name, setting in names.items():
+        assert frame_of(tmp_path, [run.hash], [name])["setting"].tolist() == [setting]
+
+
+# -- overrides -------------------------------------------------------------------------------------------------
+
+
+def test_an_override_goes_to_every_sweep_or_to_the_one_it_names():
+    asked = Asked("paper", Path("o"), given=("model.device=cuda", "keyformer_fig7_soda:task.data_files=a:b=c.parquet"))
+    assert asked.overrides("paper/keyformer_fig7") == ["model.device=cuda"]
+    assert asked.overrides("paper/keyformer_fig7_soda") == ["model.device=cuda", "task.data_files=a:b=c.parquet"]
+
+
+def test_what_a_user_set_is_no_setting_of_the_exhibit():
+    """Exhibits look for the runs of a setting by its words, in which a file's folder does not appear."""
+    given = ["task.data_files=/data/cnn.parquet", "model=gptj_6b"]
+    assert without("method.noise=none task.data_files=cnn.parquet", given) == "method.noise=none"
+    assert without("", given) == "" and without("seed=1 seed=11", ["seed=1"]) == "seed=11"
+
+
+def test_an_override_may_be_of_an_option_that_the_sweep_brings():
+    """Neither key is of the default method or task."""
+    given = Asked("testbed", Path("o"), given=("method.tau_end=3.5", "task.size=7")).overrides("keyformer_table4")
+    fewer = [*given, "model=testbed_rope", "method.noise=none"]
+    found = sweep.jobs("keyformer_table4", [sweep.late(word) for word in fewer])
+    assert [(one.method.tau_end, one.task.size) for one in found] == [(3.5, 7)] * 2
+    settings = {without(one.labels["setting"], given) for one in found}
+    assert settings == {"method.fresh=True method.noise=none", "method.fresh=False method.noise=none"}
+    assert sweep.late("model=a,b") == "model=a,b" and sweep.late("~x") == "~x"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["fig7", "--set", "model"], "--set wants KEY=VALUE or SWEEP:KEY=VALUE, got 'model'"),
+        (["fig7", "--set", "fig8:a=b"], "no sweep 'fig8' here; there are keyformer_fig7, keyformer_fig7_soda"),
+        (["fig7", "--set", "limit=3", "--record"], "--set changes them"),
+        (["fig7", "--workers", "0"], "--workers must be 1 or more, got 0"),
+    ],
+)
+def test_words_that_do_not_go_together_are_one_error(capsys, words, said):
+    assert reproduce.main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_overrides_reach_the_runs_and_leave_the_settings_alone(tmp_path, capsys):
+    given = ["--set", "limit=3", "--set", "task.size=3", "--set", "seed=5"]
+    assert reproduce.main(["keyformer_table4", "--smoke", "--outputs", str(tmp_path), *given]) == 0
+    table = pd.read_csv(tmp_path / "exhibits" / "keyformer_table4" / "table.csv")
+    assert set(table["n"]) == {3} and set(table["bar"].dropna()) == {"gumbel", "gaussian", "constant", "none"}
+    assert not table["setting"].astype(str).str.contains("size|seed").any()
+    assert table["behind"].notna().sum() == 6, "every other noise is compared with Gumbel drawn the same way"
+
+
+# -- what is recorded ------------------------------------------------------------------------------------------
+
+
+def test_seconds_are_those_of_a_run_that_found_nothing_there(tmp_path, monkeypatch):
+    file = tmp_path / "measured.json"
+    monkeypatch.setattr(reproduce, "MEASURED", file)
+
+    def kept(seconds, fresh):
+        reproduce.record(Made("a", pd.DataFrame(), True, "1 of 1", seconds, tmp_path), "testbed", fresh)
+        return json.loads(file.read_text())["testbed"]["a"]["seconds"]
+
+    assert kept(0.4, False) is None
+    assert [kept(70.2, True), kept(0.4, False), kept(30.0, True)] == [70, 70, 30]
+
+
+def test_a_speed_exhibit_waits_for_a_gpu():
+    entry = {"holds": None, "words": f"{WAITS}: somewhere", "seconds": 0}
+    assert index.status(entry) == "waits for a GPU"
+    assert index.status(entry | {"words": "+1 (-1 … 2)"}) == "undecided"
+
+
+# -- one after the other, or side by side ----------------------------------------------------------------------
+
+
+def test_what_goes_wrong_with_one_is_told_and_the_next_is_made(tmp_path, monkeypatch, capsys):
+    def refused(table):
+        raise ConfigError("not so")
+
+    def broken(table):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(load("keyformer_fig1"), "holds", refused)
+    monkeypatch.setattr(load("keyformer_fig9"), "holds", broken)
+    wanted = ["keyformer_fig1", "keyformer_fig9", "keyformer_fig10"]
+    assert reproduce.main([*wanted, "--outputs", str(tmp_path)]) == 1
+    out, error = capsys.readouterr()
+    assert "error: not so" in error and "ZeroDivisionError: a defect" in error and "Traceback" in error
+    assert "2 of 3 could not be made: keyformer_fig1, keyformer_fig9" in error and "keyformer_fig10 (testbed)" in out
+
+
+def test_those_that_take_longest_come_first(tmp_path, monkeypatch):
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"testbed": {"a": {"seconds": 3}, "b": {"seconds": 9}, "c": {"seconds": None}}}))
+    monkeypatch.setattr(workers, "MEASURED", file)
+    assert workers.longest_first(["a", "b", "c", "new"], "testbed") == ["b", "a", "c", "new"]
+
+
+@pytest.mark.slow
+def test_two_processes_make_what_one_does(tmp_path):
+    """Two exhibits that share runs, at once: the tables are those of one process."""
+    wanted = ["keyformer_fig3c", "keyformer_fig5", "keyformer_fig1"]
+    alone = dict(workers.results(wanted, Asked("testbed", tmp_path / "one", smoke=True), 1))
+    both = dict(workers.results(wanted, Asked("testbed", tmp_path / "two", smoke=True), 2))
+    for name in wanted:
+        assert isinstance(alone[name], Made) and isinstance(both[name], Made), both[name]
+        pd.testing.assert_frame_equal(alone[name].table, both[name].table)
+
+
+# -- PQCache's Fig. 10b ----------------------------------------------------------------------------------------
+
+
+def cell(**seconds):
+    rows = [{"variant": "full", "samples": [{"tpot_s": 0.02}] * 2}]
+    for name, each in seconds.items():
+        rows.append({"variant": f"{name}@0.2", "samples": [{"tpot_s": s} for s in each]})
+    return {"rows": rows, "from": {"machine": "a GPU"}, "key": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, True),
+        ({"pqcache": (0.19, 0.2), "sparq": (0.3, 0.4)}, False),  # slower than one reads
+        ({"sparq": (0.03, 0.04)}, False),  # InfLLM is slower
+        ({"sparq": (0.06, 0.09)}, None),  # InfLLM's turns and SPARQ's overlap
+        ({"h2o": ()}, None),  # ran out of memory
+    ],
+)
+def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
+    seconds = {"h2o": (0.01, 0.02), "infllm": (0.05, 0.07), "pqcache": (0.04, 0.05), "sparq": (0.1, 0.12)} | change
+    found = cell(**seconds)
+    for module in (pqcache_fig10a, pqcache_fig10b):
+        monkeypatch.setattr(module, "cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
+    table = pqcache_fig10b.table(pd.DataFrame())
+    assert pqcache_fig10b.holds(table)[0] is verdict
+    pqcache_fig10b.draw(table, Figure())
