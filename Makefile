@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -57,6 +57,9 @@ smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 
 test: $(VENV)/.stamp ## the tests to run before every commit (neither slow nor peers)
 	@$(PYTEST) -m 'not slow and not peers' $(ARGS)
+
+faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers (ARGS='--fresh': new processes)
+	@$(TEST_ENV) $(BIN)/python tests/faults $(ARGS)
 
 test-slow: $(VENV)/.stamp ## only the tests marked slow
 	@$(PYTEST) --timeout=0 -m 'slow and not peers' $(ARGS)

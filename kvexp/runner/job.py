@@ -70,8 +70,7 @@ def finish_left() -> None:
     """Run the jobs of a sweep that were left because another process was at them."""
     jobs = [(one, _runs(one)) for one in LEFT]
     LEFT.clear()
-    for one in in_turn(jobs):
-        run_job(one)
+    in_turn(jobs, run_job)
 
 
 def perform(jobs: list[Job]) -> None:
@@ -79,14 +78,17 @@ def perform(jobs: list[Job]) -> None:
     from kvexp.runner.together import fill, groups
 
     each = [(one, _runs(one)) for one in jobs]
-    for group in in_turn([(group, group) for group in groups(settings for _, runs in each for settings in runs)]):
+
+    def filled(group: list[Settings]) -> bool:
         try:
-            fill(group)
+            return fill(group, wait=False)
         except Exception as error:  # a run's own turn comes, and tells what is wrong with it
             if not _expected(error):
                 traceback.print_exc()
-    for one in in_turn(each):
-        run_job(one)
+            return True
+
+    in_turn([(group, group) for group in groups(settings for _, runs in each for settings in runs)], filled)
+    in_turn(each, run_job)
 
 
 def _runs(one: Job) -> list[Settings]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,13 +18,15 @@ Item = TypeVar("Item")
 POLL_S = 0.5
 
 
-def in_turn(items: Sequence[tuple[Item, Sequence[Settings]]]) -> Iterator[Item]:
-    """Every item once, those first whose runs nobody else is working on, else in order."""
+def in_turn(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[Item], bool | None]) -> None:
+    """Every item's work, those first whose runs nobody else is at, else in order; what returns False comes again."""
     left, told = list(items), False
     while left:
         place = next((place for place, (_, runs) in enumerate(left) if free(runs)), None)
         if place is not None:
-            yield left.pop(place)[0]
+            item = left.pop(place)
+            if work(item[0]) is False:  # somebody was faster
+                left.append(item)
             continue
         if not told:
             print(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)

@@ -61,8 +61,11 @@ def _company(settings: Settings) -> str:
     return repr((sorted(same.items()), extra, getattr(settings.task, "size", None)))
 
 
-def fill(members: list[Settings]) -> None:
-    """Write the rows that these runs lack, as far as that goes together."""
+def fill(members: list[Settings], *, wait: bool = True) -> bool:
+    """Write the rows that these runs lack, as far as that goes together.
+
+    False where another process works on one of them, and wait is not set: then nothing was done.
+    """
     members[0].task.check()
     by_name = {}
     for settings in members:
@@ -72,9 +75,13 @@ def fill(members: list[Settings]) -> None:
     with ExitStack() as claims:
         for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it
             run = by_name[name][1]
-            claims.enter_context(run.claim(waiting=waiting(run)))
+            try:
+                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=waiting(run)))
+            except TimeoutError:
+                return False
         _fill([Member(*pair) for pair in by_name.values()])
     AHEAD.update(by_name)
+    return True
 
 
 class Member:
