@@ -18,8 +18,14 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 
 if __name__ == "__main__":
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
+    planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
     try:
-        main()
+        if planning:
+            from kvexp.runner.dry_run import dry_run
+
+            sys.exit(dry_run(main, planning[-1]))
+        else:
+            main()
     except KeyboardInterrupt:
         print("\ninterrupted: the rows written so far are kept; the same command goes on from there", file=sys.stderr)
         sys.exit(130)

@@ -96,13 +96,23 @@ def run_job(one: Job) -> None:
                 _run(part)
             accept(settings.outputs_dir, request(overrides))
         except Exception as error:
-            if _expected(error):
-                print(f"error: {_words(error)}", file=sys.stderr, flush=True)
-            else:
-                traceback.print_exc()
-            note_failure(" ".join(overrides) or "(defaults)", _words(error))
+            tell(one, error)
             if settings is None or not _recorded(settings):
                 _refuse(config, choices, overrides, settings, error)
+
+
+def tell(one: Job, error: Exception) -> None:
+    """Say on stderr why a job failed, and note it for the end."""
+    if _expected(error):
+        print(f"error: {_words(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exc()
+    note_failure(" ".join(one.overrides) or "(defaults)", _words(error))
+
+
+def parts_of(one: Job) -> list[Settings]:
+    """The runs of a job, from its configuration alone."""
+    return _settings(one.config, one.choices, one.overrides).parts()
 
 
 def _expected(error: Exception) -> bool:

@@ -156,19 +156,20 @@ def holds(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
     from kvexp.models.families import longest
 
-    return longest(_config(spec))
+    return longest(config_of_spec(spec))
 
 
-def check_fits(spec: ModelSpec, method: Method) -> None:
-    """ConfigError if the method cannot work on the model, whose configuration alone is read."""
+def check_fits(spec: ModelSpec, method: Method, config: Any = None) -> None:
+    """ConfigError if the method cannot work on the model, whose configuration alone is read (where it is not given)."""
     from kvexp.models.retrieval import check_retrieval
     from kvexp.retrieval.base import Retrieval
 
     if isinstance(method, Retrieval):
-        check_retrieval(_config(spec), method)
+        check_retrieval(config or config_of_spec(spec), method)
 
 
-def _config(spec: ModelSpec) -> Any:
+def config_of_spec(spec: ModelSpec) -> Any:
+    """The Hugging Face configuration, without weights."""
     from kvexp.models.load import config_of, random_config
 
     if spec.kind == "random":

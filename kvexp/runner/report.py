@@ -119,4 +119,5 @@ def _check_log(config: Any) -> None:
 
 def _check_sweep_folder(config: Any) -> None:
     """Hydra writes there before any run begins, and explains nothing."""
-    check_writable(Path(typed(config.outputs_dir, str, "outputs_dir")).expanduser() / ".sweeps")
+    typed(config.outputs_dir, str, "outputs_dir")
+    check_writable(Path(config.hydra.sweep.dir).expanduser())
