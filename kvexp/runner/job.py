@@ -51,32 +51,31 @@ class Swept:
 SWEPT = Swept()
 
 
-def job(config: DictConfig) -> None:
-    """Hydra's task function: run the job, or leave it to the launcher that collects."""
+def job(config: DictConfig) -> float | None:
+    """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
     one = Job(config, list(hydra.overrides.task), dict(hydra.runtime.choices), number)
     if SWEPT.jobs is None:
-        run_job(one)
-    else:
-        SWEPT.jobs.append(one)
+        return run_job(one)
+    SWEPT.jobs.append(one)
+    return None
 
 
-def perform(jobs: list[Job]) -> None:
-    """Those that can share prefills do; then each has its turn."""
+def perform(jobs: list[Job]) -> list[float | None]:
+    """Those that can share prefills do; then each has its turn. Returns their objectives."""
     from kvexp.runner.together import fill, groups
 
-    for group in groups(settings for one in jobs if (settings := _readable(one)) is not None):
+    for group in groups(settings for one in jobs if (settings := readable(one)) is not None):
         try:
             fill(group)
         except Exception as error:  # a run's own turn comes, and tells what is wrong with it
             if not _expected(error):
                 traceback.print_exc()
-    for one in jobs:
-        run_job(one)
+    return [run_job(one) for one in jobs]
 
 
-def _readable(one: Job) -> Settings | None:
+def readable(one: Job) -> Settings | None:
     """The job's settings; None where they are wrong, which its turn will say."""
     try:
         return _settings(one.config, one.choices, one.overrides)
@@ -84,8 +83,8 @@ def _readable(one: Job) -> Settings | None:
         return None
 
 
-def run_job(one: Job) -> None:
-    """Run it. Errors of the user's making are one line on stderr, others come with their traceback."""
+def run_job(one: Job) -> float | None:
+    """Run it and return its objective. Errors of the user's making are one line on stderr, others have a traceback."""
     config, overrides, choices = one.config, one.overrides, one.choices
     settings: Settings | None = None
     with SWEEP.job(one.number, overrides):

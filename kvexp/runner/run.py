@@ -50,15 +50,16 @@ def run(settings: Settings) -> Run:
         environment(),
         baseline=baseline.hash if baseline is not None else None,
     )
-    with record.claim(waiting=waiting(record)):
+    with record.claim(waiting=waiting(record), part=settings.shard.name):
         try:
-            _fill(settings, record)
+            complete = _fill(settings, record)
         except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
             with contextlib.suppress(OSError):  # a full disk: what went wrong is raised, recorded or not
                 record.fail(error)
             raise
-        record.clear_failure()
-        record.finish(len(record.rows()))
+        if complete:  # else other shards have rows to add, or a failure to be read
+            record.clear_failure()
+            record.finish(len(record.rows()))
     return record
 
 
@@ -70,16 +71,22 @@ def waiting(record: Run) -> Any:
     return say
 
 
-def _fill(settings: Settings, record: Run) -> None:
-    """Run the examples that have no row yet."""
-    done = {row["example"] for row in record.rows()}
+def _fill(settings: Settings, record: Run) -> bool:
+    """Run the examples of the shard that have no row yet; returns whether those of the whole run have theirs now."""
     examples = list(settings.task.examples())
-    todo = [(i, example) for i, example in enumerate(examples) if example.id not in done]
+    _fill_shard(settings, record, examples)
+    return settings.shard.whole or {example.id for example in examples} <= {row["example"] for row in record.rows()}
+
+
+def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> None:
+    done = {row["example"] for row in record.rows()}
+    mine = [(i, examples[i]) for i in settings.shard.takes(len(examples))]
+    todo = [(i, example) for i, example in mine if example.id not in done]
     name = f"{settings.labels['method']} {settings.labels['setting']}".strip()
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
     if done and record.hash not in AHEAD:
-        print(f"{title}: {len(examples) - len(todo)} of {len(examples)} rows are there already ({record.path})")
+        print(f"{title}: {len(mine) - len(todo)} of {len(mine)} rows are there already ({record.path})")
     if not todo:
         return
     check_room(settings, todo)  # an impossible configuration is said before weights are made or read
@@ -90,7 +97,7 @@ def _fill(settings: Settings, record: Run) -> None:
     settings = with_ends(settings, model, tokenizer)
     commit = commit_of(model)
     check_commit(record, commit)
-    with Progress(title, len(examples), len(examples) - len(todo)) as progress:
+    with Progress(title, len(mine), len(mine) - len(todo)) as progress:
         shared = 1 if mixes_rows(settings) else SHARED
         for batch in batches(todo, settings.batch_size, shared):
             for row in _rows(settings, model, tokenizer, batch):

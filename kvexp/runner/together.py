@@ -46,14 +46,21 @@ def groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
         if joint(settings):
             base = settings if settings.is_baseline else settings.baseline()
             for one in (base, settings):
-                alike[_company(one)].setdefault(str(one.identity), one)
+                alike[company(one)].setdefault(str(one.identity), one)
     return [list(group.values()) for group in alike.values() if len(group) > 1]
 
 
-def _company(settings: Settings) -> str:
+def company(settings: Settings) -> str:
     """Equal for runs that see the same prompts through the same model."""
     same = {key: settings.identity[key] for key in ("model", "task", "data", "generation", "beyond_context")}
-    extra = (settings.limit, settings.batch_size, settings.seed, settings.outputs_dir, settings.model.path)
+    extra = (
+        settings.shard,
+        settings.limit,
+        settings.batch_size,
+        settings.seed,
+        settings.outputs_dir,
+        settings.model.path,
+    )
     return repr((sorted(same.items()), extra, getattr(settings.task, "size", None)))
 
 
@@ -68,7 +75,7 @@ def fill(members: list[Settings]) -> None:
     with ExitStack() as claims:
         for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it
             run = by_name[name][1]
-            claims.enter_context(run.claim(waiting=waiting(run)))
+            claims.enter_context(run.claim(waiting=waiting(run), part=members[0].shard.name))
         _fill([Member(*pair) for pair in by_name.values()])
     AHEAD.update(by_name)
 
@@ -94,7 +101,8 @@ class Member:
 def _fill(members: list[Member]) -> None:
     lead = members[0].settings
     examples = list(lead.task.examples())
-    todo = [(i, example) for i, example in enumerate(examples) if any(m.lacks([(i, example)]) for m in members)]
+    mine = ((i, examples[i]) for i in lead.shard.takes(len(examples)))
+    todo = [item for item in mine if any(m.lacks([item]) for m in members)]
     if sum(m.lacks(todo) for m in members) < 2:
         return
     check_room(lead, todo)
