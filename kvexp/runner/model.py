@@ -38,7 +38,7 @@ class ModelSpec:
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
         """Check the node; a folder must exist, hold a model of a known family and weights."""
-        from kvexp.models.load import check_device, check_source, dtype_of
+        from kvexp.models.load import check_device, check_device_map, check_source, dtype_of
 
         node = dict(node)
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
@@ -61,6 +61,7 @@ class ModelSpec:
         spec = cls(**node)
         dtype_of(spec.dtype)
         check_device(spec.device)
+        check_device_map(spec.device_map, spec.device)
         if kind == "pretrained":
             if not spec.path:
                 raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
