@@ -8,6 +8,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
+from kvexp.runner.guard import guard
+
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:
@@ -29,6 +31,7 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 
 if __name__ == "__main__":
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
+    guard(sys.argv[1:])
     own_launchers()
     planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
     try:

@@ -188,16 +188,17 @@ def _check_folder(path: str, allow_pickle: bool) -> None:
         raise ConfigError(f"{path} has no weights: expected *.safetensors beside config.json")
     if not allow_pickle:
         raise ConfigError(
-            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them: "
-            "load once with allow_pickle=true and save_pretrained(), or say allow_pickle=true if you trust the file"
+            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them "
+            f'once, if you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{path}').save_pretrained('{path}')\"; or set allow_pickle=true"
         )
 
 
-def check_source(path: str, allow_pickle: bool = False) -> None:
+def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
     """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
     folder = Path(path).expanduser()
     if not folder.exists() and not path.startswith((".", "/", "~")):
         return
-    config = _from_hub(path, AutoConfig.from_pretrained)
+    config = _from_hub(path, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
     family_of(config)
     _check_folder(path, allow_pickle)

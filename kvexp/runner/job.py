@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import accept, identity, refuse
+from kvexp.runner.guard import check_targets
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.report import note, note_failure
 from kvexp.runner.sweep import SWEEP
@@ -148,6 +149,7 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
         ) from error
+    check_targets(plain)
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 

@@ -65,7 +65,7 @@ class ModelSpec:
         if kind == "pretrained":
             if not spec.path:
                 raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
-            check_source(spec.path, spec.allow_pickle)
+            check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
         return spec
 
     def identity(self) -> dict[str, Any]:

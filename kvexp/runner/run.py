@@ -206,7 +206,7 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
         "chat_template": settings.model.chat and settings.task.wrapped,
         "skipped": prompt.skipped,
         "info": dict(prompt.example.info),
-    }
+    } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
 
 
 def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
