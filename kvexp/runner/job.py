@@ -12,10 +12,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvexp.build import typed
 from kvexp.errors import CacheError, ConfigError
-from kvexp.record import accept, identity, refuse
+from kvexp.record import Run, accept, identity, refuse
 from kvexp.runner.guard import check_targets
 from kvexp.runner.labels import labels_as_asked, request
+from kvexp.runner.objective import objective
 from kvexp.runner.report import note, note_failure
 from kvexp.runner.sweep import SWEEP
 
@@ -90,15 +92,19 @@ def run_job(one: Job) -> float | None:
     settings: Settings | None = None
     with SWEEP.job(one.number, overrides):
         try:
+            metric = typed(config.get("objective"), str | None, "objective")
             settings = _settings(config, choices, overrides)
+            made = []
             for part in _parts(settings):
                 settings = part  # what a failure is of
-                _run(part)
+                made.append(_run(part))
             accept(settings.outputs_dir, request(overrides))
+            return objective(made, metric)
         except Exception as error:
             tell(one, error)
             if settings is None or not _recorded(settings):
                 _refuse(config, choices, overrides, settings, error)
+    return None
 
 
 def tell(one: Job, error: Exception) -> None:
@@ -153,11 +159,12 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 
-def _run(settings: Settings) -> None:
+def _run(settings: Settings) -> Run:
     from kvexp.runner.run import run
 
     record = run(settings)
     note(record.baseline, record.hash)
+    return record
 
 
 def _recorded(settings: Settings) -> bool:

@@ -9,7 +9,10 @@ from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that have a label of their own or change no number.
-NEUTRAL = ("limit", "batch_size", "shard", "outputs_dir", "model.path", "model.device", "experiment", "log")
+NEUTRAL = (
+    *("limit", "batch_size", "shard", "outputs_dir", "model.path", "model.device", "experiment", "log"),
+    "objective",
+)
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
 QUOTES = "\"'"
@@ -71,7 +74,7 @@ def request(overrides: Sequence[str]) -> list[str]:
     return sorted(
         word
         for word in overrides
-        if word.partition("=")[0] not in ("limit", "batch_size", "shard", "outputs_dir", "log")
+        if word.partition("=")[0] not in ("limit", "batch_size", "shard", "outputs_dir", "log", "objective")
         and not word.startswith("log.")
     )
 
