@@ -25,7 +25,7 @@ TYPED := $(strip $(foreach part,core methods record results,$(if $(wildcard kvex
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults clean
+.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -79,7 +79,10 @@ format: $(VENV)/.stamp ## rewrite the code the way lint wants it
 	@$(BIN)/ruff check --fix --quiet --exit-zero .
 	@$(BIN)/ruff format .
 
-check: lint test ## lint, then test
+check: lint audit test ## lint, audit, then test
+
+audit: $(VENV)/.stamp ## known vulnerabilities of the pinned packages (one line where nobody can be asked)
+	@.ci/audit $(BIN)/python
 
 # Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.3.
 peers: $(PEERS)/.stamp ## export what kvpress computes, for the tests marked peers

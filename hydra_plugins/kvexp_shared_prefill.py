@@ -8,6 +8,7 @@ It stands here because Hydra looks for launchers in the package hydra_plugins an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_store import ConfigStore
@@ -21,12 +22,19 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
     """Runs the jobs of a sweep in this process."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from kvexp.runner.job import SWEPT, perform
+        from kvexp.runner.job import SWEPT
 
         SWEPT.begin()
         try:
             returned: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
         finally:
             jobs = SWEPT.end()
-        perform(jobs)
+        for job, value in zip(returned, self.perform(jobs), strict=True):
+            job.return_value = value
         return returned
+
+    def perform(self, jobs: list[Any]) -> list[float | None]:
+        """Each job's objective."""
+        from kvexp.runner.job import perform
+
+        return perform(jobs)

@@ -93,7 +93,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
     asked = {key: settings.pop(key, default) for key, default in OWN.items()}
     Asked.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
-    check_source(given["pretrained"], bool(given.get("allow_pickle", False)))
+    trusted = (bool(given.get(key, False)) for key in ("allow_pickle", "trust_remote_code"))
+    check_source(given["pretrained"], *trusted)
 
 
 def check_plan(method: Method, budget: Budget | None, protocol: Protocol, plan: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
                         f"{type(module).__name__} cannot be adapted: load the model with attn_implementation='eager'"
                     )
                 module.__class__ = shim
+                if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
+                    module._old_forward = MethodType(shim.forward, module)
                 if shim is KvexpMptAttention:
                     module.alibi_power = _alibi_power(model)
         model.config._attn_implementation_internal = NAME

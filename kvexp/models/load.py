@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvexp.hub import cached_commit, unreachable
 from kvexp.models.families import FAMILIES, family_of
 from kvexp.models.install import install
 
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -33,9 +35,8 @@ def load_model(
     device_map: accelerate's placement over several devices instead.
     """
     torch_dtype = dtype_of(dtype)
-    if device is not None and device_map is not None:
-        raise ConfigError(f"give device={device!r} or device_map={device_map!r}, not both")
     check_device(device)
+    check_device_map(device_map, device)
     config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
     _check_folder(path, allow_pickle)
     commit = None if Path(path).expanduser().exists() else cached_commit(path, revision)
@@ -52,6 +53,11 @@ def load_model(
         **options,
     )
     model.config._commit_hash = commit  # where transformers 4 kept it: what a record of this model names
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ConfigError(
+            f"{path} does not fit on the devices that device_map may use, and what is left over would be read anew for "
+            "every token: use more or larger devices, or a smaller dtype"
+        )
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return install(model)
@@ -116,6 +122,23 @@ def check_device(device: str | None) -> None:
         raise ConfigError(f"device={device!r}, but no CUDA device is available: leave device at null for the CPU")
 
 
+def check_device_map(device_map: str | dict[str, Any] | None, device: str | None) -> None:
+    """ConfigError for a placement that is none of accelerate's, or without accelerate."""
+    if device_map is None:
+        return
+    if device is not None:
+        raise ConfigError(f"give device={device!r} or device_map={device_map!r}, not both")
+    if isinstance(device_map, str) and device_map not in PLACEMENTS:
+        try:
+            check_device(device_map)
+        except ConfigError as error:
+            raise ConfigError(
+                f"device_map must be one of {', '.join(PLACEMENTS)}, a device or null, got {device_map!r}"
+            ) from error
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("device_map needs accelerate, which is not installed; run: pip install accelerate")
+
+
 def dtype_of(name: str) -> torch.dtype:
     """float32, bfloat16 or float16 by name."""
     if name not in DTYPES:
@@ -165,16 +188,17 @@ def _check_folder(path: str, allow_pickle: bool) -> None:
         raise ConfigError(f"{path} has no weights: expected *.safetensors beside config.json")
     if not allow_pickle:
         raise ConfigError(
-            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them: "
-            "load once with allow_pickle=true and save_pretrained(), or say allow_pickle=true if you trust the file"
+            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them "
+            f'once, if you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{path}').save_pretrained('{path}')\"; or set allow_pickle=true"
         )
 
 
-def check_source(path: str, allow_pickle: bool = False) -> None:
+def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
     """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
     folder = Path(path).expanduser()
     if not folder.exists() and not path.startswith((".", "/", "~")):
         return
-    config = _from_hub(path, AutoConfig.from_pretrained)
+    config = _from_hub(path, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
     family_of(config)
     _check_folder(path, allow_pickle)

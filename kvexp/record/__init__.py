@@ -8,6 +8,7 @@
                    done.json        how many rows a finished run has
                    failure.json     why the last attempt failed
                    .lock .claim     held while a file is changed, while the run is worked on; empty, and never removed
+                   .claim.i-of-n    held while that part of its examples is worked on
     outputs/.refused/<key>.json     a job that failed before it had a folder: overrides, labels, error, message, time
 
 Needs a POSIX system and a file system with `flock`.

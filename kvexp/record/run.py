@@ -185,21 +185,39 @@ class Run:
 
     @contextlib.contextmanager
     def claim(
-        self, timeout: float | None = None, waiting: Callable[[float], None] | None = None, poll: float = 0.2
+        self,
+        timeout: float | None = None,
+        waiting: Callable[[float], None] | None = None,
+        poll: float = 0.2,
+        *,
+        part: str | None = None,
     ) -> Iterator[None]:
         """Hold this run against all other processes and threads; ends with the block or the process, also by kill -9.
 
         waiting(seconds waited) is called before each pause of `poll` seconds, first with 0.0; after `timeout` seconds,
         TimeoutError. Ask `rows()` and `finished` inside the block, the other process may have gone on until then.
         Claiming twice waits for oneself.
+
+        part: hold this part alone, beside whoever holds parts of other names; nobody then holds the whole run.
         """
-        file, start, waited = self.path / ".claim", time.monotonic(), 0.0
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._hold(".claim", timeout, waiting, poll, shared=part is not None))
+            if part is not None:
+                held.enter_context(self._hold(f".claim.{part}", timeout, waiting, poll, shared=False))
+            yield
+
+    @contextlib.contextmanager
+    def _hold(
+        self, name: str, timeout: float | None, waiting: Callable[[float], None] | None, poll: float, *, shared: bool
+    ) -> Iterator[None]:
+        file, start, waited = self.path / name, time.monotonic(), 0.0
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         with explained(file):
             fd = open_lock(file)
         try:
             while True:
                 with explained(file), contextlib.suppress(BlockingIOError):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(fd, kind | fcntl.LOCK_NB)
                     break
                 if timeout is not None and waited >= timeout:
                     raise TimeoutError(f"{self.path} is still being worked on by another process after {waited:.0f} s")

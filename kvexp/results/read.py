@@ -102,7 +102,9 @@ def folders(outputs_dir: str | Path) -> list[Folder]:
 
 
 def _folder(run: Run) -> Folder:
-    rows, finished, failure, asked = run.rows(), run.finished, run.failure(), run.asked
+    # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
+    rows = sorted(run.rows(), key=lambda row: row["index"] if isinstance(row.get("index"), int) else 0)
+    finished, failure, asked = run.finished, run.failure(), run.asked
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if finished:
         status, problem = "done", ""

@@ -12,9 +12,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from kvexp.build import typed
 from kvexp.errors import CacheError, ConfigError
-from kvexp.record import accept, identity, refuse
+from kvexp.record import Run, accept, identity, refuse
+from kvexp.runner.guard import check_targets
 from kvexp.runner.labels import labels_as_asked, request
+from kvexp.runner.objective import objective
 from kvexp.runner.report import note, note_failure
 from kvexp.runner.sharing import free, in_turn
 from kvexp.runner.sweep import SWEEP
@@ -53,28 +56,34 @@ SWEPT = Swept()
 LEFT: list[Job] = []  # of a sweep without such a launcher
 
 
-def job(config: DictConfig) -> None:
-    """Hydra's task function: run the job, or leave it to the launcher that collects."""
+def job(config: DictConfig) -> float | None:
+    """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
     one = Job(config, list(hydra.overrides.task), dict(hydra.runtime.choices), number)
     if SWEPT.jobs is not None:
         SWEPT.jobs.append(one)
-    elif not SWEEP.deferring or free(_runs(one)):
-        run_job(one)
-    else:
-        LEFT.append(one)
+        return None
+    # A search goes by what a job returns: it cannot be left for later.
+    if config.get("objective") is not None or not SWEEP.deferring or free(_runs(one)):
+        return run_job(one)
+    LEFT.append(one)
+    return None
 
 
 def finish_left() -> None:
     """Run the jobs of a sweep that were left because another process was at them."""
     jobs = [(one, _runs(one)) for one in LEFT]
     LEFT.clear()
-    in_turn(jobs, run_job)
+    in_turn(jobs, _run_left)
 
 
-def perform(jobs: list[Job]) -> None:
-    """Those that can share prefills do; then each has its turn."""
+def _run_left(one: Job) -> None:
+    run_job(one)
+
+
+def perform(jobs: list[Job]) -> list[float | None]:
+    """Those that can share prefills do; then each has its turn. Returns their objectives."""
     from kvexp.runner.together import fill, groups
 
     each = [(one, _runs(one)) for one in jobs]
@@ -88,7 +97,21 @@ def perform(jobs: list[Job]) -> None:
             return True
 
     in_turn([(group, group) for group in groups(settings for _, runs in each for settings in runs)], filled)
-    in_turn(each, run_job)
+    found: dict[int, float | None] = {}
+
+    def take(place: int) -> None:
+        found[place] = run_job(jobs[place])
+
+    in_turn([(place, runs) for place, (_, runs) in enumerate(each)], take)
+    return [found[place] for place in range(len(jobs))]
+
+
+def readable(one: Job) -> Settings | None:
+    """The job's settings; None where they are wrong, which its turn will say."""
+    try:
+        return _settings(one.config, one.choices, one.overrides)
+    except Exception:
+        return None
 
 
 def _runs(one: Job) -> list[Settings]:
@@ -99,25 +122,39 @@ def _runs(one: Job) -> list[Settings]:
         return []
 
 
-def run_job(one: Job) -> None:
-    """Run it. Errors of the user's making are one line on stderr, others come with their traceback."""
+def run_job(one: Job) -> float | None:
+    """Run it and return its objective. Errors of the user's making are one line on stderr, others have a traceback."""
     config, overrides, choices = one.config, one.overrides, one.choices
     settings: Settings | None = None
     with SWEEP.job(one.number, overrides):
         try:
+            metric = typed(config.get("objective"), str | None, "objective")
             settings = _settings(config, choices, overrides)
+            made = []
             for part in _parts(settings):
                 settings = part  # what a failure is of
-                _run(part)
+                made.append(_run(part))
             accept(settings.outputs_dir, request(overrides))
+            return objective(made, metric)
         except Exception as error:
-            if _expected(error):
-                print(f"error: {_words(error)}", file=sys.stderr, flush=True)
-            else:
-                traceback.print_exc()
-            note_failure(" ".join(overrides) or "(defaults)", _words(error))
+            tell(one, error)
             if settings is None or not _recorded(settings):
                 _refuse(config, choices, overrides, settings, error)
+    return None
+
+
+def tell(one: Job, error: Exception) -> None:
+    """Say on stderr why a job failed, and note it for the end."""
+    if _expected(error):
+        print(f"error: {_words(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exc()
+    note_failure(" ".join(one.overrides) or "(defaults)", _words(error))
+
+
+def parts_of(one: Job) -> list[Settings]:
+    """The runs of a job, from its configuration alone."""
+    return _settings(one.config, one.choices, one.overrides).parts()
 
 
 def _expected(error: Exception) -> bool:
@@ -154,14 +191,16 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
         ) from error
+    check_targets(plain)
     return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
 
 
-def _run(settings: Settings) -> None:
+def _run(settings: Settings) -> Run:
     from kvexp.runner.run import run
 
     record = run(settings)
     note(record.baseline, record.hash)
+    return record
 
 
 def _recorded(settings: Settings) -> bool:

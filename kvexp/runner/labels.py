@@ -9,7 +9,8 @@ from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that have a label of their own or change no number.
-HOW = ("limit", "batch_size", "timeout_s", "retry", "outputs_dir", "log")  # how it is run, not what
+# How it is run, not what.
+HOW = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective")
 NEUTRAL = (*HOW, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie

@@ -49,12 +49,13 @@ def token_bytes(model: Any) -> int:
 
 
 def free_bytes(model: Any) -> int:
-    """Free memory of the device the model begins on."""
+    """Free memory of the devices the model is on: of a spread one, as if each had what the fullest has left."""
     import torch
 
-    device = model.get_input_embeddings().weight.device
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    devices = {parameter.device for parameter in model.parameters()}
+    cards = [int(torch.cuda.mem_get_info(device)[0]) for device in devices if device.type == "cuda"]
+    if cards:
+        return min(cards) * len(cards)
     with open("/proc/meminfo") if os.path.exists("/proc/meminfo") else open(os.devnull) as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -38,7 +38,7 @@ class ModelSpec:
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
         """Check the node; a folder must exist, hold a model of a known family and weights."""
-        from kvexp.models.load import check_device, check_source, dtype_of
+        from kvexp.models.load import check_device, check_device_map, check_source, dtype_of
 
         node = dict(node)
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
@@ -61,10 +61,11 @@ class ModelSpec:
         spec = cls(**node)
         dtype_of(spec.dtype)
         check_device(spec.device)
+        check_device_map(spec.device_map, spec.device)
         if kind == "pretrained":
             if not spec.path:
                 raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
-            check_source(spec.path, spec.allow_pickle)
+            check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
         return spec
 
     def identity(self) -> dict[str, Any]:
@@ -156,19 +157,20 @@ def holds(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
     from kvexp.models.families import longest
 
-    return longest(_config(spec))
+    return longest(config_of_spec(spec))
 
 
-def check_fits(spec: ModelSpec, method: Method) -> None:
-    """ConfigError if the method cannot work on the model, whose configuration alone is read."""
+def check_fits(spec: ModelSpec, method: Method, config: Any = None) -> None:
+    """ConfigError if the method cannot work on the model, whose configuration alone is read (where it is not given)."""
     from kvexp.models.retrieval import check_retrieval
     from kvexp.retrieval.base import Retrieval
 
     if isinstance(method, Retrieval):
-        check_retrieval(_config(spec), method)
+        check_retrieval(config or config_of_spec(spec), method)
 
 
-def _config(spec: ModelSpec) -> Any:
+def config_of_spec(spec: ModelSpec) -> Any:
+    """The Hugging Face configuration, without weights."""
     from kvexp.models.load import config_of, random_config
 
     if spec.kind == "random":

@@ -38,6 +38,14 @@ def note_failure(job: str, why: str) -> None:
     COMMAND.failures.append((job, why))
 
 
+def taken() -> _Command:
+    """What was noted so far, which is forgotten here: another process will note it."""
+    found = _Command(list(COMMAND.hashes), list(COMMAND.failures))
+    COMMAND.hashes.clear()
+    COMMAND.failures.clear()
+    return found
+
+
 def exit_code() -> int:
     """Non-zero if any job of this process failed."""
     return 1 if COMMAND.failures else 0
@@ -123,4 +131,5 @@ def _check_log(config: Any) -> None:
 
 def _check_sweep_folder(config: Any) -> None:
     """Hydra writes there before any run begins, and explains nothing."""
-    check_writable(Path(typed(config.outputs_dir, str, "outputs_dir")).expanduser() / ".sweeps")
+    typed(config.outputs_dir, str, "outputs_dir")
+    check_writable(Path(config.hydra.sweep.dir).expanduser())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from kvexp.record import Run
@@ -48,15 +49,16 @@ def run(settings: Settings) -> Run:
         environment(),
         baseline=baseline.hash if baseline is not None else None,
     )
-    with record.claim(waiting=waiting(record)):
+    with record.claim(waiting=waiting(record), part=settings.shard.name):
         try:
-            _fill(settings, record)
+            complete = _fill(settings, record)
         except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
             with contextlib.suppress(OSError):  # a full disk: what went wrong is raised, recorded or not
                 record.fail(error)
             raise
-        record.clear_failure()
-        record.finish(len(record.rows()))
+        if complete:  # else other shards have rows to add, or a failure to be read
+            record.clear_failure()
+            record.finish(len(record.rows()))
     return record
 
 
@@ -71,18 +73,23 @@ def waiting(record: Run) -> Any:
     return say
 
 
-def _fill(settings: Settings, record: Run) -> None:
-    """Run the examples that have no row yet."""
-    done = settled(settings, record)
+def _fill(settings: Settings, record: Run) -> bool:
+    """Run the examples of the shard that have no row yet; returns whether those of the whole run have theirs now."""
     examples = list(settings.task.examples())
+    _fill_shard(settings, record, examples)
+    return settings.shard.whole or {example.id for example in examples} <= {row["example"] for row in record.rows()}
+
+
+def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> None:
+    done = settled(settings, record, examples)
     shared = 1 if mixes_rows(settings) else SHARED
     work = due(examples, settings.batch_size, shared, lambda example: example.id not in done)
-    missing = sum(example.id not in done for example in examples)
+    total, missing = len(settings.shard.takes(len(examples))), sum(example.id not in done for example in examples)
     name = f"{settings.labels['method']} {settings.labels['setting']}".strip()
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
     if done and record.hash not in AHEAD:
-        print(f"{title}: {len(examples) - missing} of {len(examples)} rows are there already ({record.path})")
+        print(f"{title}: {total - missing} of {total} rows are there already ({record.path})")
     if not work:
         return
     # An impossible configuration is said before weights are made or read.
@@ -107,16 +114,18 @@ def _fill(settings: Settings, record: Run) -> None:
         start_anew()
 
     patience = Patience(settings.timeout_s, stuck)
-    with Progress(title, len(examples), len(examples) - missing) as progress:
+    with Progress(title, total, total - missing) as progress:
         for batch in work:
             make = functools.partial(_rows, settings, model, tokenizer, batch, patience)
             for row in layer_named(model, batch, make):
                 write(row)
 
 
-def settled(settings: Settings, record: Run) -> set[str]:
-    """Examples that need no more work: failed ones count as done, unless they are to be tried again."""
-    return {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}
+def settled(settings: Settings, record: Run, examples: Sequence[Example]) -> set[str]:
+    """Examples that need no work here: those of other shards, and failed ones, unless they are to be tried again."""
+    mine = settings.shard.takes(len(examples))
+    others = {example.id for place, example in enumerate(examples) if place not in mine}
+    return others | {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}
 
 
 def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience: Patience) -> list[dict[str, Any]]:
@@ -208,7 +217,7 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
         "failed": None,
         "halved": 0,
         "info": dict(prompt.example.info),
-    }
+    } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
 
 
 def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvexp.runner.chat import check_chat
 from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
 from kvexp.runner.padding import check_padding
+from kvexp.runner.shard import Shard
 from kvexp.tasks import LMEval, Task
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
@@ -48,6 +49,7 @@ class Settings:
     seed: int
     limit: int | None
     batch_size: int
+    shard: Shard
     timeout_s: float | None
     retry: bool
     outputs_dir: Path
@@ -145,6 +147,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         seed=typed(config["seed"], int, "seed"),
         limit=typed(config["limit"], int | None, "limit"),
         batch_size=typed(config["batch_size"], int, "batch_size"),
+        shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
         retry=typed(config["retry"], bool, "retry"),
         outputs_dir=Path(config["outputs_dir"]).expanduser(),

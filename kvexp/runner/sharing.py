@@ -36,17 +36,18 @@ def in_turn(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[It
 
 def free(wanted: Sequence[Settings]) -> bool:
     """Whether nobody works on these runs or their baselines now; a moment later somebody may."""
-    paths = {one.outputs_dir / identity(one.identity) for each in wanted for one in (each, _baseline(each))}
-    return not any(map(_claimed, paths))
+    each = (one for asked in wanted for one in (asked, _baseline(asked)))
+    runs = {(one.outputs_dir / identity(one.identity), one.shard.name) for one in each}
+    return not any(_claimed(path, part) for path, part in runs)
 
 
 def _baseline(settings: Settings) -> Settings:
     return settings if settings.is_baseline else settings.baseline()
 
 
-def _claimed(path: Path) -> bool:
+def _claimed(path: Path, part: str | None) -> bool:
     try:
-        with Run.load(path).claim(timeout=0):
+        with Run.load(path).claim(timeout=0, part=part):
             return False
     except TimeoutError:
         return True

@@ -50,14 +50,21 @@ def groups(wanted: Iterable[Settings]) -> list[list[Settings]]:
         if joint(settings):
             base = settings if settings.is_baseline else settings.baseline()
             for one in (base, settings):
-                alike[_company(one)].setdefault(str(one.identity), one)
+                alike[company(one)].setdefault(str(one.identity), one)
     return [list(group.values()) for group in alike.values() if len(group) > 1]
 
 
-def _company(settings: Settings) -> str:
+def company(settings: Settings) -> str:
     """Equal for runs that see the same prompts through the same model."""
     same = {key: settings.identity[key] for key in ("model", "task", "data", "generation", "beyond_context")}
-    extra = (settings.limit, settings.batch_size, settings.seed, settings.outputs_dir, settings.model.path)
+    extra = (
+        settings.shard,
+        settings.limit,
+        settings.batch_size,
+        settings.seed,
+        settings.outputs_dir,
+        settings.model.path,
+    )
     return repr((sorted(same.items()), extra, getattr(settings.task, "size", None)))
 
 
@@ -75,11 +82,13 @@ def fill(members: list[Settings], *, wait: bool = True) -> bool:
     with ExitStack() as claims:
         for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it
             run = by_name[name][1]
+            part = members[0].shard.name
             try:
-                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=waiting(run)))
+                claims.enter_context(run.claim(timeout=None if wait else 0, waiting=waiting(run), part=part))
             except TimeoutError:
                 return False
-        _fill([Member(*pair) for pair in by_name.values()])
+        examples = list(members[0].task.examples())
+        _fill([Member(*pair, examples) for pair in by_name.values()], examples)
     AHEAD.update(by_name)
     return True
 
@@ -87,9 +96,9 @@ def fill(members: list[Settings], *, wait: bool = True) -> bool:
 class Member:
     """One run of a group: its settings, its folder, and which examples have their row."""
 
-    def __init__(self, settings: Settings, run: Run) -> None:
+    def __init__(self, settings: Settings, run: Run, examples: Sequence[Example]) -> None:
         self.settings, self.run = settings, run
-        self.done = settled(settings, run)
+        self.done = settled(settings, run, examples)
         self.broken = False  # left to its own turn, which will say what is wrong with it
 
     def lacks(self, batch: Numbered) -> bool:
@@ -103,9 +112,8 @@ class Member:
         return new
 
 
-def _fill(members: list[Member]) -> None:
+def _fill(members: list[Member], examples: Sequence[Example]) -> None:
     lead = members[0].settings
-    examples = list(lead.task.examples())
     work = due(examples, lead.batch_size, SHARED, lambda example: any(m.lacks([(0, example)]) for m in members))
     todo = [item for batch in work for item in batch]
     if sum(m.lacks(todo) for m in members) < 2:

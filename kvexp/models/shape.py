@@ -1,0 +1,47 @@
+"""The size of a model as its configuration alone tells it: parameters, layers, heads; no weight is read or made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvexp.models.families import layers_of, longest
+from kvexp.models.load import dtype_of
+from kvexp.models.retrieval import head_dim, kv_heads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """parameters: all of them, embeddings included; width: query heads times their components; positions: the longest
+    sequence."""
+
+    parameters: int
+    layers: int
+    width: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.parameters * dtype_of(dtype).itemsize
+
+    def token_bytes(self, dtype: str) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_of(dtype).itemsize
+
+
+def shape_of(config: Any) -> Shape:
+    """Of a Hugging Face configuration. The model is made of tensors without memory, to count its parameters exactly."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Shape(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=layers_of(config),
+        width=int(config.num_attention_heads) * head_dim(config),
+        kv_heads=kv_heads(config),
+        head_dim=head_dim(config),
+        positions=longest(config),
+    )

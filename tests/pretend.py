@@ -1,0 +1,117 @@
+"""Devices that are none: tensors on "ipu:0" and "ipu:1" live in main memory and refuse to meet, as on two GPUs.
+
+With them a CPU shows where code takes for granted that a model is on one device. Operators of several tensors want them
+on one device, but for scalars, indices and copies, which torch allows between devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+MEETING = {"copy_", "_to_copy", "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+class Placed(torch.Tensor):
+    """A tensor that says it is on `device`."""
+
+    @staticmethod
+    def __new__(cls, inner, device):
+        shape = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **shape, dtype=inner.dtype, device="cpu")
+
+    def __init__(self, inner, device):
+        self.inner, self.place = inner, torch.device(device)
+
+    @property
+    def device(self):
+        return self.place
+
+    def to(self, *args, **kwargs):
+        copy = kwargs.pop("copy", False)
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        moved = self if dtype is None or dtype == self.dtype else super().to(dtype)
+        if device is None or device == moved.device:
+            return moved.clone() if copy and moved is self else moved
+        return moved.inner.clone() if device.type == "cpu" else Placed(moved.inner.clone(), device)
+
+    def cpu(self):
+        return self.to("cpu")
+
+    def tolist(self):
+        return self.inner.tolist()
+
+    def __repr__(self):
+        return f"{self.inner!r} on {self.device}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return perform(func, args, kwargs or {})
+
+
+def perform(func, args, kwargs):
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    met = {x.device for x in tensors if x.dim()}
+    if func.overloadpacket.__name__ in MEETING:
+        met = {tensors[0].device}
+    if len(met) > 1:
+        raise RuntimeError(f"{func} of tensors on {', '.join(sorted(map(str, met)))}")
+    device = next(iter(met)) if met else tensors[0].device if tensors else torch.device("cpu")
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    given = {id(x.inner): x for x in tensors if isinstance(x, Placed)}
+    args, kwargs = tree_map(lambda x: x.inner if isinstance(x, Placed) else x, (args, kwargs))
+    made = func(*args, **kwargs)
+
+    def placed(x):
+        if not isinstance(x, torch.Tensor) or id(x) in given:
+            return given.get(id(x), x)
+        return x if device.type == "cpu" else Placed(x, device)
+
+    return tree_map(placed, made)
+
+
+class _Factories(TorchDispatchMode):
+    """What makes tensors from nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return perform(func, args, kwargs or {})
+
+
+class _FromData(TorchFunctionMode):
+    """torch.tensor and torch.as_tensor, which copy to a device below the dispatcher."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        device = kwargs.pop("device")
+        return func(*args, **kwargs).to("cpu") if str(device) == "cpu" else Placed(func(*args, **kwargs), device)
+
+
+def move(module, device):
+    """A module's weights to a device; and, from now on, what it is given."""
+    for part in module.modules():
+        for name, x in list(part._parameters.items()):
+            if x is not None and not isinstance(x, Placed):
+                part._parameters[name] = torch.nn.Parameter(Placed(x.data, device), requires_grad=False)
+        for name, x in list(part._buffers.items()):
+            if x is not None and not isinstance(x, Placed):
+                part._buffers[name] = Placed(x, device)
+    module.register_forward_pre_hook(lambda _, args, kwargs: _sent((args, kwargs), device), with_kwargs=True)
+
+
+def _sent(given, device):
+    """As accelerate's hooks: tensors go to the device, caches stay as they are."""
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, given)
+
+
+@contextlib.contextmanager
+def pretended():
+    with torch.no_grad(), _Factories(), _FromData():
+        yield
