@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.record import accept, identity, refuse
+from kvexp.record import Run, accept, identity, refuse
+from kvexp.runner.diagnosis import Diagnosis, diagnosis_of
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.report import note, note_failure
 from kvexp.runner.sweep import SWEEP
@@ -91,9 +93,12 @@ def run_job(one: Job) -> None:
     with SWEEP.job(one.number, overrides):
         try:
             settings = _settings(config, choices, overrides)
+            diagnosis = diagnosis_of(config)
             for part in _parts(settings):
                 settings = part  # what a failure is of
-                _run(part)
+                record = _run(part)
+                if diagnosis is not None:
+                    _diagnose(diagnosis, part, record, one)
             accept(settings.outputs_dir, request(overrides))
         except Exception as error:
             if _expected(error):
@@ -120,7 +125,11 @@ def _words(error: Exception) -> str:
 def _settings(config: DictConfig, choices: dict[str, str], overrides: list[str]) -> Settings:
     from kvexp.runner.settings import settings_of
 
-    return settings_of(_resolved(config), choices, overrides)
+    settings = settings_of(_resolved(config), choices, overrides)
+    diagnosis = diagnosis_of(config)
+    if diagnosis is not None:
+        diagnosis.check(settings)
+    return settings
 
 
 def _parts(settings: Settings) -> list[Settings]:
@@ -139,14 +148,27 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
         ) from error
-    return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
+    return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
-def _run(settings: Settings) -> None:
+def _run(settings: Settings) -> Run:
     from kvexp.runner.run import run
 
     record = run(settings)
     note(record.baseline, record.hash)
+    return record
+
+
+def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run, one: Job) -> None:
+    """Add to the run's folder; a failure is recorded there, beside rows that stay."""
+    asked = {"config": _resolved(one.config), "choices": one.choices, "overrides": one.overrides}
+    try:
+        with record.claim():
+            diagnosis.after(settings, record, asked)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            record.fail(error)
+        raise
 
 
 def _recorded(settings: Settings) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that have a label of their own or change no number.
-NEUTRAL = ("limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log")
+NEUTRAL = ("limit", "batch_size", "outputs_dir", "model.path", "model.device", "experiment", "log", "diagnose")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
 QUOTES = "\"'"
@@ -20,7 +20,7 @@ def setting(overrides: Sequence[str]) -> str:
     """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
-    shown = [word for word in shown if not word.startswith("log.") and word != "budget=ratio"]
+    shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word != "budget=ratio"]
     named = [(word, *word.partition("=")[::2]) for word in shown]
     return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
 
@@ -71,7 +71,8 @@ def request(overrides: Sequence[str]) -> list[str]:
     return sorted(
         word
         for word in overrides
-        if word.partition("=")[0] not in ("limit", "batch_size", "outputs_dir", "log") and not word.startswith("log.")
+        if word.partition("=")[0] not in ("limit", "batch_size", "outputs_dir", "log", "diagnose")
+        and not word.startswith(("log.", "diagnose."))
     )
 
 

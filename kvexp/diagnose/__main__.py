@@ -1,0 +1,68 @@
+"""python -m kvexp.diagnose COMMAND: read what diagnose=log and diagnose=twin have written, and ask further."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kvexp.errors import CacheError, ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 if the request cannot work."""
+    args = parser().parse_args(argv)
+    try:
+        args.command(args, Console())
+    except (ConfigError, CacheError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m kvexp.diagnose", description=__doc__)
+    commands = result.add_subparsers(required=True, metavar="COMMAND")
+    show = _command(commands, "show", _show, "the text of an example, marked by how many heads keep each token")
+    _run_and_example(show)
+    show.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
+    show.add_argument("--layer", type=int, help="this layer's heads alone")
+    show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
+    return result
+
+
+def _command(commands: argparse._SubParsersAction, name: str, do, words: str) -> argparse.ArgumentParser:  # type: ignore
+    made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words)
+    made.set_defaults(command=do)
+    return made
+
+
+def _run_and_example(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help="the folder of a run: outputs/HASH")
+    command.add_argument("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
+
+
+def _show(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+    from kvexp.diagnose.page import page
+    from kvexp.diagnose.show import show
+    from kvexp.diagnose.view import view
+
+    run = run_at(args.run)
+    row = chosen(rows_of(run), args.example)
+    seen = view(run, row["example"], args.step, args.layer)
+    if args.html is None:
+        show(seen, console)
+        return
+    args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
+    console.print(f"wrote {args.html}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
