@@ -34,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
     show.add_argument("--layer", type=int, help="this layer's heads alone")
     show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
+    draw = _command(commands, "draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
+    draw.add_argument("run", metavar="RUN", help="the folder of a run: outputs/HASH")
+    draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
+    draw.add_argument("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
+    draw.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
     return result
 
 
@@ -62,6 +67,24 @@ def _show(args: argparse.Namespace, console: Console) -> None:
         return
     args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
     console.print(f"wrote {args.html}", highlight=False)
+
+
+def _draw(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.draw import curves, heatmaps, losses
+    from kvexp.diagnose.files import FOLDER
+    from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+
+    run = run_at(args.run)
+    rows = rows_of(run)
+    names = [chosen(rows, name)["example"] for name in args.example] if args.example else None
+    frame = losses(run, names)
+    title = title_of(run) + (f", {', '.join(names)}" if names else "")
+    folder = args.out or run.path / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in (("heatmap", heatmaps(frame, title)), ("curves", curves(frame, title))):
+        file = folder / f"{name}.{args.format}"
+        figure.savefig(file, dpi=110)
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

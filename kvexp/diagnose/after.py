@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.files import EVICTIONS, Told, has, write_asked, write_table, write_told
+from kvexp.diagnose.files import EVICTIONS, TWIN, Told, has, write_asked, write_table, write_told
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
 from kvexp.diagnose.runs import cases
 from kvexp.diagnose.texts import texts_of
+from kvexp.diagnose.twin import twin
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
 from kvexp.generate import Generation, receipts
@@ -74,6 +75,20 @@ class Log:
         made = case.generated(lambda cache: watch(cache, seen))
         evictions = {name: values.numpy() for name, values in seen.table().items()}
         return told_of(case, made, row), {EVICTIONS: evictions}
+
+
+@dataclass(frozen=True)
+class Twin(Log):
+    """The log, and what the evictions did to attention; costs three generations more, one of them of the full cache."""
+
+    parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
+
+    def diagnosed(self, case: Case, row: Row) -> tuple[Told, dict[str, dict[str, Any]]]:
+        told, tables = super().diagnosed(case, row)
+        answer = told.ids[told.prompt_tokens + told.question_tokens :]
+        losses, agrees = twin(case, answer)
+        columns = {name: values.numpy() for name, values in losses.table().items()}
+        return replace(told, agrees=agrees), {**tables, TWIN: columns}
 
 
 def told_of(case: Case, made: Generation, row: Row) -> Told:
