@@ -39,7 +39,20 @@ def parser() -> argparse.ArgumentParser:
     draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
     draw.add_argument("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
     draw.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
+    replay = _command(commands, "replay", _replay, "undo evictions of an example until the full cache's answer returns")
+    _run_and_example(replay)
+    _searches(replay)
+    explain = _command(commands, "explain", _explain, "replay every example of runs that scores less than with full")
+    explain.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs: outputs/HASH")
+    explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
+    _searches(explain)
     return result
+
+
+def _searches(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--until", choices=("output", "score"), default="output", help="what has to come back")
+    command.add_argument("--trials", type=int, default=1000, help="answers per example at most (default: 1000)")
+    command.add_argument("--again", action="store_true", help="search even where a result is saved")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, do, words: str) -> argparse.ArgumentParser:  # type: ignore
@@ -85,6 +98,22 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
         file = folder / f"{name}.{args.format}"
         figure.savefig(file, dpi=110)
         console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def _replay(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.explain import Options, tell
+    from kvexp.diagnose.folders import chosen, rows_of, run_at
+
+    run = run_at(args.run)
+    tell(run, chosen(rows_of(run), args.example), Options(args.until, args.trials, args.again), console)
+
+
+def _explain(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.explain import Options, explain
+    from kvexp.diagnose.folders import run_at
+
+    runs = [run_at(path) for path in args.runs]
+    explain(runs, Options(args.until, args.trials, args.again), args.first, console)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ class Log:
                 progress.advance(row)
 
     def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, Told]]:
-        for row, case in cases(settings, todo):
+        for row, case, _ in cases(settings, todo):
             told, tables = self.diagnosed(case, row)
             for ending, columns in tables.items():
                 write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.record import Run
+from kvexp.results.stats import lower_is_better
 
 Row = dict[str, Any]
 
@@ -44,8 +45,20 @@ def chosen(rows: Mapping[str, Row], name: str) -> Row:
     return found[0]
 
 
-def title_of(run: Run) -> str:
-    """ "h2o 0.3, testbed_rope, testbed_needle"."""
+def headline(row: Row) -> float:
+    """Its first metric, such that more is better."""
+    name, value = next(iter(row["metrics"].items()))
+    return -float(value) if lower_is_better(name) else float(value)
+
+
+def short_of(run: Run) -> str:
+    """ "h2o 0.3 testbed_needle"."""
     labels = run.asked[-1]
     ratio = "" if labels.get("kv_ratio") is None else f" {labels['kv_ratio']:g}"
-    return f"{labels['method']}{ratio}, {labels['model']}, {labels['task']}"
+    return f"{labels['method']}{ratio} {labels['task']}"
+
+
+def title_of(run: Run) -> str:
+    """ "h2o 0.3 testbed_needle, testbed_rope", and what else was set by hand."""
+    labels = run.asked[-1]
+    return ", ".join(word for word in (short_of(run), labels["model"], labels.get("setting")) if word)

@@ -16,6 +16,7 @@ from kvexp.runner.model import load, tokenizer_of
 from kvexp.runner.padding import budget_of
 from kvexp.runner.run import prompt_of
 from kvexp.runner.settings import Settings, settings_of
+from kvexp.tasks import Example
 
 
 def settings_at(run: Run) -> Settings:
@@ -31,8 +32,8 @@ def settings_at(run: Run) -> Settings:
     return settings
 
 
-def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case]]:
-    """The case of every row, in their order; loads the model."""
+def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Example]]:
+    """The case of every row, in the order of the task; loads the model."""
     wanted = {row["example"]: row for row in rows}
     settings = _as_many(settings, 1 + max(row["index"] for row in rows))
     todo = [(i, example) for i, example in enumerate(settings.task.examples()) if example.id in wanted]
@@ -56,6 +57,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case]]:
                 seed=seed_of(settings, index, prompt),
                 plan=settings.plan(),
             ),
+            example,
         )
 
 
