@@ -46,6 +46,16 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs: outputs/HASH")
     explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
     _searches(explain)
+    gap = _command(commands, "gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
+    gap.add_argument("outputs", metavar="OUTPUTS", help="the folder of the runs")
+    gap.add_argument("--metric", help="default: the task's first")
+    gap.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    gap.add_argument("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
+    gap.add_argument("--csv", type=Path, metavar="FILE", help="write every column")
+    diff = _command(commands, "diff", _diff, "where only one of two runs is right, and what each kept")
+    diff.add_argument("a", metavar="RUN_A", help="the folder of a run: outputs/HASH")
+    diff.add_argument("b", metavar="RUN_B", help="another of the same model and task")
+    diff.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
     return result
 
 
@@ -114,6 +124,28 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
 
     runs = [run_at(path) for path in args.runs]
     explain(runs, Options(args.until, args.trials, args.again), args.first, console)
+
+
+def _gap(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.gap import draw, gaps, show, where_of
+
+    if args.draw is not None and args.draw.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"{args.draw} must end in .png, .pdf or .svg")
+    frame = gaps(args.outputs, where_of(args.where), args.metric)
+    show(frame, console)
+    if args.draw is not None:
+        draw(frame).savefig(args.draw, dpi=110)
+        console.print(f"wrote {args.draw}", highlight=False)
+    if args.csv is not None:
+        frame.to_csv(args.csv, index=False)
+        console.print(f"wrote {args.csv}", highlight=False)
+
+
+def _diff(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.diff import diff
+    from kvexp.diagnose.folders import run_at
+
+    diff(run_at(args.a), run_at(args.b), args.step, console)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from kvexp.record.files import explained, replace
 from kvexp.tasks import Example, Task
 
 UNTIL = ("output", "score")
+SHOWN = 3  # spans that are named one by one
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,9 @@ def span_text(told: Told, positions: list[int]) -> str:
 def phrased(undone: Undone, spans: list[str], heads: list[int]) -> str:
     """ "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
     what = " and ".join(repr(span) for span in spans)
+    if len(spans) > SHOWN:
+        count = len(undone.positions)
+        what = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
     steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
     return f"losing {what} in {in_places(undone.places, heads)} at {steps} flipped the answer"
 
