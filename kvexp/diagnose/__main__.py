@@ -11,6 +11,8 @@ from rich.console import Console
 
 from kvexp.errors import CacheError, ConfigError
 
+RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
@@ -35,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--layer", type=int, help="this layer's heads alone")
     show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
     draw = _command(commands, "draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
-    draw.add_argument("run", metavar="RUN", help="the folder of a run: outputs/HASH")
+    draw.add_argument("run", metavar="RUN", help=RUN)
     draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
     draw.add_argument("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
     draw.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     _run_and_example(replay)
     _searches(replay)
     explain = _command(commands, "explain", _explain, "replay every example of runs that scores less than with full")
-    explain.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs: outputs/HASH")
+    explain.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
     explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
     _searches(explain)
     gap = _command(commands, "gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
@@ -53,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     gap.add_argument("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
     gap.add_argument("--csv", type=Path, metavar="FILE", help="write every column")
     diff = _command(commands, "diff", _diff, "where only one of two runs is right, and what each kept")
-    diff.add_argument("a", metavar="RUN_A", help="the folder of a run: outputs/HASH")
+    diff.add_argument("a", metavar="RUN_A", help=RUN)
     diff.add_argument("b", metavar="RUN_B", help="another of the same model and task")
     diff.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
     return result
@@ -72,7 +74,7 @@ def _command(commands: argparse._SubParsersAction, name: str, do, words: str) ->
 
 
 def _run_and_example(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", metavar="RUN", help="the folder of a run: outputs/HASH")
+    command.add_argument("run", metavar="RUN", help=RUN)
     command.add_argument("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
 
 

@@ -8,24 +8,39 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.record import Run
+from kvexp.results.read import chosen as labelled
+from kvexp.results.read import folders
 from kvexp.results.stats import lower_is_better
 
 Row = dict[str, Any]
 
 
-def run_at(path: str | Path) -> Run:
-    """The run in this folder; ConfigError says what a run's folder is."""
-    folder = Path(path)
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} is no run; name its folder, as in outputs/HASH")
-    return Run.load(folder)
+def run_at(words: str) -> Run:
+    """The run that OUTPUTS/HASH names, or OUTPUTS@LABEL=VALUE,...: the one run under OUTPUTS with these labels.
+
+    ConfigError lists what there is where that is none, or several.
+    """
+    outputs, at, labels = words.rpartition("@")
+    if not at:
+        if not (Path(words) / "config.json").exists():
+            raise ConfigError(f"{words} is no run: name its folder, outputs/HASH, or outputs@method=h2o,kv_ratio=0.3")
+        return Run.load(words)
+    pairs = [word.partition("=") for word in labels.split(",")]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ConfigError(f"{words}: labels are given as in outputs@method=h2o,kv_ratio=0.3")
+    known = [folder for folder in folders(outputs) if not folder.refused]
+    found = labelled(known, {name: value for name, _, value in pairs})
+    if len(found) != 1:
+        each = "\n".join(f"  {folder.run.path}  {title_of(folder.run)}" for folder in (found or known))
+        raise ConfigError(f"{len(found)} runs have the labels {labels}; give more labels, or a folder:\n{each}")
+    return found[0].run
 
 
 def baseline_of(run: Run) -> Run:
     """The full-attention run beside it."""
     if run.baseline is None:
         raise ConfigError(f"{run.path} is a run of full attention: there is nothing to compare it with")
-    return run_at(run.path.parent / run.baseline)
+    return Run.load(run.path.parent / run.baseline)
 
 
 def rows_of(run: Run) -> dict[str, Row]:
