@@ -95,7 +95,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
 
 
 def _draw(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.draw import curves, heatmaps, losses
+    from kvexp.diagnose.draw import curves, heatmaps, losses, save
     from kvexp.diagnose.files import FOLDER
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
 
@@ -105,10 +105,9 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
     frame = losses(run, names)
     title = title_of(run) + (f", {', '.join(names)}" if names else "")
     folder = args.out or run.path / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("heatmap", heatmaps(frame, title)), ("curves", curves(frame, title))):
         file = folder / f"{name}.{args.format}"
-        figure.savefig(file, dpi=110)
+        save(figure, file)
         console.print(f"wrote {file}", highlight=False, soft_wrap=True)
 
 
@@ -129,14 +128,13 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
 
 
 def _gap(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.draw import save
     from kvexp.diagnose.gap import draw, gaps, show, where_of
 
-    if args.draw is not None and args.draw.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{args.draw} must end in .png, .pdf or .svg")
     frame = gaps(args.outputs, where_of(args.where), args.metric)
     show(frame, console)
     if args.draw is not None:
-        draw(frame).savefig(args.draw, dpi=110)
+        save(draw(frame), args.draw)
         console.print(f"wrote {args.draw}", highlight=False)
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)

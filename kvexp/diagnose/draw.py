@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from kvexp.diagnose.files import TWIN, has, read_table
 from kvexp.diagnose.folders import rows_of
@@ -23,6 +25,7 @@ SHOWN = {
     "error": ("output error, layers below included", None, "magma_r"),
     "error_here": ("output error of this head alone", None, "magma_r"),
 }
+KINDS = (".png", ".svg", ".pdf")
 CURVES = ("lost", "overlap", "error", "error_here")
 
 
@@ -51,7 +54,7 @@ def heatmaps(frame: pd.DataFrame, title: str) -> Figure:
         _heatmap(axis, whole[measure].unstack("head"), words, top or worst, colors)
     axes[-1].axis("off")
     examples, steps = frame["example"].nunique(), frame.groupby("example")["step"].nunique().mean()
-    note = f"{title}\n\n{examples} example{'s' if examples > 1 else ''},\nmean of {steps:.0f} steps each"
+    note = f"{title}\n\n{examples} example{'s' if examples > 1 else ''},\nmean of {steps:.1f} steps each"
     axes[-1].text(0.02, 0.95, note.replace(", ", ",\n"), va="top", fontsize=11)
     return figure
 
@@ -70,7 +73,7 @@ def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: st
     axis.set_ylabel("layer")
     axis.set_title(words, fontsize=10)
     assert axis.figure is not None
-    axis.figure.colorbar(image, ax=axis)
+    axis.figure.colorbar(image, ax=axis).solids.set_rasterized(True)  # else 256 shapes in an .svg
 
 
 def curves(frame: pd.DataFrame, title: str) -> Figure:
@@ -92,5 +95,15 @@ def curves(frame: pd.DataFrame, title: str) -> Figure:
         axis.set_ylim(0, 1.02 if measure in ("lost", "overlap") else None)
         axis.grid(alpha=0.3)
         axis.set_xlabel("decode step")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.axes[0].legend(fontsize=7, ncols=1 + len(layers) // 9)
     return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    """ConfigError for a kind of picture there is not. In an .svg letters stay letters, which makes it smaller."""
+    if file.suffix not in KINDS:
+        raise ConfigError(f"{file} must end in {', '.join(KINDS)}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, dpi=110)
