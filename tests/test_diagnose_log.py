@@ -1,5 +1,6 @@
 """The eviction log: it tells what went, changes nothing, and is there for every family, mode and kind of run."""
 
+import dataclasses
 import json
 import math
 import os
@@ -17,15 +18,17 @@ from tiny import CONFIGS, prompts_of, tiny
 
 import kvexp.runner.run
 from kvexp.core import Budget, Cadence
-from kvexp.diagnose.after import Log
+from kvexp.diagnose.after import Log, Twin
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.files import EVICTIONS, has, read_table, read_told
+from kvexp.diagnose.folders import run_at
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs
+from kvexp.runner.diagnosis import diagnosis_of
 from kvexp.runner.job import Job, run_job
 from kvexp.runner.report import COMMAND
 
@@ -109,9 +112,10 @@ def test_what_a_simulation_hides_for_one_step_is_not_gone():
 
 
 def job(outputs, *overrides, limit=3):
-    words = small(f"limit={limit}", f"outputs_dir={outputs}", "task.max_new_tokens=4", "kv_ratio=0.3", *overrides)
+    words = small(f"limit={limit}", f"outputs_dir={outputs}", "task.max_new_tokens=4", *overrides)
+    words = [*words, *(() if any("kv_ratio=" in word for word in words) else ("kv_ratio=0.3",))]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", [word.replace("'", "") for word in words])
+        config = compose("config", words)
     plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
     choices = {"model": "tiny", "task": "sample", "budget": "ratio", "method": "h2o"}
     choices |= dict(word.split("=", 1) for word in words if "." not in word.split("=")[0])
@@ -223,7 +227,24 @@ def test_a_sweep_that_shares_prefills_is_diagnosed_too(tmp_path):
             assert told.same and told.question_tokens > 0
 
 
-def test_the_option_is_the_one_of_conf():
-    node = OmegaConf.load(ROOT / "conf" / "diagnose" / "log.yaml")
-    assert set(node) - {"_target_"} == {"examples"}
-    assert Log() == Log(examples=None)
+@pytest.mark.parametrize("option", sorted(path.stem for path in (ROOT / "conf" / "diagnose").glob("*.yaml")))
+def test_every_option_builds_and_lists_its_settings(option, tmp_path):
+    made = diagnosis_of(job(tmp_path, f"diagnose={option}").config)
+    node = set(OmegaConf.load(ROOT / "conf" / "diagnose" / f"{option}.yaml")) - {"_target_"}
+    assert node == (set() if made is None else {field.name for field in dataclasses.fields(made)})
+    assert made == {"none": None, "log": Log(), "twin": Twin()}[option]
+
+
+def test_a_run_is_named_by_its_folder_or_by_its_labels(tmp_path, command):
+    for ratio in ("0.3", "0.5"):
+        run_job(job(tmp_path, f"kv_ratio={ratio}", limit=1))
+    found = run_at(f"{tmp_path}@method=h2o,kv_ratio=0.50")
+    assert found.labels["kv_ratio"] == 0.5 and run_at(str(found.path)).hash == found.hash
+    for words, reason in (
+        (f"{tmp_path}@method=h2o", "2 runs have the labels method=h2o"),
+        (f"{tmp_path}@method=tova", "0 runs have the labels"),
+        (f"{tmp_path}@h2o", "labels are given as in"),
+        (str(tmp_path), "is no run: name its folder"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            run_at(words)

@@ -61,7 +61,7 @@ def heatmaps(frame: pd.DataFrame, title: str) -> Figure:
 
 def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: str) -> None:
     axis.set_facecolor("0.8")
-    image = axis.imshow(cells.to_numpy(dtype=float), cmap=colors, vmin=0, vmax=top, aspect="auto")
+    image = axis.imshow(cells.to_numpy(dtype=float), cmap=colors, vmin=0, vmax=top, aspect="auto", interpolation="none")
     for set_ticks, labels in ((axis.set_xticks, cells.columns), (axis.set_yticks, cells.index)):
         each = max(1, -(-len(labels) // 16))
         set_ticks(range(0, len(labels), each), [str(label) for label in labels[::each]])
