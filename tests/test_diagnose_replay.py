@@ -220,3 +220,7 @@ def test_from_rows_to_a_reason(tmp_path, command, capsys):  # noqa: F811
     assert main(["replay", str(run.path.parent / run.baseline), "0"]) == 2
     assert main(["replay", str(run.path), str(row["index"]), "--until", "score", "--again"]) == 0
     assert saved(run, row["example"], "score").cause.trials > 0
+    assert main(["replay", str(run.path), str(row["index"]), "--again", "--trials", "3"]) == 0
+    assert "the trials ran out" in capsys.readouterr().out
+    assert main(["replay", str(run.path), str(row["index"])]) == 0
+    assert saved(run, row["example"], "output") == found, "an unfinished search is taken up when more is allowed"

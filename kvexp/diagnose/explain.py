@@ -38,11 +38,18 @@ def lost(run: Run) -> list[Row]:
 
 def founds(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
     """The cause of every row, or why there is none to be had; each is saved once found."""
-    known = {row["example"]: None if options.again else saved(run, row["example"], options.until) for row in rows}
+    known = {row["example"]: _known(run, row, options) for row in rows}
     todo = [row for row in rows if known[row["example"]] is None]
     made = _made(run, todo, options) if todo else iter(())
     for row in rows:
         yield known[row["example"]] or next(made)
+
+
+def _known(run: Run, row: Row, options: Options) -> Found | None:
+    """What is saved; not where more trials may find less than an earlier search that ran out of them."""
+    found = None if options.again else saved(run, row["example"], options.until)
+    unfinished = found is not None and not found.cause.whole and found.cause.trials < options.trials
+    return None if unfinished else found
 
 
 def _made(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
@@ -120,6 +127,9 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
         table.add_row(escape(name), *_counts(run, made, len(rows)))
         for row, found in zip(asked, made, strict=True):
             what = found if isinstance(found, str) else found.phrase or NOTHING
+            what += (
+                "" if isinstance(found, str) or found.cause.whole else " (the trials ran out: there may be less in it)"
+            )
             console.print(f"{name}: {row['example']}: {what}", highlight=False, markup=False, soft_wrap=True)
         if len(logged) < len(rows):
             console.print(f"{name}: {len(rows) - len(logged)} lost examples have no log", highlight=False)
