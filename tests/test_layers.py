@@ -48,6 +48,10 @@ ALLOWED: dict[str, set[str]] = {
         *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
         *(".record", ".log", ".results", "torch", "numpy", "hydra", "omegaconf", "rich"),
     },
+    "diagnose": {
+        *(".errors", ".core", ".methods", ".models", ".generate", ".tasks", ".testbed", ".runner"),
+        *(".record", ".results", ".figures", "torch", "numpy", "pandas", "pyarrow", "matplotlib", "rich"),
+    },
 }
 
 # A GPU machine may hold torch and transformers (which bring numpy and safetensors) and nothing else of these.

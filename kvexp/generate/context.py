@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,13 @@ def prefill(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
     beyond_context: bool = False,
+    prepare: Callable[[EvictionCache], object] | None = None,
     **plan: Any,
 ) -> Context:
     """Prefill contexts (token ids per row) and evict at their end, where the cadence says so; budgets count no more.
 
     max_new_tokens: all that will follow, questions included. chunk: columns per forward. seeds: of noise inside
-    methods, one or one per row; the rest as `generate`.
+    methods, one or one per row; prepare: is given the new cache before anything is fed; the rest as `generate`.
     """
     check_request(model, prompts, method, budget)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
@@ -94,6 +95,8 @@ def prefill(
         **plan,
     )
     cache.resolve([len(p) for p in prompts], ids.shape[1])
+    if prepare is not None:
+        prepare(cache)
     start = time.perf_counter()
     columns, rows_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
     end = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.build import typed
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, accept, identity, refuse
+from kvexp.runner.diagnosis import Diagnosis, diagnosis_of
 from kvexp.runner.guard import check_targets
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.objective import objective
@@ -130,10 +132,14 @@ def run_job(one: Job) -> float | None:
         try:
             metric = typed(config.get("objective"), str | None, "objective")
             settings = _settings(config, choices, overrides)
+            diagnosis = diagnosis_of(config)
             made = []
             for part in _parts(settings):
                 settings = part  # what a failure is of
-                made.append(_run(part))
+                record = _run(part)
+                made.append(record)
+                if diagnosis is not None:
+                    _diagnose(diagnosis, part, record, one)
             accept(settings.outputs_dir, request(overrides))
             return objective(made, metric)
         except Exception as error:
@@ -172,7 +178,11 @@ def _words(error: Exception) -> str:
 def _settings(config: DictConfig, choices: dict[str, str], overrides: list[str]) -> Settings:
     from kvexp.runner.settings import settings_of
 
-    return settings_of(_resolved(config), choices, overrides)
+    settings = settings_of(_resolved(config), choices, overrides)
+    diagnosis = diagnosis_of(config)
+    if diagnosis is not None:
+        diagnosis.check(settings)
+    return settings
 
 
 def _parts(settings: Settings) -> list[Settings]:
@@ -192,7 +202,7 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
             f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
         ) from error
     check_targets(plain)
-    return {key: value for key, value in plain.items() if key not in ("log", "experiment")}
+    return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
 def _run(settings: Settings) -> Run:
@@ -201,6 +211,18 @@ def _run(settings: Settings) -> Run:
     record = run(settings)
     note(record.baseline, record.hash)
     return record
+
+
+def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run, one: Job) -> None:
+    """Add to the run's folder; a failure is recorded there, beside rows that stay."""
+    asked = {"config": _resolved(one.config), "choices": one.choices, "overrides": one.overrides}
+    try:
+        with record.claim():
+            diagnosis.after(settings, record, asked)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            record.fail(error)
+        raise
 
 
 def _recorded(settings: Settings) -> bool:

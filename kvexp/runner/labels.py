@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
+HOW = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose")  # not what
 # Overrides that have a label of their own or change no number.
-# How it is run, not what.
-HOW = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective")
 NEUTRAL = (*HOW, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
@@ -22,7 +21,7 @@ def setting(overrides: Sequence[str]) -> str:
     """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
-    shown = [word for word in shown if not word.startswith("log.") and word != "budget=ratio"]
+    shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word != "budget=ratio"]
     named = [(word, *word.partition("=")[::2]) for word in shown]
     return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
 
@@ -70,7 +69,9 @@ def labels_as_asked(
 
 def request(overrides: Sequence[str]) -> list[str]:
     """The overrides that say what is asked for, without those that change no number."""
-    return sorted(word for word in overrides if word.partition("=")[0] not in HOW and not word.startswith("log."))
+    return sorted(
+        word for word in overrides if word.partition("=")[0] not in HOW and not word.startswith(("log.", "diagnose."))
+    )
 
 
 def _experiment(choices: Mapping[str, str]) -> dict[str, str]:

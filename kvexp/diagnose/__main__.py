@@ -1,0 +1,152 @@
+"""python -m kvexp.diagnose COMMAND: read what diagnose=log and diagnose=twin have written, and ask further."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kvexp.errors import CacheError, ConfigError
+
+RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 if the request cannot work."""
+    args = parser().parse_args(argv)
+    try:
+        args.command(args, Console())
+    except (ConfigError, CacheError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m kvexp.diagnose", description=__doc__)
+    commands = result.add_subparsers(required=True, metavar="COMMAND")
+    show = _command(commands, "show", _show, "the text of an example, marked by how many heads keep each token")
+    _run_and_example(show)
+    show.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
+    show.add_argument("--layer", type=int, help="this layer's heads alone")
+    show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
+    draw = _command(commands, "draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
+    draw.add_argument("run", metavar="RUN", help=RUN)
+    draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
+    draw.add_argument("--out", type=Path, metavar="FOLDER", help="default: the run's own folder diagnose")
+    draw.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
+    replay = _command(commands, "replay", _replay, "undo evictions of an example until the full cache's answer returns")
+    _run_and_example(replay)
+    _searches(replay)
+    explain = _command(commands, "explain", _explain, "replay every example of runs that scores less than with full")
+    explain.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
+    explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
+    _searches(explain)
+    gap = _command(commands, "gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
+    gap.add_argument("outputs", metavar="OUTPUTS", help="the folder of the runs")
+    gap.add_argument("--metric", help="default: the task's first")
+    gap.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    gap.add_argument("--draw", type=Path, metavar="FILE", help="stacked bars: a .png, .pdf or .svg")
+    gap.add_argument("--csv", type=Path, metavar="FILE", help="write every column")
+    diff = _command(commands, "diff", _diff, "where only one of two runs is right, and what each kept")
+    diff.add_argument("a", metavar="RUN_A", help=RUN)
+    diff.add_argument("b", metavar="RUN_B", help="another of the same model and task")
+    diff.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
+    return result
+
+
+def _searches(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--until", choices=("output", "score"), default="output", help="what has to come back")
+    command.add_argument("--trials", type=int, default=1000, help="answers per example at most (default: 1000)")
+    command.add_argument("--again", action="store_true", help="search even where a result is saved")
+
+
+def _command(commands: argparse._SubParsersAction, name: str, do, words: str) -> argparse.ArgumentParser:  # type: ignore
+    made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words)
+    made.set_defaults(command=do)
+    return made
+
+
+def _run_and_example(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run", metavar="RUN", help=RUN)
+    command.add_argument("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
+
+
+def _show(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+    from kvexp.diagnose.page import page
+    from kvexp.diagnose.show import show
+    from kvexp.diagnose.view import view
+
+    run = run_at(args.run)
+    row = chosen(rows_of(run), args.example)
+    seen = view(run, row["example"], args.step, args.layer)
+    if args.html is None:
+        show(seen, console)
+        return
+    args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
+    console.print(f"wrote {args.html}", highlight=False)
+
+
+def _draw(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.draw import curves, heatmaps, losses, save
+    from kvexp.diagnose.files import FOLDER
+    from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+
+    run = run_at(args.run)
+    rows = rows_of(run)
+    names = [chosen(rows, name)["example"] for name in args.example] if args.example else None
+    frame = losses(run, names)
+    title = title_of(run) + (f", {', '.join(names)}" if names else "")
+    folder = args.out or run.path / FOLDER
+    for name, figure in (("heatmap", heatmaps(frame, title)), ("curves", curves(frame, title))):
+        file = folder / f"{name}.{args.format}"
+        save(figure, file)
+        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+
+
+def _replay(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.explain import Options, tell
+    from kvexp.diagnose.folders import chosen, rows_of, run_at
+
+    run = run_at(args.run)
+    tell(run, chosen(rows_of(run), args.example), Options(args.until, args.trials, args.again), console)
+
+
+def _explain(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.explain import Options, explain
+    from kvexp.diagnose.folders import run_at
+
+    runs = [run_at(path) for path in args.runs]
+    explain(runs, Options(args.until, args.trials, args.again), args.first, console)
+
+
+def _gap(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.draw import save
+    from kvexp.diagnose.gap import draw, gaps, show, where_of
+
+    frame = gaps(args.outputs, where_of(args.where), args.metric)
+    show(frame, console)
+    if args.draw is not None:
+        save(draw(frame), args.draw)
+        console.print(f"wrote {args.draw}", highlight=False)
+    if args.csv is not None:
+        frame.to_csv(args.csv, index=False)
+        console.print(f"wrote {args.csv}", highlight=False)
+
+
+def _diff(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.diff import diff
+    from kvexp.diagnose.folders import run_at
+
+    diff(run_at(args.a), run_at(args.b), args.step, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from kvexp.errors import ConfigError
+from kvexp.results import stats
+from kvexp.results.read import Folder, chosen, folders, number
+
+IDEAL = "ideal"
+PARTS = {"budget": "#0072b2", "selection": "#e69f00"}  # what a loss is due to, and its color
+KEYS = ("model", "task", "kv_ratio", "tokens", "method", "setting")
+
+
+def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: str | None = None) -> pd.DataFrame:
+    """One row per run that has an ideal run (method=ideal) of the same model, task and budget, and a baseline.
+
+    Columns: KEYS, metric, n, full, ideal, score (means in the metric's points over the n examples that all three
+    scored), and of both PARTS the points lost with its 95 percent interval by paired bootstrap (NAME, NAME_low,
+    NAME_high); lost is positive also where less is better. missing (attrs): runs left out for want of an ideal run.
+    """
+    known = folders(outputs)
+    by_hash = {folder.run.hash: folder for folder in known}
+    ideals = {_budget(folder): folder for folder in known if folder.labels.get("method") == IDEAL and folder.scored}
+    runs = [folder for folder in chosen(known, where or {}) if not folder.is_baseline and not folder.refused]
+    rows, missing = [], []
+    for folder in runs:
+        full, ideal = by_hash.get(folder.run.baseline or ""), ideals.get(_budget(folder))
+        if folder.labels.get("method") == IDEAL or full is None or not folder.scored:
+            continue
+        row = None if ideal is None else _row(folder, ideal, full, metric)
+        if row is None:
+            missing.append(folder)
+        else:
+            rows.append(row)
+    if not rows:
+        raise ConfigError(
+            f"no run under {outputs} has an ideal one beside it: run the same sweep with method=ideal at the same "
+            "kv_ratio"
+        )
+    frame = pd.DataFrame(rows).sort_values(["model", "task", "kv_ratio", "tokens", "score"], ignore_index=True)
+    frame.attrs["missing"] = sorted({f"{each.labels['method']} {each.labels.get('kv_ratio')}" for each in missing})
+    return frame
+
+
+def _budget(folder: Folder) -> str:
+    """Equal for runs of one baseline whose queries may see equally many slots."""
+    return repr((folder.run.baseline, sorted((folder.run.config.get("budget") or {}).items())))
+
+
+def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dict[str, Any] | None:
+    name = metric or folder.metrics[0]
+    sides = [
+        {example: number(row["metrics"].get(name)) for example, row in side.scored.items()}
+        for side in (full, ideal, folder)
+    ]
+    shared = [example for example in sides[2] if all(np.isfinite(side.get(example, np.nan)) for side in sides)]
+    if not shared:
+        return None
+    scores = np.array([[side[example] for side in sides] for example in shared])
+    sign = -1.0 if stats.lower_is_better(name) else 1.0
+    losses = sign * (scores[:, :2] - scores[:, 1:])
+    labels = folder.labels
+    row = {key: labels.get(key) for key in KEYS} | {"metric": name, "n": len(shared), "hash": folder.run.hash}
+    row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
+    means = stats.resampled_means(losses, stats.resamples_for(stats.LEVEL, len(shared))) if len(shared) > 1 else None
+    for place, part in enumerate(PARTS):
+        ends = (np.nan, np.nan)
+        if means is not None:
+            ends = stats.interval(means[:, place], len(shared), stats.LEVEL)
+        row |= {part: float(losses[:, place].mean()), f"{part}_low": ends[0], f"{part}_high": ends[1]}
+    return row
+
+
+def show(frame: pd.DataFrame, console: Console) -> None:
+    """One table per model and task."""
+    for (model, task), part in frame.groupby(["model", "task"], sort=False):
+        title = f"{model} / {task}: points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
+        console.print(title, style="bold", highlight=False)
+        table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+        for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
+            table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        for each in part.itertuples():
+            means = (f"{value:.1f}" for value in (each.full, each.ideal, each.score))
+            table.add_row(each.method, _size(each), *means, *(_interval(each, name) for name in PARTS))
+        console.print(table)
+        console.print()
+    console.print("lost to the budget: full less ideal (each query's exact top k); lost to selection: ideal less the")
+    console.print("method at the same budget; in brackets 95 % intervals, paired bootstrap over examples")
+    if frame.attrs["missing"]:
+        console.print(f"no ideal run of the same budget: {', '.join(frame.attrs['missing'])}", highlight=False)
+
+
+def _interval(row: Any, name: str) -> str:
+    return f"{getattr(row, name):.1f} ({getattr(row, name + '_low'):.1f}..{getattr(row, name + '_high'):.1f})"
+
+
+def _size(row: Any) -> str:
+    return f"{row.kv_ratio:g}" if row.kv_ratio is not None and np.isfinite(row.kv_ratio) else f"{row.tokens:g} slots"
+
+
+def draw(frame: pd.DataFrame) -> Figure:
+    """Stacked bars of what was lost, one panel per model and task; gains (below 0) hang from the line."""
+    panels = list(frame.groupby(["model", "task"], sort=False))
+    widths = [max(2.2, 0.5 * len(part)) for _, part in panels]
+    figure = Figure(figsize=(sum(widths) + 1.6, 4.2), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
+    for axis, ((model, task), part) in zip(every, panels, strict=True):
+        _bars(axis, part)
+        axis.set_title(f"{model}\n{task} (n = {part['n'].min()})", fontsize=9)
+        axis.set_ylabel(f"points of {part['metric'].iloc[0]} lost", fontsize=9)
+    handles, labels = every[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _bars(axis: Any, part: pd.DataFrame) -> None:
+    places = np.arange(len(part))
+    up, down = np.zeros(len(part)), np.zeros(len(part))
+    for name, color in PARTS.items():
+        height = part[name].to_numpy(dtype=float)
+        bottom = np.where(height >= 0, up, down)
+        axis.bar(places, height, bottom=bottom, color=color, width=0.7, label=f"lost to the {name}")
+        spread = np.vstack([height - part[f"{name}_low"], part[f"{name}_high"] - height]).clip(min=0)
+        shift = -0.12 if name == "budget" else 0.12
+        axis.errorbar(places + shift, bottom + height, spread, fmt="none", ecolor="k", elinewidth=1, capsize=2)
+        up, down = up + np.maximum(height, 0), down + np.minimum(height, 0)
+    axis.axhline(0, color="k", lw=0.8)
+    names = [f"{each.method} {_size(each)}" for each in part.itertuples()]
+    axis.set_xticks(places, names, rotation=60, ha="right", fontsize=8)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def where_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """The words of --where."""
+    from kvexp.results.__main__ import where
+
+    return where(pairs)

@@ -1,0 +1,38 @@
+"""What cannot be diagnosed: said before a model loads, or passed over in a sweep that holds it for its rows."""
+
+from __future__ import annotations
+
+from kvexp.errors import ConfigError
+from kvexp.runner.settings import Settings
+from kvexp.tasks import LMEval, Task
+
+
+def check(settings: Settings) -> None:
+    """ConfigError for runs whose answers are not one greedy path of tokens."""
+    decoding, task = settings.decoding, settings.task
+    if decoding.num_beams > 1:
+        raise ConfigError(
+            f"diagnose follows one path of tokens, generation.num_beams={decoding.num_beams} follows several that take "
+            "over one another's caches: set generation=greedy, or diagnose=none"
+        )
+    if decoding.sample:
+        raise ConfigError(
+            "diagnose asks which eviction changed an answer; with generation.sample=true chance changes it too: set "
+            "generation=greedy, or diagnose=none"
+        )
+    chooses = type(task).score_choices is not Task.score_choices
+    if isinstance(task, LMEval) or task.only_nll or chooses:
+        raise ConfigError(
+            f"diagnose needs answers that are generated, task={task.name} compares probabilities of given texts: set "
+            "diagnose=none"
+        )
+
+
+def nothing_to_log(settings: Settings) -> str | None:
+    """Why a run has no evictions to tell of; None: it has."""
+    method = settings.method
+    if not method.evicts:
+        return f"{method.name} evicts nothing"
+    if method.per_query or method.keeps_everything:
+        return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
+    return None

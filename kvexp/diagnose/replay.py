@@ -1,0 +1,157 @@
+"""Which eviction changed an answer: `search` on an example of a run, and what to say of what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvexp.diagnose.case import Case
+from kvexp.diagnose.files import Told, need_told, stem
+from kvexp.diagnose.folders import Row
+from kvexp.diagnose.search import Cause, cause
+from kvexp.diagnose.undo import Place, Replay, Undone
+from kvexp.errors import CacheError
+from kvexp.record import Run
+from kvexp.record.files import explained, replace
+from kvexp.tasks import Example, Task
+
+UNTIL = ("output", "score")
+SHOWN = 3  # spans that are named one by one
+
+
+@dataclass(frozen=True)
+class Found:
+    """until: what had to come back, the full cache's output or its score. answer, full, back: outputs of the method, of
+    the full cache, and with the evictions of `cause` undone. spans: texts of its spans.
+    """
+
+    example: str
+    until: str
+    answer: str
+    full: str
+    back: str
+    cause: Cause
+    spans: list[str]
+    phrase: str
+
+
+def replayed(run: Run, row: Row, case: Case, example: Example, task: Task, until: str, trials: int, size: int) -> Found:
+    """CacheError where the answers of the rows are not had again, so that nothing could be concluded."""
+    told = need_told(run, row["example"])
+    replay = Replay(case, size)
+    answer, full = replay.answers([Undone((), (), 0, 0)])[0], case.full().generated().tokens[0]
+
+    def output(tokens: list[int]) -> str:
+        return str(case.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    if output(answer) != row["output"]:
+        raise CacheError(
+            f"example {row['example']} is answered otherwise here ({output(answer)!r}) than in its row "
+            f"({row['output']!r}): sums round otherwise in another batch or mode, and nothing can be concluded"
+        )
+    right = _right(output, full, task, example, until)
+    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, trials)
+    back = [] if found.undone is None else replay.answers([found.undone])[0]
+    if found.undone is not None and not right(back):
+        raise CacheError(
+            f"example {row['example']}: what brought the answer back among other trials does not alone, because sums "
+            "round otherwise in another batch: nothing can be concluded"
+        )
+    spans = [span_text(told, span) for span in found.spans]
+    phrase = "" if found.undone is None else phrased(found.undone, spans, told.heads)
+    return Found(row["example"], until, output(answer), output(full), output(back), found, spans, phrase)
+
+
+def _right(
+    output: Callable[[list[int]], str], full: list[int], task: Task, example: Example, until: str
+) -> Callable[[list[int]], bool]:
+    if until == "output":
+        return lambda tokens: output(tokens) == output(full)
+
+    def score(tokens: list[int]) -> float:
+        return task.score(output(tokens), example.reference, example)[task.metrics[0]]
+
+    wanted = score(full)
+    return lambda tokens: score(tokens) >= wanted
+
+
+def span_text(told: Told, positions: list[int]) -> str:
+    """The tokens of a span, with dots for those between that are not of it."""
+    words, last = "", positions[0] - 1
+    for position in positions:
+        words += (" \u2026" if position > last + 1 else "") + told.texts[position]
+        last = position
+    return words.strip() or repr(words)
+
+
+def phrased(undone: Undone, spans: list[str], heads: list[int]) -> str:
+    """ "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
+    what = " and ".join(repr(span) for span in spans)
+    if len(spans) > SHOWN:
+        count = len(undone.positions)
+        what = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
+    steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
+    return f"losing {what} in {in_places(undone.places, heads)} at {steps} flipped the answer"
+
+
+def in_places(places: Iterable[Place], heads: list[int]) -> str:
+    """ "layers 1-2" where all their heads are, "layer 1 head 0, layer 3 heads 1, 2" where not."""
+    by_layer: dict[int, list[int]] = defaultdict(list)
+    for layer, head in sorted(places):
+        by_layer[layer].append(head)
+    words, whole = [], [layer for layer, some in by_layer.items() if len(some) == heads[layer]]
+    if whole:
+        words.append(("layers " if len(whole) > 1 else "layer ") + _ranges(whole))
+    for layer, some in by_layer.items():
+        if layer not in whole:
+            words.append(f"layer {layer} head{'s' if len(some) > 1 else ''} {_ranges(some)}")
+    return ", ".join(words)
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def evidence(evictions: pd.DataFrame, undone: Undone) -> pd.DataFrame:
+    """The rows of the log that were undone: how the method scored those tokens, and what it would have taken."""
+    places = set(undone.places)
+    mine = [place in places for place in zip(evictions["layer"], evictions["head"], strict=True)]
+    rows = evictions[pd.Series(mine, index=evictions.index) & evictions["position"].isin(undone.positions)]
+    return rows[rows["step"].between(undone.first, undone.last)]
+
+
+def save(run: Run, found: Found) -> None:
+    file = _file(run, found.example, found.until)
+    with explained(file):
+        replace(file, json.dumps(asdict(found)).encode())
+
+
+def saved(run: Run, example: str, until: str) -> Found | None:
+    """What an earlier search of this example found."""
+    file = _file(run, example, until)
+    if not file.exists():
+        return None
+    known: Mapping[str, Any] = json.loads(file.read_bytes())
+    of, undone = known["cause"], known["cause"]["undone"]
+    if undone is not None:
+        places = tuple((layer, head) for layer, head in undone["places"])
+        undone = Undone(tuple(undone["positions"]), places, undone["first"], undone["last"])
+    return dataclasses.replace(Found(**known), cause=Cause(undone, of["trials"], of["whole"]))
+
+
+def _file(run: Run, example: str, until: str) -> Path:
+    start = stem(run, example)
+    return start.with_name(f"{start.name}.replay-{until}.json")

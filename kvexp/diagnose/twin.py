@@ -1,0 +1,159 @@
+"""The method beside the full cache, on the same tokens: what each head lost at each step, and what that did.
+
+Both caches are rows of one batch and take every token together. Of a step nothing is kept but one number per head, so
+memory is that of the two caches: linear in length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Geometry, LayerState
+from kvexp.core.attend import Sight, attend_with
+from kvexp.core.select import order
+from kvexp.diagnose.case import Case
+from kvexp.generate.context import one_step
+from kvexp.models import JoinedCache
+from kvexp.models.together import JoinedState
+
+MEASURES = ("lost", "lost_ideal", "overlap", "error", "error_here")
+
+
+@dataclass
+class Losses:
+    """One row per step, layer and kv head; a step is the number of decode tokens fed, its query's own included.
+
+    kept: slots that the query could see in this head, itself included.
+    lost: share of the full cache's attention that falls on what it could not see, mean over the head's query heads.
+    lost_ideal: the same had it kept the ideal set: itself and the exact top kept - 1 of that attention, summed over
+    the query heads (`method=ideal`); less than that no choice of as many slots can lose.
+    overlap: share of the ideal set that was kept.
+    error: relative L2 distance of the head's attention output from the full cache's, both in their own run, so it holds
+    what layers below and steps before have done. error_here: the same with the full cache's own query, keys and values,
+    less what was evicted: what this head's evictions alone do. Outputs of all query heads of the kv head as one vector.
+    Where survivors are renumbered, `error` holds what that does too.
+    """
+
+    columns: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, **columns: Tensor) -> None:
+        for name, values in columns.items():
+            self.columns.setdefault(name, []).append(values.cpu())
+
+    def table(self) -> dict[str, Tensor]:
+        names = {"step": torch.int32, "layer": torch.int16, "head": torch.int16, "kept": torch.int32}
+        kinds = names | dict.fromkeys(MEASURES, torch.float32)
+        return {
+            name: torch.cat(self.columns[name]).to(kind) if self.columns else torch.zeros(0, dtype=kind)
+            for name, kind in kinds.items()
+        }
+
+
+class Beside:
+    """Stands where a `JoinedState` of two layers stands, the method's and the full cache's, one row each; decodes."""
+
+    def __init__(self, joined: JoinedState, layer: int, into: Losses) -> None:
+        self.joined, self.layer, self.into = joined, layer, into
+        method, full = joined.states
+        assert isinstance(method, LayerState) and isinstance(full, LayerState)
+        self.method, self.full = method, full
+
+    @property
+    def columns(self) -> int:
+        return self.joined.columns
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
+        """As `LayerState.forward`."""
+        before = visible_positions(self.method)
+        out = self.joined.forward(query, key, value, geometry, padding)
+        full = self.full
+        slots, newest = full.held(), full.timeline.positions(query.device)
+        where = slots.seen_positions()
+        seen = torch.zeros(key.shape[1], slots.used + 1, dtype=torch.bool, device=query.device)
+        seen.scatter_(1, torch.where(before < 0, slots.used, before), True)
+        seen[:, newest[0, 0]] = True
+        sight = Sight(
+            query=query[1:].unflatten(1, (key.shape[1], -1)),
+            keys=slots.keys[:, :, : slots.used],
+            values=slots.values[:, :, : slots.used],
+            positions=where,
+            query_positions=newest,
+            geometry=geometry,
+            in_order=slots.aligned,
+            padded=False,
+        )
+        self._note(sight, seen[:, : slots.used], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
+        return out
+
+    def _note(self, sight: Sight, seen: Tensor, out: Tensor, full: Tensor) -> None:
+        """seen [H, S]; out, full [H, G * Dv]: of the method's run and of the full cache's."""
+        rows = torch.softmax(sight.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
+        mass = rows[0, :, :, 0].mean(1)
+        kept = seen.sum(-1)
+        ideal = ideal_set(mass, sight.query_positions[0, 0], kept)
+        left = rows * seen[None, :, None, None]
+        here = attend_with(left / left.sum(-1, keepdim=True), sight.values)[0].flatten(1)
+        head = torch.arange(len(kept), device=kept.device)
+        step = self.full.timeline.end - (self.full.timeline.prompt_columns or 0)
+        self.into.add(
+            step=torch.full_like(head, step),
+            layer=torch.full_like(head, self.layer),
+            head=head,
+            kept=kept,
+            lost=mass.masked_fill(seen, 0).sum(-1),
+            lost_ideal=mass.masked_fill(ideal, 0).sum(-1),
+            overlap=(ideal & seen).sum(-1) / kept,
+            error=_distance(out, full),
+            error_here=_distance(here, full),
+        )
+
+
+def visible_positions(state: LayerState) -> Tensor:
+    """[H, S]: positions that the next query can see in a cache of one row, -1 for dead and hidden slots; a copy."""
+    slots = state.held()
+    positions = slots.positions[0, :, : slots.used].clone()
+    return positions if slots.visible is None else positions.masked_fill(~slots.visible[0, :, : slots.used], -1)
+
+
+def ideal_set(mass: Tensor, newest: Tensor, counts: Tensor) -> Tensor:
+    """[H, S] bool: the newest token and the best counts [H] - 1 others of attention mass [H, S], slot = position."""
+    positions = torch.arange(mass.shape[1], device=mass.device).expand_as(mass)
+    best = order(mass[None], positions[None], (positions == newest)[None])[0]
+    chosen = torch.arange(mass.shape[1], device=mass.device) < counts[:, None]
+    return torch.zeros_like(mass, dtype=torch.bool).scatter_(1, best, chosen)
+
+
+def _distance(out: Tensor, full: Tensor) -> Tensor:
+    """[H] relative L2 distance of rows [H, *]."""
+    out, full = out.float(), full.float()
+    return (out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
+    """Feed question and answer to the method's cache and to a full one; says what was lost, and for each token of the
+    answer whether the full cache would have written it at that place.
+
+    The prompt is prefilled for each; eviction follows it in the method's cache alone.
+    """
+    method, full = case.prefilled(), case.full().prefilled()
+    cache = JoinedCache([method.cache, full.cache], 1)
+    into = Losses()
+    for layer, part in enumerate(cache.layers):
+        part.state = Beside(part.state, layer, into)
+    written: list[int] = []
+    logits, position = full.logits, len(case.prompt)
+    fed = [*case.question, *answer]
+    for place, token in enumerate(fed):
+        if place >= len(case.question):
+            written.append(int(logits[-1].argmax()))
+        if place == len(fed) - 1:  # the last token is never fed
+            break
+        step = torch.tensor([[token], [token]], device=full.ids.device)
+        logits = one_step(case.model, step, torch.full_like(step, position), cache)
+        position += 1
+    return into, [one == other for one, other in zip(written, answer, strict=True)]

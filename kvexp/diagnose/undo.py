@@ -1,0 +1,128 @@
+"""Evictions undone: what a method would have answered had it not lost these tokens, in these heads, at these steps.
+
+Undoing an eviction means exactly this: from the step on at which the method evicted it, the token stays visible to
+attention in that head, in addition to the budget, and the method neither chooses nor evicts it again. All other choices
+remain the method's own, made anew with the token in sight: it takes its share of the attention, so scores may move.
+With every eviction undone each query sees all there is, which is full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexp.core import LayerState, Timeline
+from kvexp.core.evict import Mask, Quota
+from kvexp.core.slots import Slots
+from kvexp.diagnose.case import Case
+from kvexp.diagnose.watching import held_slots
+from kvexp.generate import Context, ask, finish
+from kvexp.models import EvictionCache
+
+Place = tuple[int, int]  # layer, kv head
+
+
+@dataclass(frozen=True)
+class Undone:
+    """The evictions of these positions in these places at steps first to last, both included."""
+
+    positions: tuple[int, ...]
+    places: tuple[Place, ...]
+    first: int
+    last: int
+
+
+class Undo(Mask):
+    """mode=mask with some evictions undone, row by row; at first none is.
+
+    wanted [B, H, N] bool by position; first, last [B, 1, 1]: steps.
+    """
+
+    def __init__(self, layer: int, timeline: Timeline) -> None:
+        self.layer, self.timeline = layer, timeline
+        self.wanted: Tensor | None = None
+        self.first = self.last = torch.zeros(0)
+
+    def undo(self, slots: Slots, trials: Sequence[Undone], columns: int) -> None:
+        """From now on row i undoes trials[i]; and of what is evicted already, at step 0, what it names."""
+        heads, device = slots.keys.shape[1], slots.keys.device
+        wanted = torch.zeros(len(trials), heads, columns, dtype=torch.bool)
+        for row, trial in enumerate(trials):
+            mine = [head for layer, head in trial.places if layer == self.layer]
+            if mine and trial.positions:
+                wanted[row, torch.tensor(mine)[:, None], torch.tensor(trial.positions)] = True
+        self.wanted = wanted.to(device)
+        self.first, self.last = (
+            torch.tensor([getattr(trial, name) for trial in trials], device=device)[:, None, None]
+            for name in ("first", "last")
+        )
+        self._bring_back(slots, slots.live() & ~held_slots(slots))
+
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+        held = held_slots(slots)
+        assert slots.visible is not None
+        back = slots.visible[:, :, : slots.used] & ~held  # brought back before
+        super().evict(slots, rank, guard, quota, limbo)
+        slots.visible[:, :, : slots.used] |= back
+        self._bring_back(slots, held & ~held_slots(slots))
+
+    def _bring_back(self, slots: Slots, gone: Tensor) -> None:
+        """gone [B, H, S]: evicted at this very step."""
+        if self.wanted is None:
+            return
+        assert slots.visible is not None
+        step = self.timeline.end - (self.timeline.prompt_columns or 0)
+        named = self.wanted.gather(-1, slots.positions[:, :, : slots.used].clamp(min=0))
+        slots.visible[:, :, : slots.used] |= gone & named & (self.first <= step) & (step <= self.last)
+
+    def select_rows(self, rows: Tensor) -> None:
+        assert self.wanted is None, "rows are chosen before evictions are undone"
+
+
+class Replay:
+    """Answers of one case with evictions undone; the prompt is prefilled once.
+
+    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values.
+    """
+
+    def __init__(self, case: Case, size: int = 8) -> None:
+        self.case, self.size = case, size
+        self.trials = 0
+        self.context = case.prefilled(prepare=_undoable, mode="mask")
+
+    @property
+    def everything(self) -> Undone:
+        """Undoes all there can be: full attention."""
+        heads = [state.held().keys.shape[1] for state in self.context.cache.states if isinstance(state, LayerState)]
+        places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
+        return Undone(tuple(range(len(self.case.prompt) + self.case.ahead)), places, 0, self.case.ahead)
+
+    def answers(self, trials: Sequence[Undone]) -> list[list[int]]:
+        """New tokens of each trial."""
+        made: list[list[int]] = []
+        for start in range(0, len(trials), self.size):
+            made += self._answers(trials[start : start + self.size])
+        self.trials += len(trials)
+        return made
+
+    def _answers(self, trials: Sequence[Undone]) -> list[list[int]]:
+        case = self.case
+        context: Context = self.context.fork([0] * len(trials))
+        for state in context.cache.states:
+            assert isinstance(state, LayerState) and isinstance(state.mode, Undo)
+            state.mode.undo(state.held(), trials, len(case.prompt) + case.ahead)
+        seeds = [case.seed] * len(trials)
+        if case.question:
+            questions = [case.question] * len(trials)
+            options = {"decoding": case.decoding, "tokenizer": case.tokenizer}
+            return ask(case.model, context, questions, seeds=seeds, **options).tokens
+        return finish(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
+
+
+def _undoable(cache: EvictionCache) -> None:
+    for layer, state in enumerate(cache.states):
+        assert isinstance(state, LayerState)
+        state.mode = Undo(layer, cache.timeline)

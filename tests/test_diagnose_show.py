@@ -1,0 +1,99 @@
+"""The marked text, in a terminal and as a page, of a log made by hand; the token texts it is made of."""
+
+import io
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from kvexp.diagnose.files import Told
+from kvexp.diagnose.page import page
+from kvexp.diagnose.show import mark, show
+from kvexp.diagnose.texts import texts_of
+from kvexp.diagnose.view import made
+from kvexp.errors import ConfigError
+from kvexp.models.byte_tokenizer import byte_tokenizer
+
+TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
+TOLD = Told("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
+GONE = pd.DataFrame(
+    [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 1), (0, 1, 2, 3), (1, 0, 0, 2)],
+    columns=["step", "layer", "head", "position"],
+)
+
+
+def printed(view, width=40):
+    out = io.StringIO()
+    show(view, Console(file=out, width=width, color_system=None))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_counts_by_hand():
+    at_prompt, later = made(TOLD, GONE), made(TOLD, GONE, step=1)
+    assert at_prompt.kept.tolist() == [[3, 0, 3, 3, 3, 0, 0, 0], [3, 0, 3, 2, 3, 0, 0, 0]]
+    assert at_prompt.counts.tolist() == [6, 0, 6, 5, 6, 0, 0, 0] and at_prompt.present == 5
+    assert later.counts.tolist() == [6, 0, 5, 5, 6, 6, 0, 0] and later.present == 6
+    assert made(TOLD, GONE, layer=1).counts.tolist() == [3, 0, 3, 2, 3, 0, 0, 0]
+    assert [entry["kept"] for entry in later.data()["tokens"]] == [6, 0, 5, 5, 6, 6, None, None]
+    assert later.data()["tokens"][2]["by_layer"] == [2, 3]
+
+
+@pytest.mark.parametrize(("asked", "reason"), [({"step": 3}, "from 0 .* to 2"), ({"layer": 2}, "from 0 to 1")])
+def test_what_is_not_there(asked, reason):
+    with pytest.raises(ConfigError, match=reason):
+        made(TOLD, GONE, **asked)
+
+
+def test_every_token_has_its_mark_below_it():
+    lines = printed(made(TOLD, GONE), width=90)
+    assert lines[1:5] == ["a <b> c\u21b5", "#....###", "d \u65e5\u672c ? yes&", "8#####"]
+    assert "of 5 tokens 3 are held by all heads, 1 by some, 1 by none" in lines[-1]
+    narrow = printed(made(TOLD, GONE), width=6)
+    assert narrow[narrow.index("a <b>") + 1] == "#...."
+
+
+def test_marks_never_say_none_or_all_of_some():
+    assert [mark(n, 16) for n in (0, 1, 8, 15, 16)] == [".", "1", "5", "9", "#"]
+    assert mark(1, 1024) == "1" and mark(1023, 1024) == "9"
+
+
+class _Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.text, self.spans, self.inside, self.tags = "", [], False, set()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        if tag == "span":
+            self.spans.append(dict(attributes))
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        self.text += data if self.inside else ""
+
+
+def test_the_page_shows_the_text_and_runs_nothing():
+    reader = _Reader()
+    reader.feed(page(made(TOLD, GONE, step=1), 'h2o "<script>'))
+    assert reader.text == "".join(TEXTS)
+    assert reader.tags <= {"html", "head", "meta", "title", "style", "body", "h1", "p", "div", "span"}
+    assert [span["class"] for span in reader.spans] == [
+        *("all", "none", "some", "some", "all"),
+        *("all question", "later answer", "later answer"),
+    ]
+    assert reader.spans[2]["title"] == "position 2: kept by 5 of 6 heads\nlayer 0: 2 of 3\nlayer 1: 3 of 3"
+    assert not any(name.startswith("on") for span in reader.spans for name in span)
+
+
+def test_texts_of_tokens_join_to_the_text():
+    words = byte_tokenizer()
+    for text in ("h\u00e9llo w\u00f6rld \u2026 \u65e5\u672c", "plain", "\U0001f600\n\n x"):
+        ids = words(text).input_ids
+        texts = texts_of(words, ids)
+        assert "".join(texts) == words.decode(ids) and len(texts) == len(ids)
+    broken = [*words("a").input_ids, *words("\u65e5").input_ids[1:3], *words("b").input_ids[1:]]
+    assert texts_of(words, broken)[-1].endswith("b")
