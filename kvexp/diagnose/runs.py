@@ -10,11 +10,11 @@ from kvexp.diagnose.files import read_asked
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
 from kvexp.record import Run, identity
-from kvexp.runner.contexts import seed_of
 from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.model import load, tokenizer_of
 from kvexp.runner.padding import budget_of
 from kvexp.runner.run import prompt_of
+from kvexp.runner.seeds import noise_seed
 from kvexp.runner.settings import Settings, settings_of
 from kvexp.tasks import Example
 
@@ -42,7 +42,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
     todo = fitted(settings, tokenizer_of(settings.model), todo)
     model, tokenizer = load(settings.model)
     settings = with_ends(settings, model, tokenizer)
-    for index, example in todo:
+    for _, example in todo:
         prompt = prompt_of(settings, model, tokenizer, example)
         yield (
             wanted[example.id],
@@ -54,7 +54,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
                 budget=budget_of(settings, [len(prompt.ids)]),
                 decoding=settings.decoding,
                 tokenizer=tokenizer,
-                seed=seed_of(settings, index, prompt),
+                seed=noise_seed(settings, prompt.example, asked=bool(prompt.question)),
                 plan=settings.plan(),
             ),
             example,

@@ -9,7 +9,7 @@ from typing import Any
 from kvexp.errors import ConfigError
 
 MADE_BY_HYDRA = ("kvexp.runner.report.SweepTable", "hydra_plugins.", "hydra._internal.core_plugins.")
-GROUPS = ("method", "budget", "task", "generation")  # kvexp.build makes these, within their own packages
+GROUPS = ("method", "budget", "task", "generation", "diagnose")  # kvexp.build makes these, within their own packages
 
 
 def guard(words: Sequence[str]) -> None:
