@@ -20,16 +20,22 @@ KEYS = ["model", "task", "method", "setting", "kv_ratio"]
 
 
 def frame_of(
-    outputs: Path, hashes: Sequence[str], experiments: Sequence[str], given: Sequence[str] = ()
+    outputs: Path,
+    hashes: Sequence[str],
+    experiments: Sequence[str],
+    first: int | None = None,
+    given: Sequence[str] = (),
 ) -> pd.DataFrame:
     """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}}.
+
+    first: the sweeps' limit; where another exhibit took more examples of a run, they are not this one's.
 
     experiments: the sweeps that asked for them; a run that others asked for too is shown by the labels it has there.
     given: overrides beside the sweep's own, left out of `setting`: an exhibit compares the settings that it swept.
     """
-    frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)})
+    frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)}, first)
     setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
-    return frame.assign(setting=setting, scores=[_scores(outputs / name) for name in frame["hash"]])
+    return frame.assign(setting=setting, scores=[_scores(outputs / name, first) for name in frame["hash"]])
 
 
 def spelled(setting: str | None) -> str:
@@ -44,8 +50,9 @@ def without(setting: str, overrides: Sequence[str]) -> str:
     return setting
 
 
-def _scores(folder: Path) -> dict[str, dict[str, float]]:
-    return {row["example"]: row["metrics"] for row in Run.load(folder).rows() if row.get("metrics")}
+def _scores(folder: Path, first: int | None) -> dict[str, dict[str, float]]:
+    rows = [row for row in Run.load(folder).rows() if first is None or row["index"] < first]
+    return {row["example"]: row["metrics"] for row in rows if row.get("metrics")}
 
 
 def option(setting: str, key: str, default: str = "") -> str:

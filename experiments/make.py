@@ -69,7 +69,7 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
     """What the exhibit's table is made of. What the sweep prints goes to sweep.log in the folder."""
     from experiments.collect import collected
     from experiments.frame import frame_of
-    from experiments.sweep import late, sweep
+    from experiments.sweep import late, limit_of, sweep
 
     wanted = sweeps(module, asked.scale)
     for experiment in wanted:
@@ -78,6 +78,10 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
     hashes: list[str] = []
     parts: list[pd.DataFrame] = []
     given = [word for experiment in wanted for word in asked.overrides(experiment)]
+    small = {name: smaller(name) if asked.smoke else [] for name in wanted}
+    limits = {limit_of(name, [*small[name], *asked.overrides(name)]) for name in wanted}
+    if len(limits) > 1:
+        raise ConfigError(f"the sweeps {', '.join(wanted)} need one limit, got {sorted(map(str, limits))}")
     with (
         (folder / "sweep.log").open("w", encoding="utf-8") as log,
         contextlib.redirect_stdout(log),
@@ -85,14 +89,14 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
     ):
         for experiment in wanted:
             own = asked.overrides(experiment)
-            overrides = [f"outputs_dir={asked.outputs}", *(smaller(experiment) if asked.smoke else ()), *map(late, own)]
+            overrides = [f"outputs_dir={asked.outputs}", *small[experiment], *map(late, own)]
             if hasattr(module, "COLLECT"):
                 parts.append(collected(module, [experiment], overrides, asked.outputs / "collected", own))
                 continue
             hashes += [name for name in sweep(experiment, overrides) if name not in hashes]
     if parts:
         return pd.concat(parts, ignore_index=True)
-    return frame_of(asked.outputs, hashes, wanted, given) if hashes else pd.DataFrame()
+    return frame_of(asked.outputs, hashes, wanted, *limits, given=given) if hashes else pd.DataFrame()
 
 
 def write(module: ModuleType, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:

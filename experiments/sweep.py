@@ -48,6 +48,15 @@ def late(override: str) -> str:
     return override if parsed.is_sweep_override() or parsed.is_delete() else f"{key}=choice({value})"
 
 
+def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
+    """How many examples its runs are asked for; None: all."""
+    words = [word.partition("=")[2] for word in overrides if word.startswith("limit=")]
+    if words:
+        return None if words[-1] in ("null", "None") else int(words[-1])
+    found: int | None = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").get("limit")
+    return found
+
+
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     """Every job of the sweep as checked settings; nothing is loaded or run."""
     SWEPT.begin()

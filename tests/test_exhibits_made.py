@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduce, sweep, workers
 from experiments.bars import bars
 from experiments.curves import curves
-from experiments.exhibits import load, names
+from experiments.exhibits import load, names, sweeps
 from experiments.frame import frame_of, without
 from experiments.make import Asked, Made
 from experiments.speed import WAITS
@@ -87,7 +87,7 @@ def test_a_legend_of_long_words_stays_inside_its_figure():
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
 
-def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels(tmp_path):
+def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels_and_limit(tmp_path):
     """Table 4's Gumbel noise is Fig. 7's keyformer: whoever asks last, each finds the setting that it swept."""
     shown = {"model": "m", "task": "t", "tokens": None}
     base = Run.open(
@@ -98,8 +98,12 @@ def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels(tmp_path):
         labels = shown | {"method": "keyformer", "kv_ratio": 0.6, "setting": setting, "experiment": name}
         run = Run.open(tmp_path, {"a": 1}, labels, baseline=base.hash)
     for one in (base, run):
-        one.append({"example": "1", "metrics": {"acc": 1.0}}, {"example": "2", "metrics": {"acc": 0.0}})
-        one.finish(2)
+        scores = enumerate((1.0, 0.0, 0.0, 0.0))
+        one.append(*({"example": str(i), "index": i, "metrics": {"acc": score}} for i, score in scores))
+        one.finish(4)
+    few = frame_of(tmp_path, [base.hash, run.hash], ["one"], 2)
+    assert few["n"].tolist() == [2, 2] and few["acc"].tolist() == [0.5, 0.5], "of a run that was asked for more since"
+    assert [list(scores) for scores in few["scores"]] == [["0", "1"]] * 2
     for name, setting in names.items():
         assert frame_of(tmp_path, [run.hash], [name])["setting"].tolist() == [setting]
 
@@ -242,3 +246,12 @@ def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
     table = pqcache_fig10b.table(pd.DataFrame())
     assert pqcache_fig10b.holds(table)[0] is verdict
     pqcache_fig10b.draw(table, Figure())
+
+
+@pytest.mark.parametrize("scale", ["testbed", "paper"])
+def test_the_sweeps_of_an_exhibit_have_one_limit(scale):
+    for name in names():
+        wanted = sweeps(load(name), scale)
+        assert len({sweep.limit_of(each, []) for each in wanted}) <= 1, name
+    assert sweep.limit_of("keyformer_fig7", []) == 120 and sweep.limit_of("keyformer_fig7", ["limit=2"]) == 2
+    assert sweep.limit_of("paper/pqcache_fig8", []) is None

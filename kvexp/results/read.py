@@ -31,6 +31,10 @@ class Folder:
     asked: list[dict[str, Any]]
     labels: dict[str, Any]
 
+    def of_first(self, number: int | None) -> "Folder":
+        """With the rows of the task's first examples alone; None: with all."""
+        return self if number is None else replace(self, rows=[row for row in self.rows if row["index"] < number])
+
     @property
     def is_baseline(self) -> bool:
         return bool(self.labels.get("method") == BASELINE) and not self.refused

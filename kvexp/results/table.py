@@ -31,13 +31,15 @@ COST = (
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
 
-def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None) -> pd.DataFrame:
+def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> pd.DataFrame:
     """The runs under outputs_dir, one row each; `where` keeps those whose label has (one of) the given value(s).
+
+    first: of the task's examples, only so many: a run that was asked for with a higher limit since has more.
 
     A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs in this
     table: choosing runs by their results, with a narrower `where`, takes that protection away.
     """
-    found = folders(outputs_dir)
+    found = [folder.of_first(first) for folder in folders(outputs_dir)]
     known = {folder.run.hash: folder for folder in found}
     shown = chosen(found, where or {})
     number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder in shown)
