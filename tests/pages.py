@@ -14,7 +14,9 @@ PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGEN
 NEEDS = ("hub", "gpu")  # what `<!-- needs: ... -->` in front of a block may say; `<!-- slow -->` stands there alone
 MARK = re.compile(r"<!-- *(needs: *(?P<needs>\S+)|(?P<slow>slow)) *-->")
 FENCE = re.compile(r"^```(?P<kind>\w*)")
-INLINE = re.compile(r"(?:^ {4}|`)(?P<command>(?:python run\.py|python -m|make) [^`\n]+)", re.MULTILINE)
+SCRIPTS = ("#!", "for ")  # how the first line of a script begins
+INLINE = re.compile(r"(?:^ {4}|`|^|\$\w+ )(?P<command>(?:python run\.py|python -m|make) [^`\n]+)", re.MULTILINE)
+BLANK = re.compile(r"…|\.\.\.|\||<|\bNAME\b")  # to be filled in by the reader
 LINK = re.compile(r"\]\((?P<file>[^)#:\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
 
@@ -26,6 +28,7 @@ class Block:
     line: int
     needs: str = ""
     slow: bool = False
+    script: bool = False  # a shell script for another place: the commands in it are `mentioned`
     commands: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -47,8 +50,10 @@ def blocks(page: Path) -> Iterator[Block]:
             if kind in ("bash", "console"):
                 needs, slow = (marked["needs"] or "", bool(marked["slow"])) if marked else ("", False)
                 inside = Block(page, number, needs, slow)
-        elif inside is not None and line.strip():
-            _take(inside, kind, line)
+        elif inside is not None and line.strip() and not inside.script:
+            inside.script = kind == "bash" and not inside.commands and line.startswith(SCRIPTS)
+            if not inside.script:
+                _take(inside, kind, line)
         elif not kind and line.strip():
             marked = MARK.fullmatch(line.strip())
 
@@ -63,9 +68,10 @@ def _take(block: Block, kind: str, line: str) -> None:
 
 
 def mentioned(page: Path) -> list[str]:
-    """Commands in indented blocks and between backticks, without comments; none that has a blank to fill."""
-    found = [match["command"].partition("  #")[0].strip() for match in INLINE.finditer(page.read_text("utf-8"))]
-    return [command for command in found if not re.search(r"…|\.\.\.|\||<|\bNAME\b", command)]
+    """Commands in scripts, in indented blocks and between backticks, without comments; none that has a blank to fill."""
+    text = re.sub(r"\\\n *", "", page.read_text("utf-8"))
+    found = [re.split(r"  #| > | &", match["command"])[0].strip() for match in INLINE.finditer(text)]
+    return [command for command in found if not BLANK.search(command)]
 
 
 def words_of(command: str) -> list[str]:
@@ -73,9 +79,10 @@ def words_of(command: str) -> list[str]:
 
 
 def first_of(override: str) -> str:
-    """The first value of a sweep's override; a list in brackets is one value."""
+    """The first value of a sweep's override; a list in brackets is one value, a variable of the shell is none yet."""
     key, equals, value = override.partition("=")
-    return override if not equals or value[:1] in ("[", "{", "'", '"') else f"{key}={value.split(',')[0]}"
+    value = re.sub(r"\$\w+", "1", value)
+    return f"{key}={value}" if not equals or value[:1] in ("[", "{", "'", '"') else f"{key}={value.split(',')[0]}"
 
 
 def anchors(page: Path) -> set[str]:
