@@ -41,7 +41,10 @@ def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}._target_: there is no {target}") from error
+        package = module.replace(".", "/")
+        raise ConfigError(
+            f"{where}._target_: there is no {target}; a new class has to be imported in {package}/__init__.py"
+        ) from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{where}._target_: {target} cannot be configured")
     return cls

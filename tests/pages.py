@@ -16,7 +16,7 @@ MARK = re.compile(r"<!-- *(needs: *(?P<needs>\S+)|(?P<slow>slow)) *-->")
 FENCE = re.compile(r"^```(?P<kind>\w*)")
 SCRIPTS = ("#!", "for ")  # how the first line of a script begins
 INLINE = re.compile(r"(?:^ {4}|`|^|\$\w+ )(?P<command>(?:python run\.py|python -m|make) [^`\n]+)", re.MULTILINE)
-BLANK = re.compile(r"…|\.\.\.|\||<|\bNAME\b")  # to be filled in by the reader
+BLANK = re.compile(r"…|\.\.\.|\||<|NAME")  # to be filled in by the reader
 LINK = re.compile(r"\]\((?P<file>[^)#:\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
 
@@ -68,10 +68,11 @@ def _take(block: Block, kind: str, line: str) -> None:
 
 
 def mentioned(page: Path) -> list[str]:
-    """Commands in scripts, in indented blocks and between backticks, without comments; none that has a blank to fill."""
+    """Commands in scripts, indented blocks and backticks, without comments; none of a block or with blanks to fill."""
     text = re.sub(r"\\\n *", "", page.read_text("utf-8"))
     found = [re.split(r"  #| > | &", match["command"])[0].strip() for match in INLINE.finditer(text)]
-    return [command for command in found if not BLANK.search(command)]
+    run = {command for block in blocks(page) for command, _ in block.commands}
+    return [command for command in found if command not in run and not BLANK.search(command)]
 
 
 def words_of(command: str) -> list[str]:

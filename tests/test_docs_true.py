@@ -89,7 +89,7 @@ def row(tmp_path_factory):
     words = ["task=testbed_choice", "method=oracle", "limit=1", f"outputs_dir={tmp_path_factory.mktemp('out')}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", words), resolve=True)
-    given = {key: value for key, value in config.items() if key not in ("log", "experiment")}
+    given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
     (made,) = run(settings_of(given, {"task": "testbed_choice", "model": "testbed_rope"})).rows()
     return made
 
