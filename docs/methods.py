@@ -19,6 +19,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from kvexp.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
 CONF = ROOT / "conf" / "method"
@@ -75,12 +77,13 @@ def entries() -> list[Entry]:
 
 
 def _entry(path: Path) -> Entry:
-    from hydra.utils import get_class
+    from kvexp.build import build
 
     lines = path.read_text("utf-8").splitlines()
-    node = dict(OmegaConf.load(path))
+    node: dict[str, Any] = dict(OmegaConf.load(path))  # type: ignore[arg-type]
     notes = {line.partition(":")[0]: line.partition(" # ")[2] for line in lines}
-    cls = get_class(str(node.pop("_target_")))
+    cls = type(build(node, f"conf/method/{path.name}", within=("kvexp.methods", "kvexp.retrieval")))
+    del node["_target_"]
     return Entry(path.stem, lines[0].lstrip("# "), cls, [(str(key), node[key], notes[key]) for key in node])
 
 
@@ -165,11 +168,17 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python docs/methods.py", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if the page is not current")
-    if parser.parse_args(arguments).check:
-        current = PAGE.exists() and PAGE.read_text("utf-8") == text()
+    check = parser.parse_args(arguments).check
+    try:
+        page = text()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if check:
+        current = PAGE.exists() and PAGE.read_text("utf-8") == page
         print("current" if current else "not current; run: python docs/methods.py")
         return 0 if current else 1
-    PAGE.write_text(text(), encoding="utf-8")
+    PAGE.write_text(page, encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0
 
