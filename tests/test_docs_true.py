@@ -13,7 +13,8 @@ from pages import PAGES, ROOT
 
 import kvexp.methods
 import kvexp.retrieval
-from kvexp.build import typed
+from kvexp.build import build, typed
+from kvexp.errors import ConfigError
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.runner.run import run
 from kvexp.runner.settings import settings_of
@@ -122,3 +123,14 @@ def test_the_files_that_a_page_names_are_there(page):
     for name in re.findall(rf"`((?:{roots})/[\w./{{}}-]*)`", text):
         if name not in MADE and not re.search(r"NAME|[{<]", name):
             assert (ROOT / name).exists() or (ROOT / f"{name}.yaml").exists(), f"{page.name}: {name}"
+
+
+def test_a_class_that_is_not_exported_and_an_import_that_fails_are_told_apart(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no kvexp.methods.H3O; a new class has to be imported in kvexp/methods/__in"):
+        build({"_target_": "kvexp.methods.H3O"}, "method", within="kvexp.methods")
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.setattr(kvexp.methods, "__path__", [*kvexp.methods.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        build({"_target_": "kvexp.methods.broken.H2O"}, "method", within="kvexp.methods")
+    with pytest.raises(ConfigError, match=r"there is no kvexp\.methods\.gone\.H2O"):
+        build({"_target_": "kvexp.methods.gone.H2O"}, "method", within="kvexp.methods")
