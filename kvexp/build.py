@@ -41,7 +41,12 @@ def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}._target_: there is no {target}") from error
+        if isinstance(error, ModuleNotFoundError) and not module.startswith(error.name or module):
+            raise  # the module is there, something that it imports is not
+        package = module.replace(".", "/")
+        raise ConfigError(
+            f"{where}._target_: there is no {target}; a new class has to be imported in {package}/__init__.py"
+        ) from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{where}._target_: {target} cannot be configured")
     return cls

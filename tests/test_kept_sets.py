@@ -21,6 +21,7 @@ from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
 
+import kvexp.methods
 from kvexp.core import Budget, Cadence, Method, Noise
 from kvexp.generate import generate, pad_left
 from kvexp.generate.decoding import Decoding
@@ -32,6 +33,7 @@ from kvexp.methods import (
     DilatedWindow,
     Full,
     H2ODamping,
+    Ideal,
     KeyAttention,
     Keyformer,
     KeyformerA2SF,
@@ -323,3 +325,9 @@ def test_chunks_never_evict_before_the_last_one() -> None:
 def test_cadence_none_after_prefill_only() -> None:
     fed = evict_batch("llama", "h2o", [0], cadence=Cadence(every=None))
     assert [len(step[0][0][0]) for step in fed.kept] == [7 + j for j in range(NEW + 1)]
+
+
+def test_every_method_has_an_oracle() -> None:
+    """Ideal keeps everything and chooses for each query: test_reference.py and test_planted.py look at its rows."""
+    covered = {type(method) for method, _ in METHODS.values()}
+    assert covered | {Ideal} == {getattr(kvexp.methods, name) for name in kvexp.methods.__all__}

@@ -1,7 +1,7 @@
 """SnapKV: the prompt is judged once, by its last queries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class SnapKV(Method):
     evicts_while_decoding: ClassVar[bool] = False
     window: int = 32
     kernel: int = 5
-    pool: str = "max"
+    pool: Literal["max", "avg"] = "max"
 
     def __post_init__(self) -> None:
         if self.window < 1:
