@@ -57,7 +57,7 @@ class Decoding:
             raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
         if self.sample and self.temperature <= 0:
             raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
-        if isinstance(self.eos, str) and self.eos != "model":
+        if self.eos not in (None, "model") and not _token_ids(self.eos):
             raise ConfigError(f"eos must be a token id, a list of them, 'model' or null, got {self.eos!r}")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
@@ -67,6 +67,11 @@ class Decoding:
             raise ConfigError(f"stop_strings must be a list of texts, got {self.stop_strings!r}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
+
+
+def _token_ids(eos: Any) -> bool:
+    each = eos if isinstance(eos, list | tuple) else [eos]
+    return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in each)
 
 
 def processors(decoding: Decoding, seeds: list[int], columns: int, eos: list[int], device: Any) -> LogitsProcessorList:

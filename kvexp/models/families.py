@@ -51,6 +51,11 @@ def layers_of(config: Any) -> int:
     return int(config.num_hidden_layers)
 
 
+def kv_heads(config: Any) -> int:
+    """Heads that keys and values have."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
 def longest(config: Any) -> int:
     """Positions the model holds."""
     return int(getattr(config, family_of(config).limit))

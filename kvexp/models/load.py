@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
-from kvexp.models.families import FAMILIES, family_of
+from kvexp.models.families import FAMILIES, family_of, kv_heads, layers_of
 from kvexp.models.install import install
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -93,7 +93,10 @@ def random_model(
     configuration = random_config(family, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:  # torch's and transformers' own, of sizes that cannot be
+            raise _impossible(family, error) from error
     return install(model.to(device=device, dtype=dtype_of(dtype)))
 
 
@@ -106,10 +109,20 @@ def random_config(family: str, **config: Any) -> Any:
         if not hasattr(known, name):
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
     try:
-        return AutoConfig.for_model(family, **config)
+        made = AutoConfig.for_model(family, **config)
+        heads, groups = int(made.num_attention_heads), kv_heads(made)
+        if heads % groups or layers_of(made) < 1:
+            raise ValueError(
+                f"{layers_of(made)} layers of {heads} heads in {groups} groups; at least one layer, and whole groups"
+            )
     except Exception as error:  # the configurations' own validators: no common base
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model.config cannot be that of a {family} model: {reason}") from error
+        raise _impossible(family, error) from error
+    return made
+
+
+def _impossible(family: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(f"model.config cannot be that of a {family} model: {reason}")
 
 
 def check_device(device: str | None) -> None:

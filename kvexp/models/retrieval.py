@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvexp.errors import ConfigError
-from kvexp.models.families import family_of, layers_of, longest
+from kvexp.models.families import family_of, kv_heads, layers_of, longest
 from kvexp.retrieval.base import Retrieval
 
 _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDictionary()
@@ -19,11 +19,6 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDic
 def head_dim(config: Any) -> int:
     """Components of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def kv_heads(config: Any) -> int:
-    """Heads that keys and values have."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def check_retrieval(config: Any, method: Retrieval) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvexp.models.families import layers_of, longest
+from kvexp.models.families import kv_heads, layers_of, longest
 from kvexp.models.load import dtype_of
-from kvexp.models.retrieval import head_dim, kv_heads
+from kvexp.models.retrieval import head_dim
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def held(settings: Settings, lengths: Sequence[int]) -> list[int]:
 
 def token_bytes(model: Any) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    from kvexp.models.families import layers_of
-    from kvexp.models.retrieval import head_dim, kv_heads
+    from kvexp.models.families import kv_heads, layers_of
+    from kvexp.models.retrieval import head_dim
 
     config = model.config
     return 2 * layers_of(config) * kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)

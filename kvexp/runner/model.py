@@ -47,12 +47,14 @@ class ModelSpec:
             "pretrained": {"path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"},
             "random": {"family", "seed", "config"},
         }
-        if kind not in allowed:
+        if not isinstance(kind, str) or kind not in allowed:
             raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
         for name in node:
             if name not in allowed[kind] | {"kind", "dtype", "device", "chat"}:
                 raise ConfigError(f"model.{name} is not a setting of a {kind} model")
         if "config" in node:
+            if not isinstance(node["config"], dict):
+                raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
             node["config"] = json.dumps(node["config"], sort_keys=True)
         kinds = {"seed": int, "trust_remote_code": bool, "allow_pickle": bool, "chat": bool}
         for name, value in node.items():

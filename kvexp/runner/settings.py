@@ -120,6 +120,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
     budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
     cache = dict(config["cache"])
+    for name in ("mode", "positions", "evict_at_prefill", "evict_every", "observe", "beyond_context"):
+        if name not in cache:
+            raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
     every, at_prefill = cache.pop("evict_every"), cache.pop("evict_at_prefill")
     mode = cache.pop("mode")
     if mode == "auto":

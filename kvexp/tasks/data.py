@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,8 @@ import numpy as np
 
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
+
+from .json_rows import json_rows
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _COMMIT = re.compile("[0-9a-f]{7,40}")
@@ -124,33 +125,26 @@ def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> 
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
+    return json_rows(path) if KINDS[path.suffix] == "json" else _parquet_rows(path)
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:
-        if path.stat().st_size == 0:
-            raise ConfigError(f"task.data_files: {path} is empty; name a file with at least one row")
         with path.open("rb"):
             pass  # `datasets` reports a file it may not read as one that is not there
         name = glob.escape(str(path))  # `datasets` would take [ and * for a pattern
         with TemporaryDirectory() as cache:  # for the lock it takes: the rows themselves come straight from the file
-            loaded = load_dataset(KINDS[path.suffix], data_files=[name], split="train", streaming=True, cache_dir=cache)
+            loaded = load_dataset("parquet", data_files=[name], split="train", streaming=True, cache_dir=cache)
         yield from loaded
-    except ConfigError:
-        raise
-    except StopIteration:  # what `datasets` says when a file holds no row: `[]`
+    except StopIteration:  # what `datasets` says when a file holds no row
         return
     except Exception as error:  # pyarrow's, pandas' and datasets' own: no common base
         raise _unreadable(path, error) from error
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigError:
-    if path.suffix == ".jsonl" and not isinstance(error, OSError):
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    json.loads(line or "{}") if line.strip() else None
-                except json.JSONDecodeError as wrong:
-                    return ConfigError(f"line {number} of {path} is not JSON: {wrong}; correct or remove the line")
     return ConfigError(
         f"task.data_files: cannot read {path}: {error}; give one object per line (.jsonl), "
         "a list of objects (.json) or a table (.parquet)"
