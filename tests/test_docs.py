@@ -18,8 +18,6 @@ from kvexp.runner.sweep import SWEEP, Sweep
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 MENTIONED = sorted({(page.name, command) for page in PAGES for command in mentioned(page)})
-# Pages that are written beside these and may not be here yet.
-ELSEWHERE = ("docs/scaling.md", "docs/diagnosis.md")
 
 
 def here(words: list[str], outputs: Path) -> list[str]:
@@ -126,8 +124,6 @@ def test_an_option_that_is_gone_is_found():
 def test_links_lead_somewhere(page):
     for link in LINK.finditer(page.read_text("utf-8")):
         target = (page.parent / link["file"]).resolve() if link["file"] else page
-        if not target.exists() and str(target.relative_to(ROOT)) in ELSEWHERE:
-            continue
         assert target.exists(), f"{page.name}: {link['file']}"
         assert not link["anchor"] or link["anchor"] in anchors(target), f"{page.name}: #{link['anchor']}"
 
