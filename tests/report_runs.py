@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kvexp
+from kvexp.diagnose.files import EVICTIONS, Told, write_table, write_told
 from kvexp.record import Run, refuse
 
 EVIL = "<script>alert(1)</script>"
@@ -54,6 +55,14 @@ def labels(model: str, task: str, method: str, kv_ratio: float | None = None, se
     return found | {"experiment": "trial"}
 
 
+def diagnosed(run: Run) -> None:
+    """A log of e1: layer 0 loses position 1 in both heads and 0 in one, layer 1 (one head) loses 0 at step 1."""
+    texts = ["some ", EVIL, " text ", WORSE, " end"]
+    write_told(run, Told("e1", 3, 1, [5, 6, 7, 8, 9], texts, [2, 1], True, True))
+    log = {"step": [0, 0, 0, 1], "layer": [0, 0, 0, 1], "head": [0, 1, 0, 0], "position": [1, 1, 0, 0]}
+    write_table(run, "e1", EVICTIONS, log | {"score": [0.0] * 4, "rank": [0] * 4, "threshold": [1.0] * 4})
+
+
 def outputs(folder: Path) -> Path:
     """Two models and three tasks, one of them a needle; one run each partial, failed, refused, of older NUMERICS."""
     full = run(folder, labels("tiny", "xsum", "full"), 1.0, None, timed=True)
@@ -72,7 +81,7 @@ def outputs(folder: Path) -> Path:
     )
 
     evil = run(folder, labels(EVIL, WORSE, "full"), 1.0, None, said=EVIL)
-    run(folder, labels(EVIL, WORSE, WORSE, 0.5, f"x={EVIL}"), 0.7, evil.hash, said=WORSE)
+    diagnosed(run(folder, labels(EVIL, WORSE, WORSE, 0.5, f"x={EVIL}"), 0.7, evil.hash, said=WORSE))
 
     cells = [{"length": length, "depth": depth} for length in (128, 256) for depth in (0.0, 50.0, 100.0)]
     needle = {"cell": lambda index: cells[index % len(cells)]}

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
     "results": {".errors", ".record", "numpy", "pandas", "rich"},
     "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
-    "report": {".errors", ".results", ".figures", "pandas", "plotly"},
+    "report": {".errors", ".results", ".figures", ".diagnose", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "runner": {
         *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),

@@ -72,7 +72,8 @@ def resize(browser: Any, width: int) -> None:
 
 
 def choose(browser: Any, label: str, text: str) -> None:
-    (field,) = (each for each in browser.find_elements("css selector", "label.field") if each.text.startswith(label))
+    fields = browser.find_elements("css selector", "label.field")
+    field = next(each for each in fields if each.text.startswith(label))  # the first: sections stand in their order
     Select(field.find_element("tag name", "select")).select_by_visible_text(text)
 
 
@@ -91,7 +92,7 @@ def text_of(browser: Any, selector: str) -> str:
 
 def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
     sections = [each.get_attribute("id") for each in opened.find_elements("css selector", "main section")]
-    assert sections == ["explorer", "cost", "verdicts", "samples", "needle", "about"]
+    assert sections == ["explorer", "cost", "verdicts", "samples", "kept", "needle", "about"]
     assert headings(opened, "explorer") == [f"{EVIL} / {WORSE}", "old / xsum", "tiny / needle", "tiny / xsum"]
     evil, old, needle, xsum = drawn(opened, "explorer")
     assert len(old) == len(needle) == len(evil) == 1 and len(xsum) == 3  # h2o, keyformer, and tova's partial run
@@ -299,3 +300,22 @@ def test_nothing_is_wider_than_the_window(opened: Any, width: int) -> None:
         "return [...document.querySelectorAll('.js-plotly-plot')].map(n => [n.clientWidth, n._fullLayout.width])"
     )
     assert charts and all(abs(outer - inner) < 1 for outer, inner in charts)
+
+
+def test_kept_tokens_say_which_heads_hold_them(opened: Any) -> None:
+    """By hand: of three heads token 0 has lost one and token 1 two at the end of the prompt, the rest nothing."""
+
+    def tokens() -> list[list[str]]:
+        spans = opened.find_elements("css selector", "#kept .text span")
+        return [[each.get_attribute("class"), each.get_attribute("title")] for each in spans]
+
+    assert text_of(opened, "#kept .text") == f"some {EVIL} text {WORSE} end"
+    first, second, third, *unread = tokens()
+    assert first == ["some", "position 0: held by 2 of 3 heads\nlayer 0: 1 of 2\nlayer 1: 1 of 1"]
+    assert second == ["some", "position 1: held by 1 of 3 heads\nlayer 0: 0 of 2\nlayer 1: 1 of 1"]
+    assert third[0] == "all" and [kind for kind, _ in unread] == ["later question", "later answer"]
+    choose(opened, "When", "after 1 new tokens")
+    assert tokens()[0] == ["some", "position 0: held by 1 of 3 heads\nlayer 0: 1 of 2\nlayer 1: 0 of 1"]
+    assert [kind for kind, _ in tokens()][3:] == ["all question", "later answer"]
+    choose(opened, "Task", "needle")
+    assert "None of the runs shown was diagnosed." in text_of(opened, "#kept")

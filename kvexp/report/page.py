@@ -8,7 +8,7 @@ from kvexp.errors import ConfigError
 from .escape import digest, embed
 from .index import index
 from .section import Section
-from .sections import about, cost, explorer, needle, samples, verdicts
+from .sections import about, cost, explorer, kept, needle, samples, verdicts
 from .source import Source
 
 SECTIONS: tuple[Section, ...] = (
@@ -16,6 +16,7 @@ SECTIONS: tuple[Section, ...] = (
     cost.SECTION,
     verdicts.SECTION,
     samples.SECTION,
+    kept.SECTION,
     needle.SECTION,
     about.SECTION,
 )
