@@ -84,8 +84,7 @@ class Killer:
         assert sum(name.endswith("done.json") for name in truth) == 3, sorted(truth)
         while self.kills < wanted:
             name = f"killed{self.sweeps}"
-            # What is left after a kill takes less than the whole: half of it meets the work more often than its end.
-            while self.kills < wanted and self.killed(name, self.rng.uniform(0, duration / 2)):
+            while self.kills < wanted and self.killed(name, self.rng.uniform(0, duration)):
                 pass
             self.finish(name)
             found = content(self.folder / name)
