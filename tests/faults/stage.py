@@ -67,6 +67,7 @@ class Stage:
         line = [sys.executable, str(Path(__file__).resolve())]
         env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(line, cwd=ROOT, env=env, stdin=pipe, stdout=pipe, text=True)
+        assert json.loads(self.process.stdout.readline()) == "loaded"  # a child's time shall be its own
 
     def __enter__(self):
         return self
@@ -98,6 +99,8 @@ def _serve():
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     _load()
+    answers.write('"loaded"\n')
+    answers.flush()
     children = {}
     for line in sys.stdin:
         order = json.loads(line)
