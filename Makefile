@@ -40,7 +40,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,eval]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,eval,scale,search]'
 	@touch $@
 
 demo: $(VENV)/.stamp ## a sweep of three methods at three budgets, ending in a table and a figure (outputs/demo.png)
