@@ -288,7 +288,7 @@ class LayerState:
             if self.attention_kept is not None:
                 self.attention_kept = self.attention_kept[rows.to(self.attention_kept.device)]
 
-    def kept(self) -> list[list[list[int]]]:
+    def kept(self, rows: slice = slice(None)) -> list[list[list[int]]]:
         """Position ids held, per batch row and kv head, ascending (in mask mode: those still visible)."""
         if self.slots is None:
             raise CacheError("this layer has not seen a prompt yet")
@@ -296,4 +296,4 @@ class LayerState:
         positions = slots.positions[:, :, : slots.used]
         if slots.visible is not None:
             positions = positions.masked_fill(~slots.visible[:, :, : slots.used], -1)
-        return [[sorted(p for p in head if p >= 0) for head in row] for row in positions.tolist()]
+        return [[sorted(p for p in head if p >= 0) for head in row] for row in positions[rows].tolist()]

@@ -95,7 +95,6 @@ def told_of(case: Case, made: Generation, row: Row) -> Told:
     ids = [*case.prompt, *case.question, *made.tokens[0]]
     (receipt,) = receipts(made.cache)
     output = case.tokenizer.decode(made.tokens[0], skip_special_tokens=True)
-    same_kept = receipt.kept_digest == row["receipt"]["kept_digest"]
     return Told(
         example=row["example"],
         prompt_tokens=len(case.prompt),
@@ -104,7 +103,7 @@ def told_of(case: Case, made: Generation, row: Row) -> Told:
         texts=texts_of(case.tokenizer, ids),
         heads=[state.slots.keys.shape[1] for state in made.cache.states if state.slots is not None],
         same_output=output == row["output"],
-        same_kept=same_kept or (None if row["receipt"]["batch_size"] > 1 else False),
+        same_kept=receipt.kept_digest == row["receipt"]["kept_digest"],
     )
 
 

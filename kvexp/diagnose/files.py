@@ -34,9 +34,9 @@ EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"
 class Told:
     """NAME.json. ids, texts: of prompt, question and answer, in order of position; the texts joined are the whole text.
 
-    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots are those of the row (kept:
-    None where the row was one of a batch and may have been padded there after its end). agrees: for each token of the
-    answer whether the full cache, fed the same tokens before it, would have written it too (twin runs only).
+    heads: kv heads of each layer; same_output, same_kept: whether output and kept slots are those of the row. agrees:
+    for each token of the answer whether the full cache, fed the same tokens before it, would have written it too (twin
+    runs only).
     """
 
     example: str
@@ -46,7 +46,7 @@ class Told:
     texts: list[str]
     heads: list[int]
     same_output: bool
-    same_kept: bool | None
+    same_kept: bool
     agrees: list[bool] | None = None
 
     @property
@@ -60,7 +60,7 @@ class Told:
 
     @property
     def same(self) -> bool:
-        return self.same_output and self.same_kept is not False
+        return self.same_output and self.same_kept
 
 
 def stem(run: Run, example: str) -> Path:

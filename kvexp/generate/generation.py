@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvexp.core import Ledger
 from kvexp.errors import CacheError, NotFinite
+from kvexp.generate.receipt import Receipt
 from kvexp.models import EvictionCache
 
 
@@ -32,7 +33,8 @@ class Timing:
 class Generation:
     """tokens: new token ids per row, cut after the end token; sequences [B, columns]: prompts and new tokens, padded.
 
-    beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it.
+    beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it; ends: receipts
+    of rows that ended before the batch did, as they stood then (`receipts` takes both).
     """
 
     tokens: list[list[int]]
@@ -42,6 +44,7 @@ class Generation:
     cache: EvictionCache
     beam_scores: list[float] | None = None
     logits: tuple[Tensor, ...] = field(default=(), repr=False)
+    ends: dict[int, Receipt] = field(default_factory=dict, repr=False)
 
 
 def check_scores(cache: EvictionCache) -> None:

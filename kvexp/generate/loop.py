@@ -14,6 +14,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate.context import Context, one_step
 from kvexp.generate.decoding import Decoding, processors
 from kvexp.generate.generation import Generation, Timing, check_columns, check_scores, cut
+from kvexp.generate.receipt import Receipt, receipt_of
 from kvexp.generate.request import eos_ids, pad_id
 from kvexp.models import EvictionCache, JoinedCache
 
@@ -85,6 +86,7 @@ class _Written:
     ids: Tensor
     stamps: list[float]
     logits: list[Tensor] = field(default_factory=list)
+    ends: dict[int, Receipt] = field(default_factory=dict)  # of rows that ended before the others
 
 
 @torch.no_grad()
@@ -116,6 +118,7 @@ def finish(
                 ledger=context.cache.ledger,
                 cache=context.cache,
                 logits=tuple(one.logits),
+                ends=one.ends,
             )
         )
     return made
@@ -141,10 +144,14 @@ def _write(
             for place, which in enumerate(going):
                 written[which].logits.append(rows.logits[place * size : (place + 1) * size].float())
         token = chooser.take(rows)
-        ended = chooser.done.view(-1, size).all(1).tolist()  # waits for the device, so that the stamp is true
+        done = chooser.done.view(-1, size).tolist()  # waits for the device, so that the stamp is true
+        ended = [all(each) for each in done]
         now = time.perf_counter()
         for place, which in enumerate(going):
             written[which].stamps.append(now)
+            if left and not ended[place]:
+                fresh = (row for row, over in enumerate(done[place]) if over and row not in written[which].ends)
+                written[which].ends |= {row: receipt_of(contexts[which].cache, row) for row in fresh}
             if ended[place] or not left:
                 written[which].ids = rows.ids[place * size : (place + 1) * size]
         if all(ended) or not left:

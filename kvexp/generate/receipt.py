@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexp.models import EvictionCache
@@ -12,7 +13,7 @@ from kvexp.retrieval.account import account
 
 @dataclass(frozen=True)
 class Receipt:
-    """slots: live slots per kv head at the end, mean over layers and heads; bytes: this row's share of the batch's.
+    """slots: live slots per kv head at the row's end, mean over layers and heads; bytes: its share of the batch's.
 
     first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
     kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
@@ -35,30 +36,34 @@ class Receipt:
     retrieval: dict[str, Any] | None = None
 
 
-def receipts(cache: EvictionCache) -> list[Receipt]:
-    """One receipt per sample of the batch; of a sample's beams, the first stands for all."""
+def receipts(cache: EvictionCache, ends: Mapping[int, Receipt] | None = None) -> list[Receipt]:
+    """One receipt per sample of the batch; of a sample's beams, the first stands for all.
+
+    ends: of samples that ended before the batch did, theirs at that time; bytes are the batch's at its end for all.
+    """
+    rows = int(cache.timeline.seeds.shape[0]) // cache.timeline.num_beams
+    made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
+    held, peak = cache.ledger.bytes // rows, cache.ledger.peak_bytes // rows
+    return [replace(one, kv_bytes=held, peak_kv_bytes=peak) for one in made]
+
+
+def receipt_of(cache: EvictionCache, sample: int) -> Receipt:
+    """Of one sample as it stands now: what follows its end is padding, which evicts and is held like any token."""
     beams = cache.timeline.num_beams
-    layers = [state.kept() for state in cache.states]
-    rows = len(layers[0]) // beams
-    watched = [s.attention_kept.tolist() for s in cache.states if s.attention_kept is not None]
-    result = []
-    for sample in range(rows):
-        row = sample * beams
-        held = [layer[row] for layer in layers]
-        by_layer = [sum(map(len, heads)) / len(heads) for heads in held]
-        starts = [s.first_eviction[row] for s in cache.states if s.first_eviction]
-        steps = [step for step in starts if step is not None]
-        result.append(
-            Receipt(
-                slots=sum(by_layer) / len(by_layer),
-                slots_by_layer=by_layer,
-                kv_bytes=cache.ledger.bytes // rows,
-                peak_kv_bytes=cache.ledger.peak_bytes // rows,
-                first_eviction_step=min(steps) if steps else None,
-                kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
-                attention_kept=sum(w[row] for w in watched) / len(watched) if watched else None,
-                batch_size=rows,
-                retrieval=account(cache.states, range(row, row + beams)),
-            )
-        )
-    return result
+    row, rows = sample * beams, int(cache.timeline.seeds.shape[0]) // beams
+    held = [state.kept(slice(row, row + 1))[0] for state in cache.states]
+    by_layer = [sum(map(len, heads)) / len(heads) for heads in held]
+    watched = [float(s.attention_kept[row]) for s in cache.states if s.attention_kept is not None]
+    starts = [s.first_eviction[row] for s in cache.states if s.first_eviction]
+    steps = [step for step in starts if step is not None]
+    return Receipt(
+        slots=sum(by_layer) / len(by_layer),
+        slots_by_layer=by_layer,
+        kv_bytes=cache.ledger.bytes // rows,
+        peak_kv_bytes=cache.ledger.peak_bytes // rows,
+        first_eviction_step=min(steps) if steps else None,
+        kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
+        attention_kept=sum(watched) / len(watched) if watched else None,
+        batch_size=rows,
+        retrieval=account(cache.states, range(row, row + beams)),
+    )

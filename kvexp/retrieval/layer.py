@@ -243,8 +243,8 @@ class RetrievalState:
         """[B], see Tally; stands where that of `LayerState` stands."""
         return self.tally.kept if self.tally is not None else None
 
-    def kept(self) -> list[list[list[int]]]:
+    def kept(self, rows: slice = slice(None)) -> list[list[list[int]]]:
         """Position ids the newest token attended to, per batch row and kv head, ascending; before there is one, all."""
         if self.memory is None or self.tally is None:
             raise CacheError("this layer has not seen a prompt yet")
-        return self.tally.positions(self.memory)
+        return self.tally.positions(self.memory)[rows]

@@ -80,7 +80,7 @@ def answers_of(result: Any, tokenizer: Any) -> list[Answer]:
     seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
     return [
         Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), dataclasses.asdict(receipt), seconds)
-        for tokens, receipt in zip(result.tokens, receipts(result.cache), strict=True)
+        for tokens, receipt in zip(result.tokens, receipts(result.cache, result.ends), strict=True)
     ]
 
 
