@@ -9,9 +9,9 @@ from rich.console import Console
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.classes import classes_of
 from kvexp.diagnose.diff import differences, outcome
-from kvexp.diagnose.files import EVICTIONS, Told, write_table, write_told
 from kvexp.diagnose.gap import draw, gaps, show
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, Told, write_table, write_told
 from kvexp.record import Run
 from kvexp.results import stats
 

@@ -20,11 +20,11 @@ import kvexp.runner.run
 from kvexp.core import Budget, Cadence
 from kvexp.diagnose.after import Log, Twin
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.files import EVICTIONS, has, read_table, read_told
 from kvexp.diagnose.folders import run_at
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, has, read_table, read_told
 from kvexp.generate import Decoding
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs

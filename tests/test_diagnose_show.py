@@ -7,12 +7,12 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kvexp.diagnose.files import Told
 from kvexp.diagnose.page import page
 from kvexp.diagnose.show import mark, show
 from kvexp.diagnose.texts import texts_of
-from kvexp.diagnose.view import made
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import Told
+from kvexp.evictions.view import made
 from kvexp.models.byte_tokenizer import byte_tokenizer
 
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered

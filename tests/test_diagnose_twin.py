@@ -12,8 +12,8 @@ from tiny import CONFIGS, stock
 from kvexp.core import Budget
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.draw import curves, heatmaps
-from kvexp.diagnose.files import TWIN, read_table, read_told
 from kvexp.diagnose.twin import MEASURES, twin
+from kvexp.evictions.files import TWIN, read_table, read_told
 from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.record import runs
 from kvexp.runner.job import run_job

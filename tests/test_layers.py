@@ -42,14 +42,15 @@ ALLOWED: dict[str, set[str]] = {
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
     "results": {".errors", ".record", "numpy", "pandas", "rich"},
     "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
-    "report": {".errors", ".results", ".figures", ".diagnose", "pandas", "plotly"},
+    "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
+    "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "runner": {
         *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
         *(".record", ".log", ".results", "torch", "numpy", "hydra", "omegaconf", "rich"),
     },
     "diagnose": {
-        *(".errors", ".core", ".methods", ".models", ".generate", ".tasks", ".testbed", ".runner"),
+        *(".errors", ".core", ".methods", ".models", ".generate", ".tasks", ".testbed", ".runner", ".evictions"),
         *(".record", ".results", ".figures", "torch", "numpy", "pandas", "pyarrow", "matplotlib", "rich"),
     },
 }
@@ -185,7 +186,9 @@ def test_no_layer_reaches_itself(layer: str) -> None:
     assert f".{layer}" not in reachable(layer)
 
 
-@pytest.mark.parametrize("layer", ["", "errors", "record", "log", "results", "figures", "report", "dashboards"])
+@pytest.mark.parametrize(
+    "layer", ["", "errors", "record", "log", "results", "figures", "evictions", "report", "dashboards"]
+)
 def test_reading_results_needs_no_torch(layer: str) -> None:
     assert not {"torch", "transformers"} & reachable(layer)
 
@@ -221,7 +224,10 @@ def test_imports_with_torch_and_transformers_alone(layer: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("layer", ["", "errors", "hub", "record", "log", "results", "figures", "report", "dashboards"])
+LIGHT = ["", "errors", "hub", "record", "log", "results", "figures", "evictions", "report", "dashboards"]
+
+
+@pytest.mark.parametrize("layer", LIGHT)
 def test_imports_without_torch(layer: str) -> None:
     modules = modules_under(layer)
     if not modules:

@@ -11,6 +11,7 @@ from kvexp.generate import generate, receipts
 from kvexp.runner.model import load
 from kvexp.runner.padding import budget_of
 from kvexp.runner.run import run
+from kvexp.runner.seeds import sampling_seed
 from kvexp.runner.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +39,7 @@ def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
             made.budget,
             decoding=made.decoding,
             tokenizer=tokenizer,
-            seeds=[made.seed + row["index"], 0],
+            seeds=[sampling_seed(made, example), 0],
             **made.plan(),
         )
         receipt = receipts(padded.cache)[0]

@@ -82,7 +82,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
     from kvexp.diagnose.page import page
     from kvexp.diagnose.show import show
-    from kvexp.diagnose.view import view
+    from kvexp.evictions.view import view
 
     run = run_at(args.run)
     row = chosen(rows_of(run), args.example)
@@ -96,8 +96,8 @@ def _show(args: argparse.Namespace, console: Console) -> None:
 
 def _draw(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.draw import curves, heatmaps, losses, save
-    from kvexp.diagnose.files import FOLDER
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+    from kvexp.evictions.files import FOLDER
 
     run = run_at(args.run)
     rows = rows_of(run)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.files import EVICTIONS, TWIN, Told, has, write_asked, write_table, write_told
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
 from kvexp.diagnose.runs import cases
@@ -20,6 +19,7 @@ from kvexp.diagnose.texts import texts_of
 from kvexp.diagnose.twin import twin
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, TWIN, Told, has, write_asked, write_table, write_told
 from kvexp.generate import Generation, receipts
 from kvexp.record import Run
 from kvexp.runner.progress import Progress

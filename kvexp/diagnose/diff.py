@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvexp.diagnose.classes import CLASSES, classes_of
-from kvexp.diagnose.files import EVICTIONS, Told, has, need_told, read_table
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, Told, has, need_told, read_table
 from kvexp.record import Run
 
 DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))

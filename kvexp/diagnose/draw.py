@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kvexp.diagnose.files import TWIN, has, read_table
 from kvexp.diagnose.folders import rows_of
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import TWIN, has, read_table
 from kvexp.record import Run
 
 # measure -> (title, the end of the color scale, color map)

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvexp.diagnose.files import EVICTIONS, has, need_told, read_table
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of, title_of
 from kvexp.diagnose.replay import Found, evidence, replayed, save, saved
 from kvexp.diagnose.runs import cases, settings_at
 from kvexp.errors import CacheError
+from kvexp.evictions.files import EVICTIONS, has, need_told, read_table
 from kvexp.record import Run
 
 NOTHING = "not even with every eviction undone does the full cache's answer come back"

@@ -143,6 +143,6 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
 
 def where_of(pairs: Sequence[str]) -> dict[str, Any]:
     """The words of --where."""
-    from kvexp.results.__main__ import where
+    from kvexp.results.where import where
 
     return where(pairs)

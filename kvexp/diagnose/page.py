@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from kvexp.diagnose.view import View
+from kvexp.evictions.view import View
 
 STYLE = """
 .kept { font: 15px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; color: #111; }

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.files import read_asked
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import read_asked
 from kvexp.record import Run, identity
 from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.model import load, tokenizer_of

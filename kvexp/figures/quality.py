@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _where(pairs: Sequence[str]) -> Mapping[str, Any]:
-    from kvexp.results.__main__ import where
+    from kvexp.results.where import where
 
     return where(pairs)
 

@@ -7,7 +7,7 @@
                    asked.json       the labels it was asked for under, once there are several; the latest come last
                    done.json        how many rows a finished run has
                    failure.json     why the last attempt failed
-                   diagnose/        what kvexp.diagnose has added, if asked for: see kvexp.diagnose.files
+                   diagnose/        what kvexp.diagnose has added, if asked for: see kvexp.evictions.files
                    .lock .claim     held while a file is changed, while the run is worked on; empty, and never removed
                    .claim.i-of-n    held while that part of its examples is worked on
     outputs/.refused/<key>.json     a job that failed before it had a folder: overrides, labels, error, message, time

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvexp.errors import ConfigError
-from kvexp.results.__main__ import where
+from kvexp.results.where import where
 
 from .page import page
 from .source import read

@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from rich.console import Console
@@ -14,6 +13,7 @@ from kvexp.errors import ConfigError
 
 from . import print_table, table, to_markdown
 from .render import X_AXES
+from .where import where
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,17 +50,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--csv", type=Path, metavar="FILE", help="write every column as CSV")
     result.add_argument("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
     result.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
-    return result
-
-
-def where(pairs: Sequence[str]) -> dict[str, Any]:
-    """["method=h2o,tova"] -> {"method": ["h2o", "tova"]}."""
-    result: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, values = pair.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--where takes LABEL=VALUE, got {pair!r}; name the outputs folder before --where")
-        result.setdefault(name, []).extend(values.split(","))
     return result
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omegaconf import DictConfig, OmegaConf
 
 from kvexp.build import build
+from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvexp.record import Run
@@ -25,8 +26,13 @@ class Diagnosis(Protocol):
 
 def diagnosis_of(config: DictConfig) -> Diagnosis | None:
     """The option of `diagnose`; None for none."""
-    node: Any = OmegaConf.to_container(config.diagnose, resolve=True)
+    chosen = config.get("diagnose")
+    if not isinstance(chosen, DictConfig):
+        raise ConfigError(f"diagnose must be one of the options in conf/diagnose (none, log, twin), got {chosen!r}")
+    node: Any = OmegaConf.to_container(chosen, resolve=True)
     if node.get("_target_") is None:
+        if extra := sorted(node.keys() - {"_target_"}):
+            raise ConfigError(f"diagnose=none has no {', '.join(map(str, extra))}; choose diagnose=log or twin")
         return None
     made: Diagnosis = build(node, "diagnose", within="kvexp.diagnose")
     return made

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kvexp.diagnose.files import EVICTIONS, has, need_told, read_table
-from kvexp.diagnose.view import made
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, has, need_told, read_table
+from kvexp.evictions.view import made
 from kvexp.results.read import Folder
 
 from ..section import Section

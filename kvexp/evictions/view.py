@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.diagnose.files import EVICTIONS, Told, need_told, read_table
 from kvexp.errors import ConfigError
+from kvexp.evictions.files import EVICTIONS, Told, need_told, read_table
 from kvexp.record import Run
 
 Array = Any  # of numpy
