@@ -4,10 +4,13 @@ import pytest
 import torch
 from tiny import CONFIGS, prompts_of, tiny
 
+import kvexp.core.ladder as ladder
 import kvexp.core.layer as layer
 import kvexp.core.noise as noise
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate, receipts
+from kvexp.generate import Decoding, Variant, generate, prefill, prefill_together, receipts
+from kvexp.generate.context import one_step
+from kvexp.generate.loop import joined
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -144,3 +147,83 @@ def test_noise_is_hashed_anew_when_the_steps_ahead_are_used_up(monkeypatch):
     short, general, taken = both("llama", Keyformer(), HALF, ROWS["padded"], monkeypatch)
     assert taken == 13 * 2
     alike(short, general)
+
+
+@torch.no_grad()
+def test_all_layers_keep_their_books_together_once_each_has_taken_a_step():
+    """From the third step on, and no longer once rows have been selected; a copy of the cache begins anew."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    context = prefill(model, rows, Keyformer(), HALF, max_new_tokens=14, seeds=[1, 2])
+    cache, token = context.cache, torch.tensor([[5], [6]])
+    joint = []
+    for step in range(5):
+        one_step(model, token, torch.tensor([[40], [33]]) + step, cache)
+        joint.append(cache.states[0].ladder.joint)
+    assert joint == [False, True, True, True, True]
+    first, second = (state.held().positions for state in cache.states)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    copied = cache.fork([1, 0])
+    assert not copied.states[0].ladder.joint and copied.states[0].ladder is copied.states[1].ladder
+    assert copied.states[0].ladder is not cache.states[0].ladder and cache.states[0].ladder.joint
+    cache.batch_select_indices(torch.tensor([1]))
+    assert not cache.states[0].ladder.joint
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_rows_selected_between_steps(method, monkeypatch):
+    """Rows are exchanged, repeated and dropped while all layers' books lie together; against the general path."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33, 40))
+    made = []
+    for general in (False, True):
+        if general:
+            monkeypatch.setattr(layer.step, "ready", lambda *_: False)
+        cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
+        places, logits = torch.tensor([[40], [33], [40]]), []
+        for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
+            for step in range(4):
+                token = (places * 7 + step) % 50 + 1
+                logits.append(one_step(model, token, places, cache))
+                places = places + 1
+            cache.batch_select_indices(torch.tensor(picked))
+            places = places[picked]
+        made.append((logits, [cache.kept(number) for number in range(2)]))
+    for one, other in zip(made[0][0], made[1][0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert made[0][1] == made[1][1]
+
+
+def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
+    """Each layer keeps its own books: the numbers are the same to the bit."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    decoding, each = Decoding(14, eos=None), []
+    for most in (ladder.MOST, 0):
+        monkeypatch.setattr(ladder, "MOST", most)
+        each.append(generate(model, rows, Keyformer(), HALF, decoding=decoding, seeds=[1, 2], keep_logits=True))
+    together, apart = each
+    assert [one.cache.states[0].ladder.joint for one in each] == [True, False]
+    assert torch.equal(torch.stack(together.logits), torch.stack(apart.logits))
+    assert scores(together.cache) == scores(apart.cache)
+
+
+@pytest.mark.parametrize("method", [H2O(), Keyformer(), StreamingLLM()], ids=repr)
+def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkeypatch):
+    """The first layer holds more than the second."""
+    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, pyramid=0.4), ROWS["padded"], monkeypatch)
+    assert taken > 13 and not short.cache.states[0].ladder.joint
+    alike(short, general)
+
+
+@torch.no_grad()
+def test_caches_that_decode_together_keep_one_set_of_books():
+    """Two sizes of each method share their buffers; a window's renumbered sinks are a stack apart."""
+    methods = (H2O(), Keyformer(), A2SF(alpha=0.5), Window(), StreamingLLM(), StreamingLLM(n_sinks=2))
+    variants = [Variant(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    contexts = prefill_together(model, rows, variants, max_new_tokens=14, seeds=[4, 5])
+    cache = joined(contexts)
+    places = torch.tensor([[40], [33]] * len(variants))
+    for step in range(4):
+        one_step(model, places % 50 + 1, places + step, cache)
+    ladders = cache.layers[0].state.ladders
+    assert sorted(map(len, ladders)) == [4, 8] and all(ladder.joint for ladder in ladders.values())

@@ -8,6 +8,7 @@ from torch import Tensor
 from kvexp.core import score, step
 from kvexp.core.attend import Geometry, Sight, attend_prompt, attend_with, renumbered
 from kvexp.core.evict import Overwrite, Quota, mode_of, protected, ranked
+from kvexp.core.ladder import Ladder
 from kvexp.core.ledger import Ledger
 from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
@@ -25,11 +26,21 @@ Columns = dict[tuple[Attention, str, int | None], Tensor]
 class LayerState:
     """The cache of one attention layer. Batch rows are independent unless the method says otherwise."""
 
+    _stack: step.Stack | None
+
     def __init__(
-        self, plan: Plan, index: int, layers: int, timeline: Timeline, ledger: Ledger, shared: SharedScore | None
+        self,
+        plan: Plan,
+        index: int,
+        layers: int,
+        timeline: Timeline,
+        ledger: Ledger,
+        shared: SharedScore | None,
+        ladder: Ladder | None = None,
     ) -> None:
         self.plan, self.index, self.layers = plan, index, layers
         self.timeline, self.ledger, self.shared = timeline, ledger, shared
+        self.ladder = Ladder(1) if ladder is None else ladder  # of all layers of this cache
         self.view = plan.method.view
         self.quick = step.allowed(plan, shared is not None)
         self.reset()
@@ -37,7 +48,7 @@ class LayerState:
     def reset(self) -> None:
         """Forget everything; the next forward starts a prompt."""
         self.slots: Slots | None = None
-        self._stack: step.Stack | None = None
+        self._unstack()
         self.quota: Quota | None = None
         self.columns = 0
         self.evicted = False
@@ -54,7 +65,7 @@ class LayerState:
         """
         if step.ready(self, query, padding):
             return self._alone().forward(query, key, value, geometry)
-        self._stack = None
+        self._unstack()
         sight = self.look(query, key, value, geometry, padding)
         out, probabilities = self.attend(sight)
         self.finish(sight, probabilities, {})
@@ -63,8 +74,12 @@ class LayerState:
     def _alone(self) -> step.Stack:
         """A stack of this cache only, made anew when its buffers have become others."""
         if self._stack is None or self._stack.keys is not self.held().keys:
-            self._stack = step.Stack([self])
+            self._stack = step.Stack([self], self.ladder)
         return self._stack
+
+    def _unstack(self) -> None:
+        self._stack = None
+        self.ladder.clear()
 
     def look(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Sight:
         """The first part of `forward`: store the newcomers and say what they see."""
@@ -127,7 +142,8 @@ class LayerState:
             self.mode.loosen()
         place = self.mode.place() if key.shape[2] == 1 and not time.in_prompt else None
         if place is not None:
-            slots.write(place, key, value, positions, born)
+            slots.write(place, key, value)
+            slots.enter(place, positions, born)
         else:
             slots.append(key, value, positions, born, room=self._room())
         return slots
@@ -276,7 +292,7 @@ class LayerState:
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows: keys, values, positions, score and bookkeeping together."""
-        self._stack = None
+        self._unstack()
         if self.slots is not None:
             self.slots.select_rows(rows)
             self.mode.select_rows(rows)

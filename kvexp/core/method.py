@@ -98,6 +98,11 @@ class Method:
         """[B, H, S] float32, higher is kept longer. Protection of sinks and recents is the core's business."""
         return now.score
 
+    @property
+    def ranks_by_score(self) -> bool:
+        """Is `rank` the score itself?"""
+        return type(self).rank is Method.rank
+
     def after_eviction(self, score: Tensor) -> Tensor:
         """The score of the survivors once a reduction has happened."""
         return score

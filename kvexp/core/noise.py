@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,16 +122,21 @@ class Noise:
         if self.constant:
             return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
         if not self.fresh:
-            keys = key_positions.repeat_interleave(heads // key_positions.shape[1], dim=1)
-            return hashed(self.kind, stream(seeds, layer, heads), keys)[:, :, None]
+            return hashed(self.kind, stream(seeds, layer, heads), _by_query_head(key_positions, heads))[:, :, None]
         return _taken(self.kind, self.places(seeds, layer, heads, query_positions), key_positions)
 
-    def following(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """`draw` as a function of positions, for one query per row whose position grows by one from call to call."""
-        if self.fresh and not self.constant:
-            places = Following(stream(seeds, layer, heads))
+    def following(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`draw` as a function of positions, for one query per row whose position grows by one from call to call.
+
+        Rows are those of the first of `layers`, then those of the next: positions [L * B, 1] and [L * B, H, S].
+        """
+        streams = torch.cat([stream(seeds, layer, heads) for layer in layers])
+        if self.constant:
+            return lambda _, keys: torch.full((), EULER if self.kind == "constant" else 0.0, device=keys.device)
+        if self.fresh:
+            places = Following(streams)
             return lambda queries, keys: _taken(self.kind, places.places_of(queries), keys)
-        return functools.partial(self.draw, seeds, layer, heads)
+        return lambda _, keys: hashed(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
 
     def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
         """Where in the pool each query's draws start, for `heads` query heads from `first` on: [B, heads, Q] int32."""
@@ -156,6 +161,11 @@ class Following:
             self.ready = iter(_places(self.streams, query_positions + ahead).split(1, dim=-1))
             places = next(self.ready)
         return places
+
+
+def _by_query_head(keys: Tensor, heads: int) -> Tensor:
+    """[B, H or 1, S] -> [B, heads, S]."""
+    return keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
 def _places(streams: Tensor, query_positions: Tensor) -> Tensor:

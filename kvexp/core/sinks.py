@@ -29,7 +29,7 @@ class Moved:
         """Replace the sinks' logits in x [R, H, G, 1, S]. They never left the first slots, where eviction put them."""
         if geometry.rotation is not None:
             heads = query.flatten(1, 2)
-            turned = geometry.rotation.shift(heads, by.expand(-1, heads.shape[1], 1))
+            turned = geometry.rotation.shift(heads, by)
             query = turned.unflatten(1, query.shape[1:3])
         keys, where = slots.keys[:, :, : self.most], slots.positions[:, :, : self.most]
         nearer = newest_logits(query, keys, where, newest + by, geometry)

@@ -96,10 +96,13 @@ class Slots:
                 new[:, :, self.used :] = -1
             self._replace(name, new)
 
-    def write(self, at: Tensor, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
-        """Overwrite one slot per head in place. at [B, H, 1]; keys [B, H, 1, D]; positions [B, 1]; score [B, H, 1]."""
+    def write(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Overwrite one slot's key and value per head in place. at [B, H, 1]; keys [B, H, 1, D]."""
         self.keys.scatter_(2, at[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
         self.values.scatter_(2, at[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
+
+    def enter(self, at: Tensor, positions: Tensor, score: Tensor) -> None:
+        """Say who is in the slots `at` from now on. positions [B, 1]; score [B, H, 1]."""
         self.positions.scatter_(2, at, positions[:, None].expand(at.shape))
         self.score.scatter_(2, at, score)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -47,24 +47,27 @@ class Tempered:
         self.rows, self.states, self.sizes = rows, states, sizes
         self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
         self.temperatures = Temperatures(states, sizes)
-        self._zeta: Callable[[Tensor, Tensor], Tensor] | None = None  # stays the same from step to step
+        self._following: tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] | None = None
 
-    def observed(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
-        """[R, H, G, 1, S] of rows x [R, H, G, 1, S] at positions [R, 1], over slots that hold positions [R, H, S]."""
-        x = self._noised(x, positions, where)
-        # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
-        return torch.softmax(x.div_(self.temperatures.now(x.device)[:, None, None, None, None]), dim=-1)
-
-    def _noised(self, x: Tensor, positions: Tensor, where: Tensor) -> Tensor:
-        """x + zeta in memory of its own."""
+    def zeta(self, positions: Tensor, where: Tensor, layers: Sequence[int], groups: int) -> list[Tensor] | None:
+        """Per layer the noise [R, H, G, 1, S] (or a scalar) of queries at positions [R, 1] and slots at where [L, R, H,
+        S]; None where there is none. To be called once a step."""
         if self.noise is None:
-            return x.clone()
-        h, g = x.shape[1:3]
-        if self._zeta is None:
-            seeds = [state.timeline.seeds.to(x.device) for state in self.states]
-            self._zeta = self.noise.following(torch.cat(seeds), self.states[0].index, h * g)
-        zeta = self._zeta(positions, where)
-        return x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
+            return None
+        count, heads = len(layers), where.shape[2] * groups
+        if self._following is None or self._following[0] != tuple(layers):
+            seeds = torch.cat([state.timeline.seeds.to(where.device) for state in self.states])
+            self._following = tuple(layers), self.noise.following(seeds, layers, heads)
+        drawn = self._following[1](positions.repeat(count, 1), where.flatten(0, 1))
+        if drawn.ndim == 0:
+            return [drawn] * count
+        return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0]))
+
+    def observed(self, x: Tensor, zeta: Tensor | None, tau: Tensor) -> Tensor:
+        """[R, H, G, 1, S] of rows x [R, H, G, 1, S]; tau [R]."""
+        # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
+        tau = tau[:, None, None, None, None]
+        return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
 
 
 def turn(state: LayerState) -> tuple[int, str]:

@@ -54,7 +54,11 @@ class Keyformer(Method):
             raise ConfigError("key_window=release_frozen needs a recent window: the release drops nothing without one")
         return recent
 
+    @property
+    def ranks_by_score(self) -> bool:
+        return self.key_window == "paper"
+
     def rank(self, now: Moment) -> Tensor:
-        if self.key_window == "paper":
+        if self.ranks_by_score:
             return now.score
         return now.score.masked_fill(now.leaving(), -torch.inf)

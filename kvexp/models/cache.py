@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
 from kvexp.core.evict import Quota
+from kvexp.core.ladder import Ladder
 from kvexp.core.shared import SharedScore
 from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
@@ -125,7 +126,8 @@ class EvictionCache(Cache):
             crew = Crew(prepared=prepare(model, method))
             states = [RetrievalState(self.plan, i, count, self.timeline, self.ledger, crew) for i in range(count)]
         else:
-            states = [LayerState(self.plan, i, count, self.timeline, self.ledger, self.shared) for i in range(count)]
+            common = (self.timeline, self.ledger, self.shared, Ladder(count))
+            states = [LayerState(self.plan, i, count, *common) for i in range(count)]
         super().__init__(layers=[SlotLayer(state, rotation) for state in states])
         self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:

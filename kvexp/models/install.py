@@ -13,6 +13,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention import NAME, kvexp_attention, pass_padding
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
+from kvexp.models.linear import quicken
 from kvexp.models.mpt import KvexpMptAttention
 
 AttentionInterface.register(NAME, kvexp_attention)
@@ -47,6 +48,7 @@ def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrained
                 if shim is KvexpMptAttention:
                     module.alibi_power = _alibi_power(model)
         model.config._attn_implementation_internal = NAME
+    quicken(model)
     if not getattr(model, "_kvexp_guard", False):
         model.register_forward_pre_hook(_guard, with_kwargs=True)
         model.register_forward_hook(_watch, with_kwargs=True)

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import LayerState, Rotation
 from kvexp.core.attend import Geometry
+from kvexp.core.ladder import Ladder
 from kvexp.core.layer import Columns
 from kvexp.core.slots import Slots
 from kvexp.core.step import Stack, ready
@@ -29,8 +30,8 @@ class JoinedState:
     one cache's behind the other's.
     """
 
-    def __init__(self, states: list[State], rows: int) -> None:
-        self.states, self.rows = states, rows
+    def __init__(self, states: list[State], rows: int, ladders: dict[tuple[int, ...], Ladder]) -> None:
+        self.states, self.rows, self.ladders = states, rows, ladders
         self._able: list[int] = []
         self._stacks: list[tuple[list[int], Stack]] = []
 
@@ -63,9 +64,15 @@ class JoinedState:
                 places for some in apart for places in grouped({i: slots[i].held() for i in some}) if len(places) > 1
             ]
             ordered = [sorted(places, key=lambda i: turn(slots[i])) for places in several]
-            self._stacks = [(places, Stack([slots[i] for i in places])) for places in ordered]
+            if able and slots[able[0]].index == 0:
+                self.ladders.clear()
+            self._stacks = [(places, Stack([slots[i] for i in places], self._ladder(places))) for places in ordered]
             self._able = able
         return self._stacks
+
+    def _ladder(self, places: list[int]) -> Ladder:
+        """That of the same caches in all layers."""
+        return self.ladders.setdefault(tuple(places), Ladder(self.states[0].layers))
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
         slots = [state for state in self.states if isinstance(state, LayerState)]
@@ -128,10 +135,11 @@ class JoinedCache(Cache):  # type: ignore[misc]
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
         layers = []
+        ladders: dict[tuple[int, ...], Ladder] = {}  # by the places of the caches
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
-            layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows), rotation))
+            layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows, ladders), rotation))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -27,8 +26,12 @@ class RecordedNoise(Noise):
     padding: int = 0
     by_slot: bool = False
 
-    def following(self, seeds: Tensor, layer: int, heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        return functools.partial(self.draw, seeds, layer, heads)
+    def following(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def draw(queries: Tensor, keys: Tensor) -> Tensor:
+            each = zip(layers, queries.split(len(seeds)), keys.split(len(seeds)), strict=True)
+            return torch.cat([self.draw(seeds, layer, heads, query, key) for layer, query, key in each])
+
+        return draw
 
     def draw(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         rows = torch.arange(query_positions.shape[0])[:, None, None, None]
