@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 
 TARGET = "hydra_plugins.kvexp_shared_prefill.SharedPrefillLauncher"
 ConfigStore.instance().store(group="hydra/launcher", name="shared_prefill", node={"_target_": TARGET}, provider="kvexp")
+SWEEPER = "hydra_plugins.kvexp_shared_prefill.OnceComposedSweeper"
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="once_composed",
+    node={"_target_": SWEEPER, "max_batch_size": None, "params": None},
+    provider="kvexp",
+)
 
 
 class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
@@ -38,3 +46,16 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
         from kvexp.runner.job import perform
 
         return perform(jobs)
+
+
+class OnceComposedSweeper(BasicSweeper):  # type: ignore[misc]
+    """hydra/sweeper=basic, which composes every job to see whether it can, and then leaves it to the launcher to do so.
+
+    The launcher above composes all jobs of a batch before the first runs, so that once is enough; a sweep of ten jobs
+    starts a second earlier.
+    """
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Hydra's check, where jobs run before others are composed."""
+        if type(self.launcher) is not SharedPrefillLauncher or self.max_batch_size is not None:
+            super().validate_batch_is_legal(batch)

@@ -177,7 +177,9 @@ class LayerState:
     def attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """Output [B, H, G, Q, D], and the probabilities where a decode step has them anyway."""
         method, count = self.plan.method, sight.query.shape[3]
-        if self.timeline.in_prompt or (self.view is None and not method.per_query):
+        unobserved = self.view is None and not method.per_query
+        # SDPA is made for many queries: on a CPU, one takes it longer than the two products do.
+        if self.timeline.in_prompt or (unobserved and (count > 1 or sight.query.device.type != "cpu")):
             return attend_prompt(sight), None
         x = sight.logits(slice(0, count), sight.keys.shape[2])
         if method.per_query:

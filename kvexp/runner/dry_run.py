@@ -85,7 +85,7 @@ def plan(main: Callable[[], None], option: str) -> None:
     if name is not None and name not in cost.MACHINES:
         raise ConfigError(f"--dry-run may name a machine, one of {', '.join(cost.MACHINES)}, got {name!r}")
     words = [word for word in sys.argv[1:] if word.partition("=")[0] != "--dry-run"]
-    if any(word.startswith("hydra/sweeper=") and not word.endswith("=basic") for word in words):
+    if any(word.startswith("hydra/sweeper=") and not word.endswith(("=basic", "=once_composed")) for word in words):
         raise ConfigError(
             "--dry-run plans grids; a search chooses its runs one after the other: leave out hydra/sweeper"
         )

@@ -68,6 +68,9 @@ def show(outputs_dir: str | Path) -> None:
             console.print(f"  {job}\n    {message}", highlight=False, markup=False)
 
 
+GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
+
+
 class SweepTable(Callback):  # type: ignore[misc]
     """Hydra callback: looks at what all runs need before the first one, prints the table after the last one."""
 
@@ -77,7 +80,7 @@ class SweepTable(Callback):  # type: ignore[misc]
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         _stop_if_wrong(_check_log, config)
         _stop_if_wrong(_check_sweep_folder, config)
-        if config.hydra.sweeper.get("_target_", "").endswith("BasicSweeper"):
+        if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
             params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
             SWEEP.plan(list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
             SWEEP.deferring = True  # this sweeper asks for nothing back, so a job may come later
