@@ -68,9 +68,15 @@ def measure(options: Any) -> list[dict[str, Any]]:
         launchers = (options.slow, options.fast)
         samples = in_turns({name: functools.partial(run, name) for name in launchers}, options.repeats, warm=0)
     slow, fast = (found[name] for name in launchers)
-    differ = sum(slow.get(place) != fast.get(place) for place in slow.keys() | fast.keys())
     rows: list[dict[str, Any]] = [{"variant": name, "samples": samples[name]} for name in launchers]
-    return [*rows, {"variant": "rows", "samples": [{"rows": len(slow), "differ": differ}]}]
+    return [*rows, {"variant": "rows", "samples": [{"rows": len(slow), **differences(slow, fast)}]}]
+
+
+def differences(slow: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
+    """In how many rows the launchers differ, and in what."""
+    places = [place for place in slow.keys() | fast.keys() if slow.get(place) != fast.get(place)]
+    pairs = [(slow.get(place) or {}, fast.get(place) or {}) for place in places]
+    return {"differ": len(places), "in": [name for name in SAME if any(a.get(name) != b.get(name) for a, b in pairs)]}
 
 
 def rows_of(outputs: Path) -> dict[str, Any]:
@@ -95,7 +101,7 @@ def lines(cell: Cell) -> list[Line]:
         ratio([s[clock] for s in slow["samples"]], [s[clock] for s in fast["samples"]]) for clock in ("wall_s", "cpu_s")
     )
     told = same["samples"][0]
-    verdict = f"{told['differ']} of {told['rows']} rows differ"
+    verdict = f"{told['differ']} of {told['rows']} rows differ" + "".join(f", in {name}" for name in told.get("in", []))
     note = "; ".join(part for part in (busy(fast["samples"]), verdict) if part)
     target = None if key["tiny"] else Target(TARGETS[key["model"]], ">=")
     return [Line(f"seconds of {slow['variant']} / {fast['variant']}", wall, cpu, target=target, note=note)]

@@ -6,7 +6,6 @@ python -m experiments.findings --check    exit 1 if what stands there is somethi
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.exhibits import HERE, PAPERS, load, names
+from experiments.generated import write_or_check
 from experiments.index import TITLES, status
 from experiments.workers import MEASURED
 from kvexp.errors import ConfigError
@@ -91,16 +91,7 @@ def _section(name: str, came_out: str, number: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.findings", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if FINDINGS.md is not current")
-    now = text()
-    if parser.parse_args(arguments).check:
-        current = FINDINGS.exists() and FINDINGS.read_text("utf-8") == now
-        print("current" if current else "not current; run: python -m experiments.findings")
-        return 0 if current else 1
-    FINDINGS.write_text(now, encoding="utf-8")
-    print(f"wrote {FINDINGS}")
-    return 0
+    return write_or_check(text, FINDINGS, "python -m experiments.findings", arguments, __doc__)
 
 
 if __name__ == "__main__":

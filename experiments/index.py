@@ -6,13 +6,13 @@ python -m experiments.index --check    exit 1 if what stands there is something 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from experiments.exhibits import HERE, PAPERS, load, names
+from experiments.generated import write_or_check
 from experiments.make import VERDICT
 from experiments.speed import WAITS
 from experiments.workers import MEASURED
@@ -79,16 +79,7 @@ def status(entry: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.index", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if README.md is not current")
-    now = text()
-    if parser.parse_args(arguments).check:
-        current = README.exists() and README.read_text("utf-8") == now
-        print("current" if current else "not current; run: python -m experiments.index")
-        return 0 if current else 1
-    README.write_text(now, encoding="utf-8")
-    print(f"wrote {README}")
-    return 0
+    return write_or_check(text, README, "python -m experiments.index", arguments, __doc__)
 
 
 if __name__ == "__main__":

@@ -248,6 +248,9 @@ def test_rows_of_a_sweep_are_compared_without_their_times(tmp_path) -> None:
     first, same, other = (sweep.rows_of(tmp_path / name) for name in "abc")
     assert list(first) == ["f00/0"]
     assert first == same != other
+    assert sweep.differences(first, same) == {"differ": 0, "in": []}
+    assert sweep.differences(first, other) == {"differ": 1, "in": ["output"]}
+    assert sweep.differences(first, {}) == {"differ": 1, "in": ["example", "index", "output"]}
 
 
 def test_seconds_of_a_batch_count_once(tmp_path) -> None:

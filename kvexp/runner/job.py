@@ -119,7 +119,7 @@ def readable(one: Job) -> Settings | None:
 def _runs(one: Job) -> list[Settings]:
     """The runs of a job; none where its settings are wrong, which its turn will say."""
     try:
-        return _settings(one.config, one.choices, one.overrides).parts()
+        return parts_of(one)
     except Exception:
         return []
 
