@@ -644,7 +644,8 @@ def test_two_thousand_steps_hold_no_more_memory_than_fifty(name: str, mode: str)
             if step in (53, 1009, 2002):
                 marks.append(live_tensor_bytes())
                 buffers.add(tuple(tuple(t.shape) for s in cache.states for t in s.slots.tensors.values()))  # type: ignore[union-attr]
-    assert marks[0] == marks[1] == marks[2]
+    # As many tensors; the table of coming temperatures ends with the schedule, so that they may become smaller.
+    assert marks[0][0] == marks[1][0] == marks[2][0] and marks[0][1] >= marks[1][1] >= marks[2][1]
     assert len(buffers) == 1
     assert cache.get_seq_length() == 37 + 2002
     assert all(len(head) == 12 for head in cache.kept(1)[0])

@@ -188,3 +188,14 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
         alone = ask(model, own, [[5, 6, 7]], decoding=decoding, keep_logits=True)
         assert taken.tokens == alone.tokens
         torch.testing.assert_close(torch.stack(taken.logits), torch.stack(alone.logits), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("waste", [0, 8 << 20])
+def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
+    """Layer 0 of a pyramid overwrites from a later step on than layer 1: the others' books must not be torn apart."""
+    monkeypatch.setattr("kvexp.models.together.WASTE", waste)
+    late = [Variant(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
+    variants = [Variant(H2O(), FIFTH), Variant(A2SF(alpha=0.3), FIFTH), *late, Variant(Keyformer(), FIFTH)]
+    model, decoding = tiny("llama"), Decoding(24, eos=None)
+    for made, variant in zip(together(model, variants, decoding), variants, strict=True):
+        same(made, alone(model, variant, decoding))

@@ -23,6 +23,30 @@ State = LayerState | RetrievalState
 WASTE = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
 
 
+class Company:
+    """Which caches take a step together: those whose layers are all in the steady state. `states`: by cache."""
+
+    def __init__(self, states: list[list[State]]) -> None:
+        self.states = states
+        self.able: list[int] = []
+        self._ladders: dict[tuple[int, ...], Ladder] = {}
+
+    def gather(self, query: Tensor, padding: Tensor | None) -> None:
+        """At the first layer of a step, for all its layers: none may be stacked otherwise while it is under way."""
+        able = [i for i, layers in enumerate(self.states) if all(_ready(state, query, padding) for state in layers)]
+        if able != self.able:
+            self.able = able
+            self._ladders = {}
+
+    def ladder(self, places: list[int]) -> Ladder:
+        """That of the same caches in all layers."""
+        return self._ladders.setdefault(tuple(places), Ladder(len(self.states[0])))
+
+
+def _ready(state: State, query: Tensor, padding: Tensor | None) -> bool:
+    return isinstance(state, LayerState) and ready(state, query, padding)
+
+
 class JoinedState:
     """Stands where `LayerState` stands: one layer of every cache.
 
@@ -30,8 +54,8 @@ class JoinedState:
     one cache's behind the other's.
     """
 
-    def __init__(self, states: list[State], rows: int, ladders: dict[tuple[int, ...], Ladder]) -> None:
-        self.states, self.rows, self.ladders = states, rows, ladders
+    def __init__(self, states: list[State], rows: int, company: Company) -> None:
+        self.states, self.rows, self.company = states, rows, company
         self._able: list[int] = []
         self._stacks: list[tuple[list[int], Stack]] = []
 
@@ -56,23 +80,20 @@ class JoinedState:
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], Stack]]:
         """The caches that take this step together: those in the steady state, in stacks of similar size."""
-        slots = {i: state for i, state in enumerate(self.states) if isinstance(state, LayerState)}
-        able = [i for i, state in slots.items() if ready(state, query, padding)]
+        if self.states[0].index == 0:
+            self.company.gather(query, padding)
+        able = self.company.able
         if able != self._able:
+            slots = {i: state for i in able if isinstance(state := self.states[i], LayerState)}
             apart = [[i for i in able if (slots[i].plan.positions == "renumbered") == moved] for moved in (False, True)]
             several = [
                 places for some in apart for places in grouped({i: slots[i].held() for i in some}) if len(places) > 1
             ]
             ordered = [sorted(places, key=lambda i: turn(slots[i])) for places in several]
-            if able and slots[able[0]].index == 0:
-                self.ladders.clear()
-            self._stacks = [(places, Stack([slots[i] for i in places], self._ladder(places))) for places in ordered]
+            ladder = self.company.ladder
+            self._stacks = [(places, Stack([slots[i] for i in places], ladder(places))) for places in ordered]
             self._able = able
         return self._stacks
-
-    def _ladder(self, places: list[int]) -> Ladder:
-        """That of the same caches in all layers."""
-        return self.ladders.setdefault(tuple(places), Ladder(self.states[0].layers))
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
         slots = [state for state in self.states if isinstance(state, LayerState)]
@@ -134,12 +155,12 @@ class JoinedCache(Cache):  # type: ignore[misc]
             if cache.timeline.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
+        company = Company([[layer.state for layer in cache.layers] for cache in caches])
         layers = []
-        ladders: dict[tuple[int, ...], Ladder] = {}  # by the places of the caches
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
-            layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows, ladders), rotation))
+            layers.append(_JoinedLayer(JoinedState([layer.state for layer in each], rows, company), rotation))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:
