@@ -47,7 +47,7 @@ CPU = (
     Run(
         "decode",
         "decode",
-        f"--prompts 1024 4096 --repeats 3 --variants hf hf_static full {EVICTING} streaming_llm@0.2 short@0.2",
+        f"--prompts 4096 --repeats 3 --variants hf hf_static full {EVICTING} streaming_llm@0.2 short@0.2",
         "--prompts 40 --new 4",
     ),
     Run(
@@ -59,7 +59,7 @@ CPU = (
     Run("prefill", "prefill", f"--prompts 8192 --repeats 2 --variants hf {EVICTING}", "--prompts 40"),
     Run("sweep_testbed", "sweep", "--model testbed --rows 8 --repeats 1", "--rows 1 --fast basic"),
     Run("sweep_100m", "sweep", "--model 100m --rows 1 --repeats 1", "--rows 1 --fast basic"),
-    Run("peers", "peers", "--prompts 4096 --repeats 2", "--prompts 70 --new 3", str(PEERS)),
+    Run("peers", "peers", "--prompts 4096 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
 )
 
 

@@ -18,6 +18,10 @@ SHAPES = [(3,), (1, 1), (2, 1), (1, 2), (1, 3), (5, 7), (0, 1), ()]
 OUT, IN = 514, 256
 
 
+class Subclass(torch.Tensor):
+    """As libraries put in place of weights that they quantize."""
+
+
 def quick(out=OUT, inside=IN, bias=True):
     torch.manual_seed(3)
     layer = nn.Sequential(nn.Linear(inside, out, bias=bias))
@@ -65,7 +69,7 @@ def test_a_transposed_input():
 
 
 def test_what_goes_the_ordinary_way(monkeypatch):
-    """Gradients, other dtypes, autocast, and weights that the call takes longer for than the product."""
+    """Gradients, other dtypes, autocast, weights of another layout or kind, or so small that the call takes longer."""
     x = torch.randn(1, IN)
     result, taken = routes(quick(), x, monkeypatch)
     assert taken == ["linear"]
@@ -76,6 +80,10 @@ def test_what_goes_the_ordinary_way(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             assert routes(quick(), x, monkeypatch)[1] == ["linear"]
         assert routes(quick(out=LEAST // IN - 1), x, monkeypatch)[1] == ["linear"]
+        transposed, other = quick(), quick()
+        transposed.weight = nn.Parameter(torch.randn(IN, OUT).t())
+        other.weight = nn.Parameter(torch.randn(OUT, IN).as_subclass(Subclass), requires_grad=False)
+        assert routes(transposed, x, monkeypatch)[1] == routes(other, x, monkeypatch)[1] == ["linear"]
         assert routes(quick(out=LEAST // IN), x, monkeypatch)[1] == (["halves"] if HERE else ["linear"])
 
 

@@ -36,6 +36,8 @@ class MemoryBoundLinear(nn.Linear):
             x.device.type == "cpu"
             and x.dtype == weight.dtype == torch.float32
             and weight.numel() >= LEAST
+            and type(weight) is nn.Parameter  # and no quantized tensor in its place
+            and weight.is_contiguous()
             and x.numel() > 0
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
