@@ -32,7 +32,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     """Keyformer's paired difference to H2O above 0 in every cell."""
-    runs = table[table["method"].eq("keyformer")]
+    runs = table[table["method"].eq("keyformer")].sort_values(["model", "task", "shots"], kind="stable")
     verdicts = [better(low, high) for low, high in zip(runs["ahead_low"], runs["ahead_high"], strict=True)]
     cells = [
         f"{r.model} {r.task} {r.shade} {words(r.ahead, r.ahead_low, r.ahead_high, sign=True)}"
