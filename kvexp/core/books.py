@@ -5,23 +5,19 @@ Tensors are [R, H, S] of one layer's rows, or [L, R, H, S] of several layers who
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvexp.core.cached import Cached
+from kvexp.core.evict import Overwrite
 from kvexp.core.select import LAST
-
-if TYPE_CHECKING:
-    from kvexp.core.evict import Overwrite
-    from kvexp.core.layer import LayerState
 
 
 class Books:
     """How each row of one or several caches accumulates and gives up slots. sizes: rows of each cache."""
 
-    def __init__(self, states: list[LayerState], sizes: list[int], modes: list[Overwrite]) -> None:
+    def __init__(self, states: list[Cached], sizes: list[int], modes: list[Overwrite]) -> None:
         self.states, self.sizes = states, sizes
         self.places = [state.held().keys.shape[2] for state in states]
         self.dense = all(mode.dense for mode in modes) and len(set(self.places)) == 1
@@ -81,7 +77,7 @@ class Books:
         return torch.tensor(each, device=self.states[0].held().keys.device)[:, None, None]
 
 
-def _quota(state: LayerState) -> tuple[list[int], list[int], list[int]]:
+def _quota(state: Cached) -> tuple[list[int], list[int], list[int]]:
     quota = state.quota
     assert quota is not None
     return quota.slots, quota.kept, quota.recent

@@ -8,17 +8,53 @@ one accumulates and selects, each in as many calls as one layer needs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvexp.core.step import Stack
+from kvexp.core.books import Books
+from kvexp.core.slots import Slots
+from kvexp.core.tempered import Tempered
 
 MOST = (
     1 << 20
 )  # slots of all rows, heads and layers; beyond, on a CPU, one layer's fit its caches and all together do not
+
+
+class Rung(Protocol):
+    """What it needs to know of one layer's stack (`kvexp.core.step.Stack`)."""
+
+    @property
+    def index(self) -> int:
+        """Which layer it is."""
+
+    @property
+    def slots(self) -> Slots:
+        """Of its rows R."""
+
+    @property
+    def books(self) -> Books:
+        """How these accumulate and give up slots."""
+
+    @property
+    def tempered(self) -> Sequence[Tempered]:
+        """Those that observe tempered or noised attention."""
+
+    @property
+    def pools(self) -> bool:
+        """Does a row observe more than itself?"""
+
+    @property
+    def free(self) -> Tensor:
+        """[R, H, 1]: the slots for the next newcomers."""
+
+    def move(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
+        """Go on in these buffers, which hold the same."""
+
+    def rank(self, newest: Tensor) -> Tensor:
+        """[R, H, S], by each cache's method."""
 
 
 class Ladder:
@@ -34,13 +70,13 @@ class Ladder:
     def clear(self) -> None:
         """Let go of all stacks: caches or their rows have changed."""
         self.joint = False  # do all stacks lie in common buffers?
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[int, Rung] = {}
         self._windows: list[int | None] = []
         self._columns: list[Tensor] = []
         self._noise: list[list[Tensor] | None] = []
         self._taus: list[Tensor] = []
 
-    def stepped(self, stack: Stack, window: int | None) -> None:
+    def stepped(self, stack: Rung, window: int | None) -> None:
         """A stack has taken a step by itself; if all have in order, their buffers become one. window: its layer's."""
         if len(self._stacks) != stack.index:
             self.clear()
@@ -77,7 +113,7 @@ class Ladder:
 
     # -- a step of all ------------------------------------------------------------------------------------------------
 
-    def enter(self, stack: Stack, positions: Tensor) -> Tensor:
+    def enter(self, stack: Rung, positions: Tensor) -> Tensor:
         """The slots [R, H, 1] that newcomers at positions [R, 1] take in this layer; the first one gives all theirs."""
         if stack.index == 0:
             self.positions.scatter_(3, self.free, positions[None, :, None].expand(self.free.shape))
@@ -85,7 +121,7 @@ class Ladder:
             self._columns = []
         return self.free[stack.index]
 
-    def ahead(self, stack: Stack, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
+    def ahead(self, stack: Rung, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
         """Noise and temperature of every run of the layer's tempered rows; the first layer draws for all."""
         if stack.index == 0:
             layers = range(self.layers)
@@ -96,7 +132,7 @@ class Ladder:
         zetas = [None if drawn is None else drawn[stack.index] for drawn in self._noise]
         return list(zip(zetas, self._taus, strict=True))
 
-    def attended(self, stack: Stack, columns: Tensor, newest: Tensor) -> None:
+    def attended(self, stack: Rung, columns: Tensor, newest: Tensor) -> None:
         """Take what a layer has observed, columns [r, H, S] of its first rows; the last layer closes all books."""
         self._columns.append(columns)
         if stack.index + 1 < self.layers:

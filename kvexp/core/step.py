@@ -7,14 +7,13 @@ query heads of a group; kept sets are the same (tests compare both, and both wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kvexp.core import triton_step
 from kvexp.core.attend import Geometry, attend_with, newest_logits
 from kvexp.core.books import Books, joined, padded
+from kvexp.core.cached import Cached
 from kvexp.core.evict import Overwrite
 from kvexp.core.ladder import Ladder
 from kvexp.core.method import Method, Moment
@@ -23,9 +22,6 @@ from kvexp.core.score import pooled
 from kvexp.core.sinks import Moved
 from kvexp.core.slots import Slots
 from kvexp.core.tempered import runs
-
-if TYPE_CHECKING:
-    from kvexp.core.layer import LayerState
 
 
 def allowed(plan: Plan, shared: bool) -> bool:
@@ -38,7 +34,7 @@ def allowed(plan: Plan, shared: bool) -> bool:
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 
-def ready(state: LayerState, query: Tensor, padding: Tensor | None) -> bool:
+def ready(state: Cached, query: Tensor, padding: Tensor | None) -> bool:
     """Whether this forward brings one real token to every row, and each has a free slot for it."""
     return query.shape[2] == 1 and padding is None and state.steady
 
@@ -50,7 +46,7 @@ class Stack:
     the slots of a cache that has fewer than the largest are dead ones that nobody may take.
     """
 
-    def __init__(self, states: list[LayerState], ladder: Ladder | None = None) -> None:
+    def __init__(self, states: list[Cached], ladder: Ladder | None = None) -> None:
         self.states, self.index = states, states[0].index
         held = [state.held() for state in states]
         self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
@@ -184,7 +180,7 @@ class Stack:
         return joined([padded(rank, max(self.books.places), -torch.inf) for rank in ranks])
 
 
-def _pools(state: LayerState) -> bool:
+def _pools(state: Cached) -> bool:
     """Whether a column sum is more than that of its own row and head."""
     view = state.view
     if view is None:

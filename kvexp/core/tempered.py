@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvexp.core.cached import Cached
 from kvexp.core.noise import AHEAD, Noise
-
-if TYPE_CHECKING:
-    from kvexp.core.layer import LayerState
 
 
 class Temperatures:
     """tau of every row by the schedules of its cache; those of AHEAD steps come to the device at once."""
 
-    def __init__(self, states: list[LayerState], sizes: list[int]) -> None:
+    def __init__(self, states: list[Cached], sizes: list[int]) -> None:
         self.states, self.sizes = states, sizes
         self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
         self._table = torch.empty(0)
@@ -43,7 +40,7 @@ class Temperatures:
 class Tempered:
     """Caches next to each other in a stack that observe through one kind of noise, each at its own temperature."""
 
-    def __init__(self, rows: slice, states: list[LayerState], sizes: list[int]) -> None:
+    def __init__(self, rows: slice, states: list[Cached], sizes: list[int]) -> None:
         self.rows, self.states, self.sizes = rows, states, sizes
         self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
         self.temperatures = Temperatures(states, sizes)
@@ -70,14 +67,14 @@ class Tempered:
         return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
 
 
-def turn(state: LayerState) -> tuple[int, str]:
+def turn(state: Cached) -> tuple[int, str]:
     """The order of caches in a stack: those that observe attention as it is, tempered or noised, and not at all."""
     if state.view is None:
         return 2, ""
     return (0, "") if state.view.plain else (1, repr(state.view.noise))
 
 
-def runs(states: list[LayerState], sizes: list[int], start: int) -> list[Tempered]:
+def runs(states: list[Cached], sizes: list[int], start: int) -> list[Tempered]:
     """The runs of equal noise among the states that do not observe attention as it is; the first row is `start`."""
     made = []
     pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if turn(state)[0] == 1]

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kvexp.core.attend import Geometry
+from kvexp.core.cached import Cached
 from kvexp.core.noise import Following, Noise, pool, stream
 from kvexp.core.slots import Slots
 from kvexp.core.tempered import Temperatures
-
-if TYPE_CHECKING:
-    from kvexp.core.layer import LayerState
 
 TILE = 64  # slots of a kernel's tile
 PARTS = 64  # at most so many programs share a row's slots: one per head would leave most of a GPU idle
 PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_step_kernels; 0: not observed
 
 
-def able(states: list[LayerState]) -> bool:
+def able(states: list[Cached]) -> bool:
     """Was it asked for, and is every noise one that the kernels know?"""
     if not asked(states) or any(state.plan.positions != "original" for state in states):
         return False
@@ -28,14 +24,14 @@ def able(states: list[LayerState]) -> bool:
     return all(noise is None or (type(noise) is Noise and (noise.fresh or noise.constant)) for noise in noises)
 
 
-def asked(states: list[LayerState]) -> bool:
+def asked(states: list[Cached]) -> bool:
     return all(state.plan.observe == "triton" for state in states)
 
 
 class Fused:
     """Attention and observation of the rows R of a stack in two kernels."""
 
-    def __init__(self, states: list[LayerState], sizes: list[int], device: torch.device) -> None:
+    def __init__(self, states: list[Cached], sizes: list[int], device: torch.device) -> None:
         self.states, self.device = states, device
         kinds = [_kind(state) for state, size in zip(states, sizes, strict=True) for _ in range(size)]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
@@ -108,7 +104,7 @@ def shares(slots: int) -> tuple[int, int, int]:
     return TILE, -(-tiles // per_part), per_part * TILE
 
 
-def _kind(state: LayerState) -> int:
+def _kind(state: Cached) -> int:
     view = state.view
     if view is None:
         return 0
