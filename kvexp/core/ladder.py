@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvexp.core.books import Books
 from kvexp.core.slots import Slots
-from kvexp.core.tempered import Tempered
+from kvexp.core.tempered import Tempered, ahead
 
 MOST = (
     1 << 20
@@ -73,8 +73,7 @@ class Ladder:
         self._stacks: dict[int, Rung] = {}
         self._windows: list[int | None] = []
         self._columns: list[Tensor] = []
-        self._noise: list[list[Tensor] | None] = []
-        self._taus: list[Tensor] = []
+        self._drawn: list[tuple[list[Tensor] | None, Tensor]] = []
 
     def stepped(self, stack: Rung, window: int | None) -> None:
         """A stack has taken a step by itself; if all have in order, their buffers become one. window: its layer's."""
@@ -121,16 +120,11 @@ class Ladder:
             self._columns = []
         return self.free[stack.index]
 
-    def ahead(self, stack: Rung, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
-        """Noise and temperature of every run of the layer's tempered rows; the first layer draws for all."""
+    def ahead(self, stack: Rung, positions: Tensor, groups: int) -> list[tuple[list[Tensor] | None, Tensor]]:
+        """Noise by layer and temperature of every run of tempered rows; the first layer draws for all."""
         if stack.index == 0:
-            layers = range(self.layers)
-            self._noise = [
-                part.zeta(positions[part.rows], self.positions[:, part.rows], layers, groups) for part in stack.tempered
-            ]
-            self._taus = [part.temperatures.now(positions.device) for part in stack.tempered]
-        zetas = [None if drawn is None else drawn[stack.index] for drawn in self._noise]
-        return list(zip(zetas, self._taus, strict=True))
+            self._drawn = ahead(stack.tempered, positions, self.positions, range(self.layers), groups)
+        return self._drawn
 
     def attended(self, stack: Rung, columns: Tensor, newest: Tensor) -> None:
         """Take what a layer has observed, columns [r, H, S] of its first rows; the last layer closes all books."""

@@ -21,7 +21,7 @@ from kvexp.core.plan import Plan
 from kvexp.core.score import pooled
 from kvexp.core.sinks import Moved
 from kvexp.core.slots import Slots
-from kvexp.core.tempered import runs
+from kvexp.core.tempered import ahead, runs
 
 
 def allowed(plan: Plan, shared: bool) -> bool:
@@ -125,8 +125,8 @@ class Stack:
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
-        ahead = self._ahead(positions, query.shape[2]) if self.tempered else []
-        tempered = (part.observed(x[part.rows], *drawn) for part, drawn in zip(self.tempered, ahead, strict=True))
+        drawn = self._ahead(positions, query.shape[2]) if self.tempered else []
+        tempered = (part.observed(x[part.rows], *its) for part, its in zip(self.tempered, drawn, strict=True))
         seen = joined([part for part in (probabilities[: self.plain], *tempered) if len(part)] or [probabilities[:0]])
         columns = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
         return attend_with(probabilities, slots.values), columns
@@ -134,11 +134,10 @@ class Stack:
     def _ahead(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
         """Noise and temperature of every run of `tempered`."""
         if self.ladder.joint:
-            return self.ladder.ahead(self, positions, groups)
-        where = self.slots.positions[None]
-        each = [part.zeta(positions[part.rows], where[:, part.rows], [self.index], groups) for part in self.tempered]
-        taus = [part.temperatures.now(positions.device) for part in self.tempered]
-        return [(None if zeta is None else zeta[0], tau) for zeta, tau in zip(each, taus, strict=True)]
+            drawn, place = self.ladder.ahead(self, positions, groups), self.index
+        else:
+            drawn, place = ahead(self.tempered, positions, self.slots.positions[None], [self.index], groups), 0
+        return [(None if zeta is None else zeta[place], tau) for zeta, tau in drawn]
 
     def _dead(self, newest: Tensor, by: Tensor | None, geometry: Geometry) -> Tensor | None:
         """[R, H, S] bool: slots that are not seen; None: there are none. by: how far sinks have moved."""

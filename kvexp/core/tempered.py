@@ -67,6 +67,16 @@ class Tempered:
         return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
 
 
+def ahead(
+    parts: Sequence[Tempered], positions: Tensor, where: Tensor, layers: Sequence[int], groups: int
+) -> list[tuple[list[Tensor] | None, Tensor]]:
+    """`zeta` and the temperatures of every run, once a step; positions [R, 1] and where [L, R, H, S] of all rows."""
+    return [
+        (part.zeta(positions[part.rows], where[:, part.rows], layers, groups), part.temperatures.now(positions.device))
+        for part in parts
+    ]
+
+
 def turn(state: Cached) -> tuple[int, str]:
     """The order of caches in a stack: those that observe attention as it is, tempered or noised, and not at all."""
     if state.view is None:
