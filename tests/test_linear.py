@@ -1,9 +1,12 @@
 """Linear layers at the speed of memory: the same sums as `nn.Linear` in every shape, and the same model around them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,9 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvexp.generate import Decoding, generate
 from kvexp.methods import Full
 from kvexp.models import install
-from kvexp.models.linear import LEAST, MemoryBoundLinear, quicken
+from kvexp.models import linear as module
+from kvexp.models.linear import LEAST, MemoryBoundLinear, quicken, renew
 
 HERE = torch.backends.mkldnn.is_available()
+onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
 SHAPES = [(3,), (1, 1), (2, 1), (1, 2), (1, 3), (5, 7), (0, 1), ()]
 OUT, IN = 514, 256
 
@@ -22,22 +27,24 @@ class Subclass(torch.Tensor):
     """As libraries put in place of weights that they quantize."""
 
 
-def quick(out=OUT, inside=IN, bias=True):
+def quick(out=OUT, inside=IN, bias=True, copied=True):
     torch.manual_seed(3)
     layer = nn.Sequential(nn.Linear(inside, out, bias=bias))
     quicken(layer)
+    if copied and HERE:
+        with torch.no_grad():
+            layer[0].renew(1 << 40)
+        assert (layer[0]._copy is not None) is (out * inside >= LEAST)
     return layer[0]
 
 
-def routes(layer, x, monkeypatch):
-    """The result, and which ways were taken."""
-    taken = []
-    plain, halves = torch.nn.functional.linear, MemoryBoundLinear._in_halves
-    monkeypatch.setattr("kvexp.models.linear.functional.linear", lambda *a: taken.append("linear") or plain(*a))
-    monkeypatch.setattr(MemoryBoundLinear, "_in_halves", lambda self, x: taken.append("halves") or halves(self, x))
+def plainly(layer, x, monkeypatch):
+    """The result, and whether torch's own product made it."""
+    taken, plain = [], linear
+    monkeypatch.setattr("kvexp.models.linear.functional.linear", lambda *a: taken.append(a) or plain(*a))
     result = layer(x)
     monkeypatch.undo()
-    return result, taken
+    return result, bool(taken)
 
 
 def bound(layer, x):
@@ -46,20 +53,19 @@ def bound(layer, x):
     return (weight.shape[1] + 1) * 2.0**-24 * (linear(x.abs().double(), weight.abs().double()) + 1)
 
 
+@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("out", [OUT, OUT + 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_same_sums(shape, out, bias, monkeypatch):
-    layer = quick(out, bias=bias)
+def test_the_same_sums(shape, out, bias, copied, monkeypatch):
+    layer = quick(out, bias=bias, copied=copied)
     x = torch.randn(*shape, IN, generator=torch.Generator().manual_seed(len(shape)))
     with torch.no_grad():
-        result, taken = routes(layer, x, monkeypatch)
+        result, plain = plainly(layer, x, monkeypatch)
         exact = linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
     assert result.shape == exact.shape and result.is_contiguous() and result.dtype == torch.float32
     assert bool(((result - exact).abs() <= bound(layer, x)).all())
-    rows = x.numel() // IN
-    if HERE:
-        assert taken == (["linear"] if not rows else ["halves"] if rows <= 2 and not out % 2 else [])
+    assert plain is (not HERE or x.numel() == 0)
 
 
 def test_a_transposed_input():
@@ -68,23 +74,55 @@ def test_a_transposed_input():
         assert bool(((layer(x) - linear(x.double(), layer.weight.double(), layer.bias.double())).abs() < 1e-4).all())
 
 
+@onednn
+@settings(max_examples=40, deadline=None)
+@given(
+    out=st.integers(64, 1100),
+    inside=st.sampled_from([1024, 1030, 1408, 2048, 4096]),
+    rows=st.integers(2, 90),
+    threads=st.sampled_from([1, 2, 3]),
+    bias=st.booleans(),
+)
+def test_a_row_is_the_same_in_any_company(out, inside, rows, threads, bias):
+    """Any number of rows beside it, any number of threads, with a copy of the weights or without."""
+    layer = quick(out, inside, bias)
+    if not layer._agrees:
+        pytest.skip("oneDNN's kernels for this processor sum otherwise from a copy")
+    x = torch.randn(rows, inside, generator=torch.Generator().manual_seed(rows))
+    before = torch.get_num_threads()
+    with torch.no_grad():
+        together = layer(x)
+        try:
+            torch.set_num_threads(threads)
+            alone = torch.cat([layer(row[None]) for row in x])
+            layer._copy = None
+            without = layer(x)
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(alone, together) and torch.equal(without, together)
+
+
 def test_what_goes_the_ordinary_way(monkeypatch):
     """Gradients, other dtypes, autocast, weights of another layout or kind, or so small that the call takes longer."""
     x = torch.randn(1, IN)
-    result, taken = routes(quick(), x, monkeypatch)
-    assert taken == ["linear"]
+    result, plain = plainly(quick(), x, monkeypatch)
+    assert plain
     result.sum().backward()
     with torch.no_grad():
-        assert routes(quick().double(), x.double(), monkeypatch)[1] == ["linear"]
-        assert routes(quick().bfloat16(), x.bfloat16(), monkeypatch)[1] == ["linear"]
+        assert plainly(quick().double(), x.double(), monkeypatch)[1]
+        assert plainly(quick().bfloat16(), x.bfloat16(), monkeypatch)[1]
+        layer = quick()
         with torch.autocast("cpu", torch.bfloat16):
-            assert routes(quick(), x, monkeypatch)[1] == ["linear"]
-        assert routes(quick(out=LEAST // IN - 1), x, monkeypatch)[1] == ["linear"]
+            assert plainly(layer, x, monkeypatch)[1]
+        assert plainly(quick(out=LEAST // IN - 1), x, monkeypatch)[1]
         transposed, other = quick(), quick()
         transposed.weight = nn.Parameter(torch.randn(IN, OUT).t())
         other.weight = nn.Parameter(torch.randn(OUT, IN).as_subclass(Subclass), requires_grad=False)
-        assert routes(transposed, x, monkeypatch)[1] == routes(other, x, monkeypatch)[1] == ["linear"]
-        assert routes(quick(out=LEAST // IN), x, monkeypatch)[1] == (["halves"] if HERE else ["linear"])
+        for layer in (transposed, other):
+            assert plainly(layer, x, monkeypatch)[1]
+            layer.renew(1 << 40)  # and has no copy to be taken for it
+            assert not HERE or layer._copy is None
+        assert plainly(quick(out=LEAST // IN), x, monkeypatch)[1] is not HERE
 
 
 def test_only_plain_linear_layers_change():
@@ -97,6 +135,61 @@ def test_only_plain_linear_layers_change():
     quicken(model)
     assert [type(part) for part in model] == [MemoryBoundLinear if HERE else nn.Linear, Other, nn.Bilinear]
     assert list(model.state_dict()) == keys
+
+
+@onednn
+@pytest.mark.parametrize("change", ["in place", "behind the version counter", "another tensor", "loaded"])
+def test_weights_that_changed(change):
+    """A copy is never of weights that were: whatever begins anew looks."""
+    layer = quick()
+    with torch.no_grad():
+        if change == "in place":
+            layer.weight[400, 3] += 0.25
+        elif change == "behind the version counter":
+            layer.weight.data[400, 3] += 0.25
+        elif change == "another tensor":
+            layer.weight = nn.Parameter(torch.randn(OUT, IN))
+        else:
+            layer.load_state_dict({key: value + 1 for key, value in layer.state_dict().items()})
+        x = torch.randn(3, IN)
+        exact = linear(x.double(), layer.weight.double(), layer.bias.double())
+        assert not bool(((layer(x) - exact).abs() <= bound(layer, x)).all())
+        renew(layer)
+        assert layer._copy is not None and bool(((layer(x) - exact).abs() <= bound(layer, x)).all())
+
+
+@onednn
+def test_copies_take_no_more_than_a_share_of_the_memory(monkeypatch):
+    model = nn.Sequential(*(nn.Linear(IN, OUT) for _ in range(4)))
+    quicken(model)
+    size = model[0].weight.nbytes
+    monkeypatch.setattr(module, "available", lambda: int(2.5 * size / module.SHARE))
+    renew(model)  # gradients are on: these layers take the ordinary way, and need none
+    assert all(layer._copy is None for layer in model)
+    with torch.no_grad():
+        renew(model)
+        copies = [layer._copy for layer in model]
+        assert [copy is not None for copy in copies] == [True, True, False, False]
+        renew(model)  # those there are stay
+        assert [layer._copy is before for layer, before in zip(model, copies, strict=True)][:2] == [True, True]
+
+
+@onednn
+def test_copies_that_disagree_are_not_used(monkeypatch):
+    layer, x = quick(copied=False), torch.randn(3, IN)
+    monkeypatch.setattr(MemoryBoundLinear, "_same", lambda self, copy: False)
+    with torch.no_grad():
+        expected = layer(x)
+        assert layer.renew(1 << 40) == 1 << 40 and layer._copy is None and not layer._agrees
+        assert torch.equal(layer(x), expected)
+
+
+@onednn
+def test_a_copied_or_stored_layer_makes_its_own():
+    layer, x = quick(), torch.randn(3, IN)
+    with torch.no_grad():
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert other._copy is None and torch.equal(other(x), layer(x))
 
 
 def test_a_model_writes_what_it_wrote():
@@ -122,4 +215,9 @@ def test_a_model_writes_what_it_wrote():
         with torch.no_grad():
             logits = stock(theirs[:, :-1]).logits[:, 8:]
         torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
+        assert not HERE or ours.lm_head._copy is not None
     assert not any(isinstance(module, MemoryBoundLinear) for module in stock.modules())
+    with torch.no_grad():  # the next prompt sees other weights
+        ours.lm_head.weight.data *= -1
+    again = generate(ours, prompt.tolist(), Full(), decoding=Decoding(1, eos=None), keep_logits=True)
+    torch.testing.assert_close(again.logits[0], -made.logits[0], atol=1e-4, rtol=0)

@@ -115,8 +115,9 @@ class Slots:
         b, h, n = index.shape
         for name, old in self.tensors.items():
             at = index[..., None].expand(-1, -1, -1, old.shape[-1]) if old.ndim == 4 else index
-            new = old.new_zeros(b, h, n + spare, *old.shape[3:])
-            new[:, :, :n] = old.gather(2, at)
+            new = old.new_empty(b, h, n + spare, *old.shape[3:])
+            torch.gather(old, 2, at, out=new[:, :, :n])
+            new[:, :, n:] = 0
             self._replace(name, new)
         self.positions[:, :, :n].masked_fill_(~keep, -1)
         self.positions[:, :, n:] = -1
@@ -140,9 +141,10 @@ class Slots:
         places = [part.keys.shape[2] for part in parts]
         whole = []
         for name, like in parts[0].tensors.items():
-            buffer = like.new_full((sum(sizes), like.shape[1], most, *like.shape[3:]), -1 if name == "positions" else 0)
+            buffer = like.new_empty(sum(sizes), like.shape[1], most, *like.shape[3:])
             for part, rows, count in zip(parts, buffer.split(sizes), places, strict=True):
                 rows[:, :, :count] = part.tensors[name]
+                rows[:, :, count:] = -1 if name == "positions" else 0  # a number: nothing times NaN is NaN
                 setattr(part, name, rows[:, :, :count])
             whole.append(buffer)
         return cls(*whole)

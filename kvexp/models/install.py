@@ -13,7 +13,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention import NAME, kvexp_attention, pass_padding
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
-from kvexp.models.linear import quicken
+from kvexp.models.linear import quicken, renew
 from kvexp.models.mpt import KvexpMptAttention
 
 AttentionInterface.register(NAME, kvexp_attention)
@@ -68,11 +68,16 @@ def _alibi_power(model: PreTrainedModel) -> float:
 
 
 def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams."""
+    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams.
+
+    A prompt is also when weights may have changed since they were last used.
+    """
     ids = args[0] if args else kwargs.get("input_ids")
     cache = kwargs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
+    if cache is None or cache.get_seq_length() == 0:
+        renew(model)
     timeline = getattr(cache, "timeline", None)
     if timeline is None or ids is None:
         return

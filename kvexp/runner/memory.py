@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,12 +51,10 @@ def free_bytes(model: Any) -> int:
     """Free memory of the devices the model is on: of a spread one, as if each had what the fullest has left."""
     import torch
 
+    from kvexp.models.memory import available
+
     devices = {parameter.device for parameter in model.parameters()}
     cards = [int(torch.cuda.mem_get_info(device)[0]) for device in devices if device.type == "cuda"]
     if cards:
         return min(cards) * len(cards)
-    with open("/proc/meminfo") if os.path.exists("/proc/meminfo") else open(os.devnull) as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62  # not known: what does not fit is halved when it fails
+    return available()  # unknown: what does not fit is halved when it fails
