@@ -24,6 +24,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 
+SIZE = 60  # documents of the testbed's task
 VARIANTS = ("method=h2o,keyformer,a2sf", "kv_ratio=0.2,0.5,0.7")
 TARGETS = {"testbed": 4.0, "100m": 5.0}
 # Of a row, what two runs of one configuration must agree in; the rest are times.
@@ -33,7 +34,7 @@ SAME = ("example", "index", "prompt_tokens", "skipped", "metrics", "new_tokens",
 def overrides(model: str, folder: Path, rows: int | None, tiny: bool) -> list[str]:
     """Model and task of the sweep."""
     if model == "testbed":
-        return ["task=testbed_summary", *([f"limit={rows}"] if rows else [])]
+        return ["task=testbed_summary", *([f"limit={rows}", f"task.size={max(rows, SIZE)}"] if rows else [])]
     shape, prompt = (SHAPES["llama_100m"], 2048)
     if tiny:
         shape, prompt = shape.tiny(), 64
@@ -80,12 +81,11 @@ def differences(slow: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(outputs: Path) -> dict[str, Any]:
-    """Folder and row number -> what must be the same whichever launcher wrote it."""
+    """Folder and example -> what must be the same whichever launcher wrote it, in whatever order."""
     found = {}
     for file in sorted(outputs.glob("*/examples.jsonl")):
-        for number, line in enumerate(file.read_text("utf-8").splitlines()):
-            row = json.loads(line)
-            found[f"{file.parent.name}/{number}"] = {name: row.get(name) for name in SAME}
+        for row in map(json.loads, file.read_text("utf-8").splitlines()):
+            found[f"{file.parent.name}/{row['example']}"] = {name: row.get(name) for name in SAME}
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():  # Triton's own library is interpreted or not from its first import on, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

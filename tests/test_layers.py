@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {".errors", ".testbed", "torch", "transformers", "tokenizers", "rich"},
     "tasks": {
         *(".errors", ".hub", ".testbed"),
-        *("numpy", "datasets", "evaluate", "rouge_score", "lm_eval", "huggingface_hub", "jieba"),
+        *("numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"),
     },
     "build": {".errors"},
     "lm_eval": {
@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
 
 # A GPU machine may hold torch and transformers (which bring numpy and safetensors) and nothing else of these.
 NOT_NEEDED = (
-    *("hydra", "omegaconf", "datasets", "evaluate", "rouge_score", "lm_eval", "wandb", "pandas", "matplotlib"),
+    *("hydra", "omegaconf", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "wandb", "pandas", "matplotlib"),
     *("accelerate", "triton"),
 )
 

@@ -12,16 +12,18 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
+import kvexp.runner.memory as memory
 import kvexp.runner.together as together
 from kvexp.record import runs
+from kvexp.runner.crew import Crew
 from kvexp.runner.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
 
 
-def command(*arguments):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+def command(*arguments, threads=1):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": str(threads)}
     line = [sys.executable, "run.py", *arguments]
     return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
@@ -79,6 +81,41 @@ def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
     assert both["shared_prefill"] == both["basic"]
     times = [row["seconds"]["ttft"] for run in runs(tmp_path / "shared_prefill") for row in run.rows()]
     assert set(times) == {None}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+def test_processes_side_by_side_write_the_same_rows(tmp_path):
+    """Two threads: two processes with one thread each."""
+    words = ("-m", *SWEEP, "task=testbed_summary", "limit=7", "batch_size=2", "model=testbed_rope")
+    for threads in (1, 2):
+        done = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
+        assert done.returncode == 0, done.stderr
+        assert ("prefill, in 2 processes: 63 examples" in done.stdout) is (threads == 2)
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 9
+
+
+def test_how_many_processes(tmp_path, monkeypatch):
+    """As many as there are threads and batches, and as can hold all runs; one where time is limited."""
+    asked, found, needs = [], [], memory.needs
+    monkeypatch.setattr(memory, "needs", lambda *call: found.append(needs(*call)) or found[-1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(together, "Crew", lambda size, make: asked.append(size) or Crew(1, make))
+
+    def made(name, *overrides):
+        members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]
+        together.fill(together.groups(members)[0])
+        return asked.pop()
+
+    linux = sys.platform == "linux"
+    assert made("batches", "limit=2") == (2 if linux else 1)
+    assert made("threads", "limit=5") == (3 if linux else 1)
+    assert made("time", "limit=5", "timeout_s=60") == 1
+    if linux:
+        prompts, runs_ = found[0]
+        monkeypatch.setattr(memory, "free_bytes", lambda model: 2.5 * (prompts + sum(runs_)) / memory.SHARE)
+        assert made("memory", "limit=5") == 2
+        monkeypatch.setattr(memory, "free_bytes", lambda model: 1)
+        assert made("no memory", "limit=5") == 1
 
 
 def test_a_sweep_goes_on_from_what_is_there(tmp_path):

@@ -59,7 +59,7 @@ class Log:
             for row, told in self._written(settings, run, todo):
                 if not told.same:
                     print(f"{title}: example {row['example']}: {unlike(told)}")
-                progress.advance(row)
+                progress.advance()
 
     def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, Told]]:
         for row, case, _ in cases(settings, todo):

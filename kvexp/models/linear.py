@@ -67,7 +67,7 @@ class MemoryBoundLinear(nn.Linear):
         return room
 
     def _same(self, copy: Tensor) -> bool:
-        """Whether copy and weights make the same of a row, to the bit; another number in the weights makes another sum."""
+        """Whether copy and weights make the same of a row, to the bit; other weights make other sums."""
         row = torch.linspace(0.5, 1.5, self.in_features).expand(2, -1)
         return torch.equal(_product(row, copy), _product(row, self.weight))
 
@@ -92,9 +92,10 @@ def quicken(model: nn.Module) -> None:
 
 
 def renew(model: nn.Module) -> None:
-    """Where something begins, and nothing is gone on with: see that copies of weights are of those the model has now."""
-    if torch.is_grad_enabled():
-        return
+    """Where something begins, and nothing is gone on with: see that copies of weights are of those the model has now.
+
+    Where gradients are wanted there is nothing to see: no copy is used.
+    """
     room = int(SHARE * available())
     for module in model.modules():
         if isinstance(module, MemoryBoundLinear):

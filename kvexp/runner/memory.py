@@ -12,21 +12,33 @@ from kvexp.runner.settings import Settings
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
 
 
-def at_once(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> list[list[int]]:
-    """Places of the runs to take together: neighbours, as many as `free_bytes` holds; one alone is always tried."""
-    lengths = [prompt.size for _, prompt in batch]
-    token = token_bytes(model)
-    room = free_bytes(model) * SHARE - token * sum(lengths)  # the shared prompt
+def at_once(
+    runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], processes: int = 1
+) -> list[list[int]]:
+    """Places of the runs to take together: neighbours, as many as fit into a process's share; one alone is tried."""
+    prompts, each = needs(runs, model, batch)
     groups: list[list[int]] = [[]]
-    left = room
-    for place, settings in enumerate(runs):
-        need = token * sum(held(settings, lengths))
+    left = room = free_bytes(model) * SHARE / processes - prompts
+    for place, need in enumerate(each):
         if groups[-1] and need > left:
             groups.append([])
             left = room
         groups[-1].append(place)
         left -= need
     return groups
+
+
+def sharers(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], most: int) -> int:
+    """How many processes, up to `most`, can each take all these runs together."""
+    prompts, each = needs(runs, model, batch)
+    return max(1, min(most, int(free_bytes(model) * SHARE / max(1, prompts + sum(each)))))
+
+
+def needs(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> tuple[int, list[int]]:
+    """Bytes of the prompts, which the runs share, and of what each run keeps."""
+    lengths = [prompt.size for _, prompt in batch]
+    token = token_bytes(model)
+    return token * sum(lengths), [token * sum(held(settings, lengths)) for settings in runs]
 
 
 def held(settings: Settings, lengths: Sequence[int]) -> list[int]:

@@ -138,6 +138,16 @@ def load(spec: ModelSpec) -> tuple[Any, Any]:
     return model, tokenizer_of(spec)
 
 
+def share_weights(model: Any) -> None:
+    """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
+    import torch
+
+    from kvexp.models.linear import renew
+
+    with torch.no_grad():
+        renew(model)
+
+
 @functools.lru_cache(maxsize=1)
 def tokenizer_of(spec: ModelSpec) -> Any:
     """The tokenizer alone, for what can be known before weights load."""

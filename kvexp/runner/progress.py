@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -33,7 +33,7 @@ class Progress:
             print(f"{self.title}: {self.total - self.done} examples", flush=True)
         return self
 
-    def advance(self, row: dict[str, Any]) -> None:
+    def advance(self) -> None:
         """One more row is on disk."""
         self.done += 1
         Progress.made += 1

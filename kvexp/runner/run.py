@@ -105,7 +105,7 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
     def write(row: dict[str, Any]) -> None:
         if row["example"] not in done:
             record.append(recordable(row, commit))
-            progress.advance(row)
+            progress.advance()
 
     def stuck(items: Items) -> None:  # called in another thread: this one has not come back
         for index, prompt in items:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,11 +19,12 @@ from kvexp.runner.answers import UNTIMED, generated_together
 from kvexp.runner.attempts import TIME, Items, Patience, Rows, reason, release
 from kvexp.runner.batches import SHARED, due
 from kvexp.runner.contexts import asked_together, mixes_rows
+from kvexp.runner.crew import Crew, hands
 from kvexp.runner.deadline import Overdue, start_anew
 from kvexp.runner.environment import environment
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
-from kvexp.runner.memory import at_once
-from kvexp.runner.model import commit_of, load, tokenizer_of
+from kvexp.runner.memory import at_once, sharers
+from kvexp.runner.model import commit_of, load, share_weights, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.rows import check_commit, recordable
 from kvexp.runner.run import AHEAD, lost, prompt_of, row_of, settled, skipped, waiting
@@ -127,7 +128,8 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
     for member in members:
         check_commit(member.run, commit)
         member.settings = with_ends(member.settings, model, tokenizer)
-    title = f"{len(members)} runs that share each prompt's prefill"
+    size = _processes(members, model, tokenizer, work)
+    title = f"{len(members)} runs that share each prompt's prefill" + (f", in {size} processes" if size > 1 else "")
     missing = sum(example.id not in m.done for m in members for _, example in todo)
 
     def stuck(items: Items) -> None:  # called in another thread: this one has not come back
@@ -137,16 +139,29 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
         print(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         start_anew()
 
-    with Progress(title, missing, 0) as progress:
-        for batch in work:
-            lacking = [m for m in members if m.lacks(batch)]
-            for member, rows in _rows(lacking, model, tokenizer, batch, Patience(lead.timeout_s, stuck)):
-                for row in member.write(rows, commit):
-                    progress.advance(row)
+    def make(batch: Numbered) -> Iterator[dict[str, Any]]:
+        lacking = [m for m in members if m.lacks(batch)]
+        for member, rows in _rows(lacking, model, tokenizer, batch, Patience(lead.timeout_s, stuck), size):
+            yield from member.write(rows, commit)
+
+    with Crew(size, make) as crew, Progress(title, missing, 0) as progress:
+        for _ in crew.each(work):
+            progress.advance()
+
+
+def _processes(members: list[Member], model: Any, tokenizer: Any, work: Sequence[Numbered]) -> int:
+    """How many processes to share the batches among; one where time is limited, which is that of a process alone."""
+    settings = [member.settings for member in members]
+    most = min(hands(model), len(work)) if settings[0].timeout_s is None else 1
+    if most < 2:
+        return 1
+    share_weights(model)
+    prompts = [(index, prompt_of(settings[0], model, tokenizer, example)) for index, example in work[0]]
+    return sharers(settings, model, [item for item in prompts if item[1].skipped is None], most)
 
 
 def _rows(
-    members: list[Member], model: Any, tokenizer: Any, batch: Numbered, patience: Patience
+    members: list[Member], model: Any, tokenizer: Any, batch: Numbered, patience: Patience, processes: int
 ) -> Iterable[tuple[Member, list[dict[str, Any]]]]:
     """Rows of a batch, for every member that is not left to its own turn."""
     if not members:
@@ -156,7 +171,7 @@ def _rows(
     if not runnable:
         yield from ((member, [skipped(member.settings, *each) for each in prompts]) for member in members)
         return
-    for part in at_once([m.settings for m in members], model, runnable):
+    for part in at_once([m.settings for m in members], model, runnable, processes):
         some = [members[place] for place in part]
         for member, made in _answers(some, model, tokenizer, runnable, patience):
             yield member, [made.get(index) or skipped(member.settings, index, prompt) for index, prompt in prompts]

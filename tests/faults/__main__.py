@@ -6,6 +6,8 @@ that most moments fall into the work and not into imports.
 """
 
 import argparse
+import functools
+import itertools
 import sys
 import tempfile
 import time
@@ -25,14 +27,19 @@ def main():
     command.add_argument("--fresh", action="store_true")
     asked = command.parse_args()
     with Stage() as stage:
-        for launcher in asked.launcher:
+        start = Process if asked.fresh else stage.start
+        two = {"OMP_NUM_THREADS": "2"} if asked.fresh else {"before": "import torch; torch.set_num_threads(2)"}
+        for launcher, threads in itertools.product(asked.launcher, (1, 2)):
+            if launcher == "basic" and threads > 1:
+                continue  # takes one run at a time, in this process
             begun = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
-                start = Process if asked.fresh else stage.start
-                killer = Killer(start, launcher, folder, asked.seed)
+                begin = functools.partial(start, **two) if threads > 1 else start
+                killer = Killer(begin, launcher, folder, asked.seed, ordered=threads == 1)
                 killer.run(asked.kills)
             seconds = time.monotonic() - begun
-            print(f"{launcher}: {killer.kills} kills in {killer.sweeps} sweeps, nothing differs ({seconds:.0f} s)")
+            told = f"{launcher}, {threads} process(es): {killer.kills} kills in {killer.sweeps} sweeps"
+            print(f"{told}, nothing differs ({seconds:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -22,22 +22,20 @@ TIMES = re.compile(rb'"seconds":\{[^}]*\}')
 NOT_COMPARED = (".sweeps",)  # Hydra's record of the command line, which names the folder
 
 
-def content(folder):
-    """File -> its bytes, but for times."""
+def content(folder, ordered=True):
+    """File -> its bytes, but for times; if not ordered, also for the order of rows: several processes wrote them."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {
-        str(name): TIMES.sub(b'"seconds":{}', path.read_bytes())
-        for name, path in files.items()
-        if name.parts[0] not in NOT_COMPARED
-    }
+    compared = {name: path for name, path in files.items() if name.parts[0] not in NOT_COMPARED}
+    found = {str(name): TIMES.sub(b'"seconds":{}', path.read_bytes()) for name, path in compared.items()}
+    return found if ordered else {name: b"\n".join(sorted(text.splitlines())) for name, text in found.items()}
 
 
 class Process:
     """A fresh `python run.py`, with the verbs of `stage.Child`."""
 
-    def __init__(self, words, out):
+    def __init__(self, words, out, **env):
         self.out = Path(out)
-        env = {**os.environ, **ENV, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, **ENV, **env, "PYTHONPATH": str(ROOT)}
         with self.out.open("ab") as file:
             line = [sys.executable, "run.py", *words]
             self.process = subprocess.Popen(line, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT)
@@ -57,10 +55,10 @@ class Process:
 
 
 class Killer:
-    """start(words, out): a Child or a Process; folder: for everything that is written."""
+    """start(words, out): a Child or a Process; folder: for everything that is written; ordered: see `content`."""
 
-    def __init__(self, start, launcher, folder, seed):
-        self.start, self.folder, self.rng = start, Path(folder), random.Random(seed)
+    def __init__(self, start, launcher, folder, seed, ordered=True):
+        self.start, self.folder, self.rng, self.ordered = start, Path(folder), random.Random(seed), ordered
         self.words = (*SWEEP, f"hydra/launcher={launcher}")
         self.kills = self.sweeps = 0
 
@@ -68,7 +66,7 @@ class Killer:
         """(what an undisturbed sweep leaves, how long it takes)."""
         begun = time.monotonic()
         self.finish("undisturbed")
-        return content(self.folder / "undisturbed"), time.monotonic() - begun
+        return content(self.folder / "undisturbed", self.ordered), time.monotonic() - begun
 
     def child(self, name):
         return self.start([*self.words, f"outputs_dir={self.folder / name}"], self.folder / f"{name}.log")
@@ -87,7 +85,7 @@ class Killer:
             while self.kills < wanted and self.killed(name, self.rng.uniform(0, duration)):
                 pass
             self.finish(name)
-            found = content(self.folder / name)
+            found = content(self.folder / name, self.ordered)
             differing = sorted(file for file in truth.keys() | found.keys() if truth.get(file) != found.get(file))
             assert not differing, f"{name}: {differing}"
             self.sweeps += 1

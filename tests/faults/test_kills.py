@@ -3,6 +3,8 @@
 The short form; the long one (30 moments, fresh processes) is `make faults`.
 """
 
+import functools
+
 import pytest
 
 from faults.kills import LAUNCHERS, Killer
@@ -13,3 +15,11 @@ def test_killed_and_resumed(stage, tmp_path, launcher):
     killer = Killer(stage.start, launcher, tmp_path, seed=9)
     killer.run(5)
     assert killer.kills == 5
+
+
+def test_processes_side_by_side_killed_and_resumed(stage, tmp_path):
+    start = functools.partial(stage.start, before="import torch; torch.set_num_threads(2)")
+    killer = Killer(start, "shared_prefill", tmp_path, seed=10, ordered=False)
+    killer.run(5)
+    assert killer.kills == 5
+    assert "in 2 processes" in (tmp_path / "undisturbed.log").read_text()
