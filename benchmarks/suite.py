@@ -57,8 +57,8 @@ CPU = (
         "--prompts 50 --batches 1 2 --new 4",
     ),
     Run("prefill", "prefill", f"--prompts 8192 --repeats 2 --variants hf {EVICTING}", "--prompts 40"),
-    Run("sweep_testbed", "sweep", "--model testbed --rows 8 --repeats 1", "--rows 1 --fast basic"),
-    Run("sweep_100m", "sweep", "--model 100m --rows 1 --repeats 1", "--rows 1 --fast basic"),
+    Run("sweep_testbed", "sweep", "--model testbed --rows 24 --repeats 1", "--rows 1 --fast basic"),
+    Run("sweep_100m", "sweep", "--model 100m --rows 2 --repeats 1", "--rows 1 --fast basic"),
     Run("peers", "peers", "--prompts 4096 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
 )
 
