@@ -95,7 +95,7 @@ def test_processes_side_by_side_write_the_same_rows(tmp_path):
 
 
 def test_how_many_processes(tmp_path, monkeypatch):
-    """As many as there are threads and batches, and as can hold all runs; one where time is limited."""
+    """As many as there are threads, or one: where some would have no work or no memory, or where time is limited."""
     asked, found, needs = [], [], memory.needs
     monkeypatch.setattr(memory, "needs", lambda *call: found.append(needs(*call)) or found[-1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -107,15 +107,15 @@ def test_how_many_processes(tmp_path, monkeypatch):
         return asked.pop()
 
     linux = sys.platform == "linux"
-    assert made("batches", "limit=2") == (2 if linux else 1)
-    assert made("threads", "limit=5") == (3 if linux else 1)
+    assert made("three", "limit=3") == made("five", "limit=5") == (3 if linux else 1)
+    assert made("two", "limit=2") == made("four", "limit=4") == 1
     assert made("time", "limit=5", "timeout_s=60") == 1
     if linux:
-        prompts, runs_ = found[0]
-        monkeypatch.setattr(memory, "free_bytes", lambda model: 2.5 * (prompts + sum(runs_)) / memory.SHARE)
-        assert made("memory", "limit=5") == 2
-        monkeypatch.setattr(memory, "free_bytes", lambda model: 1)
-        assert made("no memory", "limit=5") == 1
+        prompts, each = found[0]
+        for processes in (3, 2.9):
+            free = processes * (prompts + sum(each)) / memory.SHARE + 1
+            monkeypatch.setattr(memory, "free_bytes", lambda model, free=free: free)
+            assert made(f"memory for {processes}", "limit=3") == (3 if processes == 3 else 1)
 
 
 def test_a_sweep_goes_on_from_what_is_there(tmp_path):

@@ -28,10 +28,10 @@ def at_once(
     return groups
 
 
-def sharers(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], most: int) -> int:
-    """How many processes, up to `most`, can each take all these runs together."""
+def fit(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], processes: int) -> bool:
+    """Whether so many processes can each take all these runs together."""
     prompts, each = needs(runs, model, batch)
-    return max(1, min(most, int(free_bytes(model) * SHARE / max(1, prompts + sum(each)))))
+    return processes * (prompts + sum(each)) <= free_bytes(model) * SHARE
 
 
 def needs(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> tuple[int, list[int]]:

@@ -23,7 +23,7 @@ from kvexp.runner.crew import Crew, hands
 from kvexp.runner.deadline import Overdue, start_anew
 from kvexp.runner.environment import environment
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
-from kvexp.runner.memory import at_once, sharers
+from kvexp.runner.memory import at_once, fit
 from kvexp.runner.model import commit_of, load, share_weights, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.rows import check_commit, recordable
@@ -32,6 +32,10 @@ from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval
 
 Numbered = Sequence[tuple[int, Example]]
+
+BUSY = (
+    4 / 3
+)  # places for batches in all rounds of the processes, over batches: a process per thread gains about as much
 
 
 def joint(settings: Settings) -> bool:
@@ -150,14 +154,17 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
 
 
 def _processes(members: list[Member], model: Any, tokenizer: Any, work: Sequence[Numbered]) -> int:
-    """How many processes to share the batches among; one where time is limited, which is that of a process alone."""
-    settings = [member.settings for member in members]
-    most = min(hands(model), len(work)) if settings[0].timeout_s is None else 1
-    if most < 2:
+    """How many processes to share the batches among: one for every thread, or one that has all threads.
+
+    One where processes would wait for work or for memory, and where time is limited, which is that of a process alone.
+    """
+    settings, several = [member.settings for member in members], hands(model)
+    rounds = -(-len(work) // several)
+    if several < 2 or rounds * several > BUSY * len(work) or settings[0].timeout_s is not None:
         return 1
     share_weights(model)
     prompts = [(index, prompt_of(settings[0], model, tokenizer, example)) for index, example in work[0]]
-    return sharers(settings, model, [item for item in prompts if item[1].skipped is None], most)
+    return several if fit(settings, model, [item for item in prompts if item[1].skipped is None], several) else 1
 
 
 def _rows(
