@@ -96,17 +96,17 @@ def test_what_is_raised_is_raised_here_when_the_others_are_done(note):
 
 
 @forks
-def test_an_error_that_cannot_be_sent_comes_as_words():
+def test_an_error_of_another_kind_comes_as_words():
     class Odd(Exception):
         def __init__(self, one, two):
             super().__init__("odd words")
-            self.stream = sys.stdout
+            self.stream = sys.stdout  # which no pipe can carry
 
     def task(item):
         raise Odd(1, 2)
         yield
 
-    with pytest.raises(RuntimeError, match="odd words"), Crew(2, task) as crew:
+    with pytest.raises(RuntimeError, match="Odd: odd words"), Crew(2, task) as crew:
         rows(crew, [1])
 
 

@@ -23,7 +23,8 @@ SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
 
 
 def command(*arguments, threads=1):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", "OMP_NUM_THREADS": str(threads)}
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     line = [sys.executable, "run.py", *arguments]
     return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 

@@ -116,7 +116,7 @@ class Slots:
         for name, old in self.tensors.items():
             at = index[..., None].expand(-1, -1, -1, old.shape[-1]) if old.ndim == 4 else index
             new = old.new_empty(b, h, n + spare, *old.shape[3:])
-            torch.gather(old, 2, at, out=new[:, :, :n])
+            new[:, :, :n] = old.gather(2, at)
             new[:, :, n:] = 0
             self._replace(name, new)
         self.positions[:, :, :n].masked_fill_(~keep, -1)

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -22,6 +21,8 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from kvexp.errors import CacheError, ConfigError, NotFinite
 
 Item = TypeVar("Item")
 
@@ -92,7 +93,7 @@ class Crew(Generic[Item]):
                     yield
                     continue
                 if told != "done":
-                    failure = failure or _with_place(*told)
+                    failure = failure or _raised(*told)
                     left.clear()
                 if not _give(pipe, left):
                     busy.remove(pipe)
@@ -142,19 +143,17 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
                 pipe.send("row")
             pipe.send("done")
         except Exception as error:
-            pipe.send(_sendable(error))
+            pipe.send(_told(error))
 
 
-def _sendable(error: Exception) -> tuple[Exception, str]:
-    """The error and its traceback; an error that cannot be sent as another one with its words."""
-    place = traceback.format_exc()
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}"), place
-    return error, place
+def _told(error: Exception) -> tuple[str, str, str]:
+    """What another process is told of an error: its kind, its words, and where it came from."""
+    return type(error).__name__, str(error), traceback.format_exc()
 
 
-def _with_place(error: Exception, place: str) -> Exception:
+def _raised(kind: str, words: str, place: str) -> Exception:
+    """The error as it is raised here: our own ones say all there is to say, others by their words."""
+    ours = {"ConfigError": ConfigError, "CacheError": CacheError, "NotFinite": NotFinite}
+    error = ours[kind](words) if kind in ours else RuntimeError(f"{kind}: {words}")
     error.__cause__ = RuntimeError(f"in another process:\n{place}")
     return error
