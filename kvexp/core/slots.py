@@ -117,10 +117,9 @@ class Slots:
             at = index[..., None].expand(-1, -1, -1, old.shape[-1]) if old.ndim == 4 else index
             new = old.new_empty(b, h, n + spare, *old.shape[3:])
             new[:, :, :n] = old.gather(2, at)
-            new[:, :, n:] = 0
+            _vacate(name, new[:, :, n:])
             self._replace(name, new)
         self.positions[:, :, :n].masked_fill_(~keep, -1)
-        self.positions[:, :, n:] = -1
         self.used, self.aligned = n + spare, False
 
     def select_rows(self, rows: Tensor) -> None:
@@ -144,7 +143,7 @@ class Slots:
             buffer = like.new_empty(sum(sizes), like.shape[1], most, *like.shape[3:])
             for part, rows, count in zip(parts, buffer.split(sizes), places, strict=True):
                 rows[:, :, :count] = part.tensors[name]
-                rows[:, :, count:] = -1 if name == "positions" else 0  # a number: nothing times NaN is NaN
+                _vacate(name, rows[:, :, count:])
                 setattr(part, name, rows[:, :, :count])
             whole.append(buffer)
         return cls(*whole)
@@ -155,3 +154,8 @@ class Slots:
         other = Slots(*(tensor[:, :, : self.used].index_select(0, rows) for tensor in self.tensors.values()))
         other.aligned = self.aligned
         return other
+
+
+def _vacate(name: str, places: Tensor) -> None:
+    """Make dead slots of these places of a new buffer; what a dead slot holds is a number: nothing times NaN is NaN."""
+    places.fill_(-1 if name == "positions" else 0)

@@ -96,6 +96,8 @@ def renew(model: nn.Module) -> None:
 
     Where gradients are wanted there is nothing to see: no copy is used.
     """
+    if torch.is_grad_enabled():
+        return
     room = int(SHARE * available())
     for module in model.modules():
         if isinstance(module, MemoryBoundLinear):

@@ -75,7 +75,8 @@ class Crew(Generic[Item]):
         """
         if not self._workers:
             for item in items:
-                yield from (None for _ in self.task(item))
+                for _ in self.task(item):
+                    yield
             return
         left = list(reversed(items))
         failure: Exception | None = None

@@ -28,12 +28,6 @@ def at_once(
     return groups
 
 
-def fit(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], processes: int) -> bool:
-    """Whether so many processes can each take all these runs together."""
-    prompts, each = needs(runs, model, batch)
-    return processes * (prompts + sum(each)) <= free_bytes(model) * SHARE
-
-
 def needs(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> tuple[int, list[int]]:
     """Bytes of the prompts, which the runs share, and of what each run keeps."""
     lengths = [prompt.size for _, prompt in batch]

@@ -28,6 +28,8 @@ from kvexp.runner.settings import Settings
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 
+Numbered = list[tuple[int, Prompt]]
+
 AHEAD: set[str] = set()  # runs that this process has filled in before their turn: no news to the reader
 
 
@@ -130,12 +132,17 @@ def settled(settings: Settings, record: Run, examples: Sequence[Example]) -> set
 
 def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience: Patience) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
-    prompts = [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
-    runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
+    prompts, runnable = prompts_of(settings, model, tokenizer, batch)
     make = functools.partial(_generate, settings, model, tokenizer)
     failed = functools.partial(lost, settings)
     made = in_halves(runnable, make, failed, patience) if runnable else {}
     return [made.get(index) or skipped(settings, index, prompt) for index, prompt in prompts]
+
+
+def prompts_of(settings: Settings, model: Any, tokenizer: Any, batch: Batch) -> tuple[Numbered, Numbered]:
+    """The prompts of a batch, and those of them that can be answered."""
+    prompts = [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
+    return prompts, [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
 
 
 def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:

@@ -23,19 +23,18 @@ from kvexp.runner.crew import Crew, hands
 from kvexp.runner.deadline import Overdue, start_anew
 from kvexp.runner.environment import environment
 from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
-from kvexp.runner.memory import at_once, fit
+from kvexp.runner.memory import at_once
 from kvexp.runner.model import commit_of, load, share_weights, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.rows import check_commit, recordable
-from kvexp.runner.run import AHEAD, lost, prompt_of, row_of, settled, skipped, waiting
+from kvexp.runner.run import AHEAD, lost, prompts_of, row_of, settled, skipped, waiting
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval
 
 Numbered = Sequence[tuple[int, Example]]
 
-BUSY = (
-    4 / 3
-)  # places for batches in all rounds of the processes, over batches: a process per thread gains about as much
+# Places for batches in all rounds of the processes, over batches: a process per thread gains about as much.
+BUSY = 4 / 3
 
 
 def joint(settings: Settings) -> bool:
@@ -163,8 +162,8 @@ def _processes(members: list[Member], model: Any, tokenizer: Any, work: Sequence
     if several < 2 or rounds * several > BUSY * len(work) or settings[0].timeout_s is not None:
         return 1
     share_weights(model)
-    prompts = [(index, prompt_of(settings[0], model, tokenizer, example)) for index, example in work[0]]
-    return several if fit(settings, model, [item for item in prompts if item[1].skipped is None], several) else 1
+    _, runnable = prompts_of(settings[0], model, tokenizer, work[0])
+    return several if len(at_once(settings, model, runnable, several)) == 1 else 1
 
 
 def _rows(
@@ -173,8 +172,7 @@ def _rows(
     """Rows of a batch, for every member that is not left to its own turn."""
     if not members:
         return
-    prompts = [(index, prompt_of(members[0].settings, model, tokenizer, example)) for index, example in batch]
-    runnable = [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
+    prompts, runnable = prompts_of(members[0].settings, model, tokenizer, batch)
     if not runnable:
         yield from ((member, [skipped(member.settings, *each) for each in prompts]) for member in members)
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.kills import LAUNCHERS, Killer, Process
-from faults.stage import Stage
+from faults.stage import TWO_THREADS, Stage
 
 
 def main():
@@ -28,7 +28,7 @@ def main():
     asked = command.parse_args()
     with Stage() as stage:
         start = Process if asked.fresh else stage.start
-        two = {"OMP_NUM_THREADS": "2"} if asked.fresh else {"before": "import torch; torch.set_num_threads(2)"}
+        two = {"OMP_NUM_THREADS": "2"} if asked.fresh else {"before": TWO_THREADS}
         for launcher, threads in itertools.product(asked.launcher, (1, 2)):
             if launcher == "basic" and threads > 1:
                 continue  # takes one run at a time, in this process

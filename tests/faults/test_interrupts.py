@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from faults.stage import ENV, ROOT
+from faults.stage import ENV, ROOT, TWO_THREADS
 from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
 
 # Says where it is, and stays there: at the third row of the process, or while the model's weights are read.
@@ -54,14 +54,13 @@ def test_between_rows(stage, tmp_path, launcher):
 def test_processes_side_by_side(stage, tmp_path):
     """They end with the command, whatever they are at."""
     out = tmp_path / "out"
-    two = "import torch; torch.set_num_threads(2)\n"
-    child = stage.start(sweep(out, launcher="shared_prefill"), tmp_path / "log", two + SLOW_ROW)
+    child = stage.start(sweep(out, launcher="shared_prefill"), tmp_path / "log", TWO_THREADS + SLOW_ROW)
     child.until("HERE")
     child.send(signal.SIGINT)
     assert child.wait() == 130
     assert "rows were written, 0 of 2 jobs are complete; all rows written so far are kept" in child.said
     assert "Traceback" not in child.said and "in 2 processes" in child.said
-    code, said = stage.run(sweep(out, launcher="shared_prefill"), tmp_path / "log2", two)
+    code, said = stage.run(sweep(out, launcher="shared_prefill"), tmp_path / "log2", TWO_THREADS)
     assert code == 0, said
     assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
 

@@ -8,6 +8,7 @@ import functools
 import pytest
 
 from faults.kills import LAUNCHERS, Killer
+from faults.stage import TWO_THREADS
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -18,7 +19,7 @@ def test_killed_and_resumed(stage, tmp_path, launcher):
 
 
 def test_processes_side_by_side_killed_and_resumed(stage, tmp_path):
-    start = functools.partial(stage.start, before="import torch; torch.set_num_threads(2)")
+    start = functools.partial(stage.start, before=TWO_THREADS)
     killer = Killer(start, "shared_prefill", tmp_path, seed=10, ordered=False)
     killer.run(5)
     assert killer.kills == 5
