@@ -46,12 +46,28 @@ def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) 
     return [(index, task.fit(example, count, room)) for index, example in todo]
 
 
+def end_of_turn(tokenizer: Any) -> list[int]:
+    """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
+    words = "An answer."
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
+    _, found, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(words)
+    ids = tokenizer(after, add_special_tokens=False).input_ids if found else []
+    first = [token for token in ids if tokenizer.decode([token]).strip()][:1]
+    return [token for token in first if token in tokenizer.added_tokens_decoder]
+
+
 def with_ends(settings: Settings, model: Any, tokenizer: Any) -> Settings:
-    """The settings with the end tokens that the task adds to the model's; a text that has no token ends nothing."""
+    """The settings with the end tokens that task and chat template add to the model's; a text of no token adds none.
+
+    Files of a chat model often name the base model's end token alone, and what ends a turn stands in its template.
+    """
     from kvexp.generate.request import eos_ids
 
-    each = [tokenizer(text, add_special_tokens=False).input_ids for text in settings.task.also_ends]
+    task = settings.task
+    each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.also_ends]
     more = [ids[-1] for ids in each if ids]
+    if settings.model.chat and task.wrapped and task.frame is None and settings.decoding.eos == "model":
+        more += end_of_turn(tokenizer)
     if not more:
         return settings
     eos = tuple(dict.fromkeys([*eos_ids(model, settings.decoding.eos), *more]))

@@ -134,8 +134,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     task: Task = build(
         {**_located(config["task"], "data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
     )
+    model = ModelSpec.of(_located(config["model"], "path"))
+    task = task.for_model(chat=model.chat)
     settings = Settings(
-        model=ModelSpec.of(_located(config["model"], "path")),
+        model=model,
         method=method,
         budget=budget,
         cadence=Cadence(

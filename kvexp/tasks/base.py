@@ -139,6 +139,14 @@ class Task:
         """(metrics, what joins the row's info) of a continuation's log-probabilities, one per token, in nats."""
         return {"nll": -sum(logprobs) / len(logprobs)}, {}
 
+    def for_model(self, *, chat: bool) -> Task:
+        """The task as it asks a base model or a chat model: what is left open, such as a frame, is that kind's.
+
+        A chat model's prompts are the user's turn of its chat template, and the end of that turn is where its answer
+        begins: frames and beginnings of answers that tell a base model so are left out.
+        """
+        return self
+
     def label(self, choice: str) -> str:
         """What a table calls it; choice: the configuration's name for it."""
         return choice

@@ -29,7 +29,8 @@ class Needle(Asked):
     the sentence found at its depth; of several the first is at that depth and the others spread evenly over what
     follows. Repeat 0 begins at the start of the haystack, the others at the sentence that `seed` draws. {key} in a
     needle and its answer stands for five digits drawn per example (passkey retrieval, arXiv:2305.16300). One question
-    for all needles is scored by all answers; several are asked one by one, of the same context.
+    for all needles is scored by all answers; several are asked one by one, of the same context. `answer_prefix` stands
+    behind it all and begins the answer; a chat model, whose answer begins with its turn, does not get it.
 
     Scores: `word_recall`, the share of an answer's words that were given (without function words); `exact`, whether
     all of it stands in the answer word for word; both without case, punctuation and articles. `length` tokens are
@@ -51,6 +52,7 @@ class Needle(Asked):
     answers: tuple[str, ...] = ()
     before: str = ""
     after: str = "\n\n{question}"
+    answer_prefix: str = ""
     truncate: str = "skip"
 
     @property
@@ -60,6 +62,9 @@ class Needle(Asked):
         if self.haystack is not None:
             return haystack.read(self.haystack)
         return haystack.repeated(str(self.filler), 20 * max(self.lengths))
+
+    def for_model(self, *, chat: bool) -> Needle:
+        return replace(self, answer_prefix="") if chat else self
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         grid = product(self.lengths, self.depths, range(self.repeats), range(len(self.questions)))
@@ -104,7 +109,7 @@ class Needle(Asked):
         wanted = answers if len(self.questions) == 1 else [answers[asked]]
         name = f"length {length} depth {depth:g}" + f" repeat {repeat}" * (self.repeats > 1)
         name += f" question {asked}" * (len(self.questions) > 1)
-        after = self.after.replace("{question}", self.questions[asked])
+        after = self.after.replace("{question}", self.questions[asked]) + self.answer_prefix
         made = self.ask(name, (self.before, document, ""), after, "\n".join(wanted))
         return replace(made, info={**row, "answers": wanted})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexp.errors import ConfigError
@@ -10,7 +10,7 @@ from kvexp.errors import ConfigError
 from .base import Example, Task, row_id
 from .data import text
 
-# name -> the text around {instruction} and {input}; model_task may also give such a text of its own as task.template.
+# name -> the text around {instruction} and {input}; task.template may also be such a text.
 TEMPLATES = {
     # Stanford Alpaca's, which MLPerf's GPT-J and Keyformer's summarization scripts use
     "alpaca": (
@@ -28,22 +28,31 @@ TEMPLATES = {
 class Summarization(Task):
     """Summarize a document: prefix = instruction, body = document, suffix = where the summary starts.
 
-    `template` is a name in TEMPLATES or a text with {input} once (and {instruction} at most once). `stop`: an answer
-    is scored up to the first occurrence of this text. `join_lines`: newlines of answer and reference become spaces
-    before sentences are split for rougeLsum, as in the Keyformer release; false keeps a newline as a sentence's end.
+    `template` is a name in TEMPLATES or a text with {input} once (and {instruction} at most once); None: alpaca for a
+    base model, plain for a chat model. `stop`: an answer is scored up to the first occurrence of this text.
+    `join_lines`: newlines of answer and reference become spaces before sentences are split for rougeLsum, as in the
+    Keyformer release; false keeps a newline as a sentence's end.
     """
 
     instruction: str = ""
-    template: str = "alpaca"
+    template: str | None = None
     input_field: str = ""
     reference_field: str = ""
     id_field: str = "id"
     stop: str | None = None
     join_lines: bool = False
 
+    @property
+    def _around(self) -> str:
+        template = self.template or "alpaca"
+        return TEMPLATES.get(template, template)
+
+    def for_model(self, *, chat: bool) -> Summarization:
+        return replace(self, template=self.template or ("plain" if chat else "alpaca"))
+
     def around(self) -> tuple[str, str]:
         """(prefix, suffix) of every prompt."""
-        before, _, after = TEMPLATES.get(self.template, self.template).partition("{input}")
+        before, _, after = self._around.partition("{input}")
         return before.replace("{instruction}", self.instruction), after.replace("{instruction}", self.instruction)
 
     def example(self, row: dict[str, Any], where: str) -> Example:
@@ -63,10 +72,9 @@ class Summarization(Task):
 
     def check_options(self) -> None:
         super().check_options()
-        template = TEMPLATES.get(self.template, self.template)
-        if template.count("{input}") != 1 or template.count("{instruction}") > 1:
+        if self._around.count("{input}") != 1 or self._around.count("{instruction}") > 1:
             raise ConfigError(
-                f"task.template must be one of {', '.join(TEMPLATES)} or a text with {{input}} once and "
+                f"task.template must be null, one of {', '.join(TEMPLATES)} or a text with {{input}} once and "
                 f"{{instruction}} at most once, got {self.template!r}"
             )
         if self.stop == "":

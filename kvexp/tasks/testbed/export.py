@@ -102,7 +102,8 @@ def _needle(folder: Path, rng: Random, split: str) -> list[str]:
     }
     words = ["task=needle", f"task.haystack={_quoted(str(folder))}"]
     words += [f"task.{name}=[{','.join(map(_quoted, texts))}]" for name, texts in lists.items()]
-    words += [f"task.before={_quoted(opening(''))}", f"task.after={_quoted(' {question}')}", "task.max_new_tokens=6"]
+    words += [f"task.before={_quoted(opening(''))}", f"task.after={_quoted(' {question}')}"]
+    words += ["task.answer_prefix=''", "task.max_new_tokens=6"]
     return [*words, "task.lengths=[160,320]", "task.depths=[0,10,20,30,40,50]"]
 
 
