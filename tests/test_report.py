@@ -233,7 +233,7 @@ def test_a_section_is_a_python_file_a_script_and_a_line() -> None:
 
 
 @pytest.mark.slow
-def test_an_installed_package_has_the_pages_files(tmp_path: Path) -> None:
+def test_an_installed_package_has_its_data_files(tmp_path: Path) -> None:
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("pyproject.toml needs setuptools 77, and this environment has an older one")
     source = tmp_path / "source"
@@ -256,4 +256,5 @@ def test_an_installed_package_has_the_pages_files(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {f"kvexp/report/assets/{path.name}" for path in (ROOT / "kvexp/report/assets").iterdir()} <= set(names)
+    data = [*(ROOT / "kvexp/report/assets").iterdir(), *(ROOT / "kvexp/articles").rglob("*.json")]
+    assert {str(path.relative_to(ROOT)) for path in data} <= set(names)

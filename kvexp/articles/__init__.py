@@ -1,0 +1,73 @@
+"""English written for kvexp: fictional news articles, and sentences to hide among them.
+
+Every place, person, company and number is invented, and nothing was taken from another text, so no model can have read
+an article before. Each has three highlights, which together are its summary, and four questions, one to each quarter of
+its words, whose answers stand in it once, letter for letter.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about one article, its answer, and the index of the paragraph the answer was taken from."""
+
+    question: str
+    answer: str
+    paragraph: int
+
+
+@dataclass(frozen=True)
+class Article:
+    """A news article of 450 to 900 words, title not counted, with its summary and questions."""
+
+    id: str
+    title: str
+    topic: str
+    style: str
+    paragraphs: tuple[str, ...]
+    highlights: tuple[str, ...]
+    questions: tuple[Question, ...]
+
+    @property
+    def text(self) -> str:
+        """The paragraphs, one a line, without the title."""
+        return "\n".join(self.paragraphs)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A sentence that states one odd fact, to hide in a long text, and what to ask about it."""
+
+    id: str
+    needle: str
+    question: str
+    answer: str
+
+
+@cache
+def articles() -> tuple[Article, ...]:
+    """All articles, in the order of their ids."""
+    files = [file for file in (resources.files(__name__) / "texts").iterdir() if file.name.endswith(".json")]
+    return tuple(sorted((_article(json.loads(file.read_text("utf-8"))) for file in files), key=lambda one: one.id))
+
+
+@cache
+def needles() -> tuple[Needle, ...]:
+    """All needles, in the order of the file."""
+    rows = json.loads((resources.files(__name__) / "needles.json").read_text("utf-8"))
+    return tuple(Needle(**row) for row in rows)
+
+
+def _article(row: dict[str, Any]) -> Article:
+    """An article from its JSON object; a field too many or too few is a TypeError."""
+    row["paragraphs"] = tuple(row["paragraphs"])
+    row["highlights"] = tuple(row["highlights"])
+    row["questions"] = tuple(Question(**one) for one in row["questions"])
+    return Article(**row)
