@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from kvexp.results.stats import LEVEL, RESAMPLES, interval, resampled_means
+from kvexp.results.units import TOO_FEW
 
 Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
 
@@ -51,6 +52,8 @@ def all_hold(parts: Iterable[bool | None]) -> bool | None:
 
 
 def words(at: float, low: float, high: float, digits: int = 1, sign: bool = False) -> str:
-    """ "96.1 (93.0 … 98.9)"."""
+    """ "96.1 (93.0 … 98.9)", or "96.1 (too few)" without an interval."""
     plus = "+" if sign else ""
+    if math.isnan(low) or math.isnan(high):
+        return f"{at:{plus}.{digits}f} ({TOO_FEW})"
     return f"{at:{plus}.{digits}f} ({low:{plus}.{digits}f} … {high:{plus}.{digits}f})"

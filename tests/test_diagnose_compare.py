@@ -44,25 +44,36 @@ def made(outputs, method, scores, *, baseline=None, metric="exact", task="needle
 
 @pytest.fixture
 def sweep(tmp_path):
-    full = made(tmp_path, "full", [100.0, 90.0, 80.0, 70.0])
-    made(tmp_path, "ideal", [100.0, 80.0, 80.0, 60.0], baseline=full)
-    made(tmp_path, "h2o", [50.0, 80.0, 20.0, 70.0], baseline=full)
-    made(tmp_path, "tova", [100.0, 80.0, 80.0, 60.0], baseline=full, kv_ratio=0.5)
+    full = made(tmp_path, "full", [100.0, 90.0, 80.0, 70.0] * 5)
+    made(tmp_path, "ideal", [100.0, 80.0, 80.0, 60.0] * 5, baseline=full)
+    made(tmp_path, "h2o", [50.0, 80.0, 20.0, 70.0] * 5, baseline=full)
+    made(tmp_path, "tova", [100.0, 80.0, 80.0, 60.0] * 5, baseline=full, kv_ratio=0.5)
     return tmp_path
 
 
 def test_points_lost_by_hand(sweep):
     frame = gaps(sweep)
     (row,) = frame.to_dict("records")
-    assert (row["method"], row["n"], row["metric"]) == ("h2o", 4, "exact")
+    assert (row["method"], row["n"], row["metric"]) == ("h2o", 20, "exact")
     assert (row["full"], row["ideal"], row["score"]) == (85.0, 80.0, 55.0)
     assert (row["budget"], row["selection"]) == (5.0, 25.0)
-    selection = np.array([[50.0], [0.0], [60.0], [-10.0]])
-    means = stats.resampled_means(selection, stats.resamples_for(stats.LEVEL, 4))
-    ends = stats.interval(means[:, 0], 4, stats.LEVEL)
+    selection = np.array([[50.0], [0.0], [60.0], [-10.0]] * 5)
+    means = stats.resampled_means(selection, stats.resamples_for(stats.LEVEL, 20))
+    ends = stats.interval(means[:, 0], 20, stats.LEVEL)
     assert (row["selection_low"], row["selection_high"]) == ends
     assert row["budget_low"] <= 5.0 <= row["budget_high"]
     assert frame.attrs["missing"] == ["tova 0.5"], "its budget has no ideal run"
+
+
+def test_few_examples_have_no_interval(tmp_path):
+    full = made(tmp_path, "full", [100.0] * 19)
+    made(tmp_path, "ideal", [95.0] * 19, baseline=full)
+    made(tmp_path, "h2o", [50.0] * 18 + [100.0], baseline=full)
+    out = io.StringIO()
+    show(frame := gaps(tmp_path), Console(file=out, width=100))
+    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out.getvalue()
+    assert "too few: under 20 examples" in out.getvalue()
+    assert draw(frame).axes[0].patches
 
 
 def test_less_may_be_better(tmp_path):

@@ -80,7 +80,7 @@ def test_pairs_are_by_id_and_not_by_place(tmp_path: Path) -> None:
     run.append(row(0, 10.0))
     run.finish(2)
     found = one(tmp_path, "h2o")
-    assert found["changed"] == 0 and found["rouge1_low"] == found["rouge1_high"] == pytest.approx(100)
+    assert found["changed"] == 0 and found["rouge1_of_full"] == pytest.approx(100)
 
 
 def test_a_skipped_row_has_no_score_even_if_it_says_so(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_one_eviction_is_enough_not_to_be_void(tmp_path: Path) -> None:
     assert one(tmp_path, "h2o")["evicted"] == 1 and one(tmp_path, "h2o")["verdict99"] == "pass"
 
 
-def test_verdicts_are_corrected_for_the_compared_runs_of_the_table(tmp_path: Path) -> None:
+def test_verdicts_are_corrected_for_the_compared_runs_of_their_model_and_task(tmp_path: Path) -> None:
     base = write(tmp_path, "full", noisy())
     for index in range(5):
         shaken = np.random.default_rng(index).normal(0, 3, 100)
@@ -275,6 +275,25 @@ def test_verdicts_are_corrected_for_the_compared_runs_of_the_table(tmp_path: Pat
     wide, narrow = every[every["kv_ratio"] == 2].iloc[0], alone.iloc[0]
     assert wide["rouge1_low"] == narrow["rouge1_low"] == narrow["rouge1_low_corrected"]
     assert wide["rouge1_low_corrected"] < wide["rouge1_low"] and wide["rouge1_high_corrected"] > wide["rouge1_high"]
+
+
+def test_another_task_or_model_in_the_folder_changes_no_verdict(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy())
+    for index in range(3):
+        shaken = np.random.default_rng(index).normal(0, 3, 100)
+        write(tmp_path, "h2o", [float(a + b) for a, b in zip(noisy(), shaken, strict=True)], base.hash, kv_ratio=index)
+    alone = table(tmp_path)
+    assert set(alone["comparisons"]) == {3}
+    for other in ({"task": "cnn_dailymail"}, {"model": "gpt2"}):
+        base = write(tmp_path, "full", noisy(), **other)
+        for ratio in (0.1, 0.2, 0.3, 0.4):
+            write(tmp_path, "tova", noisy(100, SEED + 1), base.hash, kv_ratio=ratio, **other)
+    both = table(tmp_path)
+    assert set(both["comparisons"]) == {3, 4}
+    same = both[both["model"].eq("tiny") & both["task"].eq("xsum")]
+    pd.testing.assert_frame_equal(same.reset_index(drop=True), alone)
+    text = to_markdown(both)
+    assert "98.33 % for 3 runs, 98.75 % for 4 runs" in text and "99 % (3 runs)" in text and "99 % (4 runs)" in text
 
 
 def test_a_rerun_gives_the_same_table(tmp_path: Path) -> None:
@@ -324,6 +343,30 @@ def test_few_pairs_decide_nothing(tmp_path: Path) -> None:
         base = write(tmp_path, "full", noisy(n), limit=n)
         write(tmp_path, "h2o", noisy(n), base.hash, limit=n)
         assert table(tmp_path, {"limit": n, "method": "h2o"})["verdict99"].tolist() == [verdict]
+
+
+@pytest.mark.parametrize("n", [2, stats.MIN_PAIRS - 1])
+def test_of_too_few_pairs_no_percentage_interval_or_forecast_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], n: int
+) -> None:
+    """A baseline of mostly zeros once gave 0.0..inf and 5.13M to decide."""
+    base = write(tmp_path / "out", "full", [0.0] * (n - 1) + [30.0])
+    write(tmp_path / "out", "h2o", [0.0] * (n - 1) + [29.0], base.hash)
+    assert main([str(tmp_path / "out"), "--csv", str(tmp_path / "a.csv"), "--markdown", str(tmp_path / "a.md")]) == 0
+    terminal, markdown = capsys.readouterr().out, (tmp_path / "a.md").read_text(encoding="utf-8")
+    head, _, _, line = (line.split(" | ") for line in markdown.splitlines() if line.startswith("|"))
+    assert [name for name, cell in zip(head, line, strict=True) if cell == "too few"] == [
+        *("R-1 % of full", "95 % interval", "n to decide")
+    ]
+    for text in (terminal, markdown):
+        assert "inf" not in text and "n to decide: examples" not in text
+        assert f"{n} paired examples are too few: a percentage of full and a verdict need at least 20" in text
+    row = pd.read_csv(tmp_path / "a.csv").set_index("method").loc["h2o"]
+    ends = ("low", "high", "low_corrected", "high_corrected")
+    assert row[[*(f"rouge1_{end}" for end in ends), "needed", "needed999"]].isna().all()
+    assert row["rouge1_of_full"] == pytest.approx(100 * 29 / 30) and row["paired"] == n, (
+        "numbers stay numbers in a file"
+    )
 
 
 def test_a_single_pair_has_no_interval(tmp_path: Path) -> None:
@@ -463,8 +506,8 @@ def test_a_hidden_cause_of_failure_is_named(tmp_path: Path) -> None:
 
 def test_the_print_says_what_the_verdicts_rest_on(sweep: Path) -> None:
     text = "\n".join(printed(table(sweep), 1000))
-    assert "99.38 % intervals, corrected (Bonferroni) for 8 compared runs" in text
-    assert "(8 runs)" in text
+    assert "intervals corrected (Bonferroni) for the compared runs of one model and task: 98.75 % for 4 runs" in text
+    assert "(4 runs)" in text
 
 
 def test_markdown_has_the_same_cells(sweep: Path) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 from kvexp.errors import ConfigError
 from kvexp.results import stats
 from kvexp.results.read import Folder, chosen, folders, number
+from kvexp.results.units import TOO_FEW, absent
 
 IDEAL = "ideal"
 PARTS = {"budget": "#0072b2", "selection": "#e69f00"}  # what a loss is due to, and its color
@@ -26,7 +27,8 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
 
     Columns: KEYS, metric, n, full, ideal, score (means in the metric's points over the n examples that all three
     scored), and of both PARTS the points lost with its 95 percent interval by paired bootstrap (NAME, NAME_low,
-    NAME_high); lost is positive also where less is better. missing (attrs): runs left out for want of an ideal run.
+    NAME_high: NaN for too few examples); lost is positive also where less is better. missing (attrs): runs left out for
+    want of an ideal run.
     """
     known = folders(outputs)
     by_hash = {folder.run.hash: folder for folder in known}
@@ -72,7 +74,8 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
     labels = folder.labels
     row = {key: labels.get(key) for key in KEYS} | {"metric": name, "n": len(shared), "hash": folder.run.hash}
     row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
-    means = stats.resampled_means(losses, stats.resamples_for(stats.LEVEL, len(shared))) if len(shared) > 1 else None
+    enough = len(shared) >= stats.MIN_PAIRS
+    means = stats.resampled_means(losses, stats.resamples_for(stats.LEVEL, len(shared))) if enough else None
     for place, part in enumerate(PARTS):
         ends = (np.nan, np.nan)
         if means is not None:
@@ -96,12 +99,15 @@ def show(frame: pd.DataFrame, console: Console) -> None:
         console.print()
     console.print("lost to the budget: full less ideal (each query's exact top k); lost to selection: ideal less the")
     console.print("method at the same budget; in brackets 95 % intervals, paired bootstrap over examples")
+    if (frame["n"] < stats.MIN_PAIRS).any():
+        console.print(f"{TOO_FEW}: under {stats.MIN_PAIRS} examples an interval means nothing")
     if frame.attrs["missing"]:
         console.print(f"no ideal run of the same budget: {', '.join(frame.attrs['missing'])}", highlight=False)
 
 
 def _interval(row: Any, name: str) -> str:
-    return f"{getattr(row, name):.1f} ({getattr(row, name + '_low'):.1f}..{getattr(row, name + '_high'):.1f})"
+    at, low, high = (getattr(row, f"{name}{end}") for end in ("", "_low", "_high"))
+    return f"{at:.1f} ({TOO_FEW if absent(low) else f'{low:.1f}..{high:.1f}'})"
 
 
 def _size(row: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from . import stats
 from .table import COUNTS, FIRST, LAST, VERDICTS
-from .units import absent, count, fixed, seconds, short, size
+from .units import TOO_FEW, absent, count, fixed, seconds, short, size
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]
@@ -60,7 +60,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
             (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
         )
         columns += [
-            Column(f"{short(headline)} %\nof full", lambda row: fixed(row[f"{headline}_of_full"], 1)),
+            Column(f"{short(headline)} %\nof full", lambda row: _percent(row, headline)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
         ]
     columns += [
@@ -138,7 +138,17 @@ def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
     return f"fail ({short(lost[0])})" if lost else "fail (length)"
 
 
+def _few(row: Row) -> bool:
+    return not absent(row["paired"]) and row["paired"] < stats.MIN_PAIRS
+
+
+def _percent(row: Row, metric: str) -> str:
+    return TOO_FEW if _few(row) else fixed(row[f"{metric}_of_full"], 1)
+
+
 def _needed(row: Row) -> str:
+    if _few(row):
+        return TOO_FEW
     if absent(row["needed"]) and absent(row["needed999"]):
         return "-"
     return f"{count(row['needed'])} / {count(row['needed999'])}"
@@ -146,4 +156,4 @@ def _needed(row: Row) -> str:
 
 def _interval(row: Row, metric: str) -> str:
     low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-    return "-" if absent(low) else f"{low:.1f}..{high:.1f}"
+    return TOO_FEW if _few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"

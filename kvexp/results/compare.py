@@ -56,8 +56,8 @@ def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:
 
 
 def resample(comparisons: Sequence[Comparison], level: float) -> None:
-    """Bootstrap all comparisons; those of equal size share the draws."""
-    for n in {comparison.pairs for comparison in comparisons if comparison.pairs > 1}:
+    """Bootstrap the comparisons that have enough pairs for it; those of equal size share the draws."""
+    for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= stats.MIN_PAIRS}:
         same = [comparison for comparison in comparisons if comparison.pairs == n]
         columns = np.hstack([block for each in same for block in (each.scores, each.base)])
         means = stats.resampled_means(columns, stats.resamples_for(level, n))
@@ -67,7 +67,10 @@ def resample(comparisons: Sequence[Comparison], level: float) -> None:
 
 
 def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
-    """Columns of percentages, 95 percent intervals and verdicts at `level`; undecided throughout if not decidable."""
+    """Columns of percentages, 95 percent intervals and verdicts at `level`; undecided throughout if not decidable.
+
+    Fewer than MIN_PAIRS pairs have no interval, and nothing is foretold from them.
+    """
     row: Row = {
         "paired": comparison.pairs,
         "changed": int((comparison.scores != comparison.base).any(axis=1).sum()),
@@ -81,7 +84,7 @@ def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
         row[f"verdict{ending}"] = _together(verdicts, row["length_ok"]) if decidable else "undecided"
         needed = "needed" if mark == 99.0 else f"needed{ending}"
         row[needed] = math.nan
-        if row[f"verdict{ending}"] == "undecided" and (decidable or comparison.pairs < stats.MIN_PAIRS):
+        if row[f"verdict{ending}"] == "undecided" and decidable:
             still = [name for name, verdict in zip(comparison.metrics, verdicts, strict=True) if verdict == "undecided"]
             wanted = [_needed(comparison, name, row[f"{name}_of_full"], mark, level) for name in still]
             row[needed] = float(np.max(wanted))
@@ -91,7 +94,7 @@ def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
 def _metric(comparison: Comparison, index: int, level: float, decidable: bool) -> dict[str, Any]:
     name, low, high, wide = comparison.metrics[index], math.nan, math.nan, (math.nan, math.nan)
     at = float(stats.percent(name, comparison.scores[:, index].mean(), comparison.base[:, index].mean()))
-    if comparison.pairs > 1 and math.isfinite(at):
+    if len(comparison.means) and math.isfinite(at):
         scores, base = comparison.means[:, index], comparison.means[:, len(comparison.metrics) + index]
         values = stats.percent(name, scores, base)
         low, high = stats.interval(values, comparison.pairs, stats.LEVEL)
@@ -115,5 +118,4 @@ def _needed(comparison: Comparison, name: str, at: float, mark: float, level: fl
     index = comparison.metrics.index(name)
     sd = stats.spread(name, comparison.scores[:, index], comparison.base[:, index])
     wanted = stats.n_needed(abs(at - mark), sd, level)
-    enough = comparison.pairs >= stats.MIN_PAIRS
-    return max(wanted, comparison.pairs + 1.0) if enough and not math.isnan(wanted) else wanted
+    return wanted if math.isnan(wanted) else max(wanted, comparison.pairs + 1.0)

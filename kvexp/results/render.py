@@ -60,15 +60,14 @@ def notes(df: pd.DataFrame) -> list[str]:
     """What a reader must know to trust the table, then every run that has something missing."""
     if df.empty:
         return ["no runs"]
-    count, level = int(df["comparisons"].iloc[0]), 100 * float(df["confidence"].iloc[0])
     lines = []
     if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
         lines = [
             "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
             "scored (paired); all other numbers: over the n examples of the run itself.",
             f"99 %, 99.9 % (MLPerf): every metric at that share of full, and {stats.LENGTH_MARK:g} % of its generated "
-            f"tokens; decided by {level:.4g} % intervals, corrected (Bonferroni) for {count} compared run"
-            f"{'s' * (count != 1)}.",
+            f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: "
+            f"{', '.join(_levels(df))}.",
         ]
     if df[["needed", "needed999"]].notna().any(axis=None):
         chance = f"{100 * stats.POWER:g} % chance"
@@ -92,6 +91,14 @@ def notes(df: pd.DataFrame) -> list[str]:
         for note in _own_notes(row):
             named.setdefault((_title(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+
+
+def _levels(df: pd.DataFrame) -> list[str]:
+    """The level of the intervals for each number of compared runs."""
+    pairs = sorted(
+        {(int(count), float(level)) for count, level in zip(df["comparisons"], df["confidence"], strict=True)}
+    )
+    return [f"{100 * level:.4g} % for {count} run{'s' * (count != 1)}" for count, level in pairs if count]
 
 
 def _own_notes(row: Row) -> Iterator[str]:

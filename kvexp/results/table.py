@@ -36,21 +36,36 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first
 
     first: of the task's examples, only so many: a run that was asked for with a higher limit since has more.
 
-    A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs in this
-    table: choosing runs by their results, with a narrower `where`, takes that protection away.
+    A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs of the
+    same model and task in this table: choosing runs by their results, with a narrower `where`, takes that protection
+    away.
     """
     found = [folder.of_first(first) for folder in folders(outputs_dir)]
     known = {folder.run.hash: folder for folder in found}
     shown = chosen(found, where or {})
-    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder in shown)
-    level = stats.corrected_level(number_compared)
-    sides = [(folder, known.get(folder.run.baseline or "")) for folder in shown]
-    pairs = [compare(*side) for side in sides]
-    resample([pair for pair in pairs if pair], level)
-    rows = [_row(*side, pair, level) for side, pair in zip(sides, pairs, strict=True)]
+    rows = [row for family in _families(shown) for row in _judged(family, known)]
     metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
     labels = {name for folder in shown for name in folder.labels}
-    return _tidy([row | {"comparisons": number_compared, "confidence": level} for row in rows], labels, metrics)
+    return _tidy(rows, labels, metrics)
+
+
+def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
+    """The runs of each model and task: those that one printed table holds beside each other."""
+    found: dict[str, list[Folder]] = {}
+    for folder in shown:
+        found.setdefault(repr([folder.labels.get(name) for name in ("model", "task")]), []).append(folder)
+    return list(found.values())
+
+
+def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
+    """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
+    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder in family)
+    level = stats.corrected_level(number_compared)
+    sides = [(folder, known.get(folder.run.baseline or "")) for folder in family]
+    pairs = [compare(*side) for side in sides]
+    resample([pair for pair in pairs if pair], level)
+    of_all = {"comparisons": number_compared, "confidence": level}
+    return [_row(*side, pair, level) | of_all for side, pair in zip(sides, pairs, strict=True)]
 
 
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
@@ -84,7 +99,8 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
     if pair is not None and (nothing := pair.without_percent):
         return f"the baseline scores 0 in {', '.join(nothing)}: no percentage of that"
     if pair is None or pair.pairs < stats.MIN_PAIRS:
-        return f"{pair.pairs if pair else 0} paired examples; a verdict needs at least {stats.MIN_PAIRS}"
+        few = f"{pair.pairs if pair else 0} paired examples are too few"
+        return f"{few}: a percentage of full and a verdict need at least {stats.MIN_PAIRS}"
     if set(pair.metrics) != set(baseline.metrics):
         return f"scored {', '.join(folder.metrics)}, the baseline {', '.join(baseline.metrics)}"
     if lost := [why for name, why in folder.unscored.items() if name in baseline.scored]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pandas as pd
 
+TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
+
 
 def absent(value: Any) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
