@@ -14,6 +14,7 @@ from kvexp.lm_eval.arguments import Asked
 from kvexp.lm_eval.asks import Ask
 from kvexp.lm_eval.bench import Bench
 from kvexp.models import load_model, load_tokenizer
+from kvexp.models.half import alone
 
 AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
 
@@ -25,7 +26,8 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     pretrained: a folder, a hub id, or a model that kvexp has loaded (then with its tokenizer). The other arguments are
     run.py's: method, kv_ratio, protocol and its switches, method.recent_ratio, budget.tokens, cache.evict_every and so
     on, seed, dtype, device. The numbers are those of `run.py task=lm_eval` with the same settings: an item's noise goes
-    by seed + its number in its task. batch_size: rows per forward, of no effect on any number.
+    by seed + its number in its task. batch_size: rows per forward (one in half precision on a CPU), of no
+    effect on any number but in half precision on a GPU.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         elif tokenizer is None:
             raise ConfigError("a model that is loaded already needs tokenizer=")
         self.seed, self.tokenizer = seed, tokenizer
-        how, rows = asked.protocol, int(batch_size or 1)
+        weight = pretrained.get_input_embeddings().weight
+        self._device = weight.device
+        by_itself = alone(str(weight.dtype).removeprefix("torch."), weight.device.type)
+        how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
         self.bench = Bench(pretrained, tokenizer, asked.method, asked.budget, how, rows, asked.plan)
-        self._device = pretrained.get_input_embeddings().weight.device
 
     @property
     def eot_token_id(self) -> int:

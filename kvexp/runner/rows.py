@@ -1,4 +1,4 @@
-"""What holds of every row that is written: its metrics are numbers, and it names the commit of a hub model."""
+"""What holds of every row that is written, and of all rows of a run: numbers, one commit, one number of threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvexp.errors import ConfigError
+from kvexp.models.half import alone
 from kvexp.record import Run
+from kvexp.runner.model import ModelSpec
 
 
 def recordable(row: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
@@ -34,6 +36,16 @@ def check_commit(record: Run, commit: str | None) -> None:
         raise ConfigError(
             f"{record.path} has rows of commit {before.pop()} of the model, the hub's revision is {commit} now: set "
             "model.revision to the commit you want, or remove that folder and its baseline's"
+        )
+
+
+def check_threads(record: Run, model: ModelSpec, threads: int) -> None:
+    """Half-precision products on a CPU are summed by the number of threads: one run has one number of them."""
+    before = record.env.get("threads", threads)
+    if alone(model.dtype, model.resolved_device()) and record.rows() and before != threads:
+        raise ConfigError(
+            f"{record.path} has rows made with {before} threads, and in {model.dtype} on a CPU {threads} would make "
+            f"others: set OMP_NUM_THREADS={before}, or remove that folder"
         )
 
 

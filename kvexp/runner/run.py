@@ -23,7 +23,7 @@ from kvexp.runner.lm_eval import ItemAnswer, item_answers, item_prompt
 from kvexp.runner.model import check_fits, commit_of, load, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.prompts import Prompt, continuation, tokenise
-from kvexp.runner.rows import check_commit, recordable
+from kvexp.runner.rows import check_commit, check_threads, recordable
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
@@ -95,6 +95,7 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
     if not work:
         return
     # An impossible configuration is said before weights are made or read.
+    check_threads(record, settings.model, environment()["threads"])
     check_room(settings, [item for batch in work for item in batch])
     words = tokenizer_of(settings.model)
     check_template(settings, words)

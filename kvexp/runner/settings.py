@@ -14,6 +14,7 @@ from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
 from kvexp.methods import Full
+from kvexp.models.half import alone, identifies
 from kvexp.runner.chat import check_chat
 from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
@@ -102,6 +103,8 @@ class Settings:
             identity["observe"] = self.observe
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
+        if identifies(self.model.dtype, self.model.resolved_device()):
+            identity["batch_size"] = self.batch_size
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 
@@ -136,6 +139,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     )
     model = ModelSpec.of(_located(config["model"], "path"))
     task = task.for_model(chat=model.chat)
+    batch_size = typed(config["batch_size"], int, "batch_size")
     settings = Settings(
         model=model,
         method=method,
@@ -151,7 +155,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         decoding=_decoding(config["generation"], task),
         seed=typed(config["seed"], int, "seed"),
         limit=typed(config["limit"], int | None, "limit"),
-        batch_size=typed(config["batch_size"], int, "batch_size"),
+        batch_size=min(batch_size, 1) if alone(model.dtype, model.resolved_device()) else batch_size,
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
         retry=typed(config["retry"], bool, "retry"),

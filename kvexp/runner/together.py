@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvexp.errors import CacheError, ConfigError
+from kvexp.models.half import alone
 from kvexp.record import Run, identity
 from kvexp.runner.answers import UNTIMED, generated_together
 from kvexp.runner.attempts import TIME, Items, Patience, Rows, reason, release
@@ -39,7 +40,9 @@ BUSY = 4 / 3
 
 def joint(settings: Settings) -> bool:
     """Whether a run can share its prefill with others and still write the rows it would write alone."""
-    task, decoding = settings.task, settings.decoding
+    task, decoding, model = settings.task, settings.decoding, settings.model
+    if alone(model.dtype, model.resolved_device()):
+        return False
     if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
         return False
     if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
