@@ -5,12 +5,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SHARED
+from golden.make import MADE
 
+from kvexp.errors import ConfigError
 from kvexp.reference_check.__main__ import main
+from kvexp.reference_check.report import Report
 from kvexp.reference_check.run import run
+from kvexp.reference_check.tensors import alpha_of
 
 HERE = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 OTHERS = sorted((SHARED / "golden").glob("*.npz"))
+REALDROP = Path(__file__).parent / "golden" / "h2o_llama_realdrop.npz"
+
+
+def arrays_of(path):
+    with np.load(path) as data:
+        return {name: data[name] for name in data.files}
+
+
+def recording(name):
+    return arrays_of(REALDROP.with_name(f"{name}.npz"))
+
+
+def checked(folder, arrays):
+    """The report on these arrays as a file."""
+    np.savez(folder / "recording.npz", **arrays)
+    return run(str(folder / "recording.npz"))
+
+
+def failing(report):
+    return [name for name, passed, _ in report.lines if not passed]
 
 
 @pytest.mark.filterwarnings("ignore:.*token_id must be")
@@ -22,14 +46,13 @@ def test_recording(path):
 
 def test_all_recordings_are_there():
     if not OTHERS:
-        pytest.skip(f"no recordings at {SHARED / 'golden'}: only the three carried along were compared")
+        pytest.skip(f"no recordings at {SHARED / 'golden'}: only those carried along were compared")
     assert len(OTHERS) >= 23
 
 
 @pytest.mark.parametrize("spoiled", ["logits", "hh_score", "slot_orig_pos", "w:model.layers.1.self_attn.v_proj.weight"])
 def test_a_spoiled_recording_fails(tmp_path, spoiled, capsys):
-    with np.load(HERE[0]) as data:
-        arrays = {name: data[name] for name in data.files}
+    arrays = arrays_of(REALDROP)
     value = arrays[spoiled].copy()
     index = (0,) * (value.ndim - 1) + (1,)
     value[index] += 1 if value.dtype.kind == "i" else 0.01 + abs(value).max() * (spoiled[0] == "w")
@@ -42,7 +65,7 @@ def test_a_spoiled_recording_fails(tmp_path, spoiled, capsys):
 
 def test_an_unknown_file_says_so(tmp_path, capsys):
     np.savez(tmp_path / "other.npz", a=np.zeros(3))
-    assert main([str(tmp_path / "other.npz"), str(HERE[0])]) == 1
+    assert main([str(tmp_path / "other.npz"), str(REALDROP)]) == 1
     out = capsys.readouterr().out
     assert "not a recording this script knows" in out
     assert "1 file(s) failed" in out
@@ -68,14 +91,10 @@ def test_a_spoiled_retrieval_recording_fails(tmp_path, file, field):
     source = SHARED / "golden" / f"{file}.npz"
     if not source.exists():
         pytest.skip(f"no recording at {source}")
-    with np.load(source) as data:
-        arrays = {name: data[name] for name in data.files}
-    value = arrays[field].copy()
-    value.flat[0] += 1 if value.dtype.kind == "i" else 0.01
-    arrays[field] = value
-    np.savez(tmp_path / "spoiled.npz", **arrays)
-    report = run(str(tmp_path / "spoiled.npz"))
-    assert [name for name, passed, _ in report.lines if not passed], report
+    arrays = arrays_of(source)
+    arrays[field].flat[0] += 1 if arrays[field].dtype.kind == "i" else 0.01
+    report = checked(tmp_path, arrays)
+    assert failing(report), report
 
 
 @pytest.mark.parametrize("file", ["pq", "baselines", "infllm"])
@@ -115,10 +134,146 @@ def test_a_folder_stands_for_its_recordings(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert shown.index("a.npz") < shown.index("b.npz") and "2 file(s) failed" in shown and "README" not in shown
-    assert main([str(HERE[0])]) == 0
+    assert main([str(REALDROP)]) == 0
 
 
 def test_a_folder_without_recordings_is_no_success(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path)])
     assert stopped.value.code == 2 and "is a folder without any .npz file" in capsys.readouterr().err
+
+
+# What tests/golden/make.py computes, with loops that share nothing with kvexp.
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+def test_made_recordings_are_what_their_script_makes(make):
+    kept, made = recording(make.__name__), make()
+    assert list(kept) == list(made)
+    for name, value in kept.items():
+        assert value.dtype == made[name].dtype
+        if value.dtype.kind == "f":
+            np.testing.assert_allclose(made[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+        else:
+            np.testing.assert_array_equal(made[name], value, err_msg=name)
+
+
+GPT2, NEOX, MPT = "keyformer_gpt2_leftpad6_gumbel", "h2o_gptneox_hh_mask", "keyformer_mpt_streamingllm_b2_leftpad6"
+HALF, GROUPED = "a2sf_rowmask_fp16", "a2sf_head_gqa"
+PLANTED = [
+    *((GPT2, field) for field in ("logits", "new_tokens", "tau", "step_score", "score_fn", "keep_mask_next")),
+    *((GPT2, field) for field in ("w:transformer.wte.weight", "w:transformer.h.1.mlp.c_fc.weight", "noise_prefill")),
+    *((NEOX, field) for field in ("logits", "new_tokens", "previous_scores", "keep_mask_next", "w:embed_out.weight")),
+    *((MPT, field) for field in ("logits", "new_tokens", "slot_orig_pos", "klen", "w:transformer.wte.weight")),
+    *((HALF, field) for field in ("logits", "probs_full", "gen1_ideal_probs", "gen1_ideal_out", "ideal_llama_mask")),
+    *((HALF, f"gen1_{series}_{end}") for series in ("a2sf_a0", "h2o") for end in ("mask", "acc", "out", "cos")),
+    *((HALF, f"gen3_local_{end}") for end in ("mask", "out")),
+    *((GROUPED, field) for field in ("a00_scores", "a00_selected", "a01_selected", "a10_scores", "out", "v")),
+]
+
+
+@pytest.mark.parametrize(("file", "field"), PLANTED)
+def test_one_changed_number_in_a_made_recording_fails(tmp_path, file, field):
+    """The last number that is one; of a half-precision field, changed by its last bit but one."""
+    arrays = recording(file)
+    value = arrays[field]
+    place = tuple(np.argwhere(~np.isnan(value) & (value != 0) & (value != -1))[-1])
+    if value.dtype == bool:
+        value[place] = False
+    elif value.dtype == np.float16:
+        value[place] += 4 * np.spacing(value[place])
+    else:
+        value[place] += -1 if value.dtype.kind == "i" else 0.01
+    assert failing(checked(tmp_path, arrays))
+
+
+@pytest.mark.parametrize(
+    ("name", "alpha"),
+    [
+        *(("a0", 0.0), ("a00", 0.0), ("a01", 0.1), ("a025", 0.25), ("a0.5", 0.5), ("a1", 1.0), ("a10", 1.0)),
+        *(("a2sf_a09", 0.9), ("hh_a2sf02", 0.2), ("drop_a2sf01", 0.1), ("a100", 1.0)),
+    ],
+)
+def test_the_forgetting_factor_is_in_the_name(name, alpha):
+    assert alpha_of(name) == alpha
+
+
+@pytest.mark.parametrize("name", ["a", "a2", "a15", "b01", "a2sf", "gen1"])
+def test_a_name_without_a_forgetting_factor_is_refused(name):
+    with pytest.raises(ConfigError, match=f"the field {name}: expected a forgetting factor from 0 to 1"):
+        alpha_of(name)
+
+
+@pytest.mark.parametrize("said", ["recent", "recent_budget", None])
+def test_the_protected_tokens_are_read_from_the_file(tmp_path, said):
+    arrays = recording(GROUPED)
+    count = arrays.pop("recent")
+    assert count == 3
+    report = checked(tmp_path, arrays if said is None else arrays | {said: count})
+    assert not failing(report), report
+    if said:
+        assert {f"{name}_selected" for name in ("a00", "a05")} <= {*failing(checked(tmp_path, arrays | {said: 5}))}
+
+
+def test_two_numbers_of_protected_tokens_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="which of these holds"):
+        checked(tmp_path, recording(GROUPED) | {"recent_budget": np.int64(4)})
+
+
+@pytest.mark.parametrize(("file", "head"), [(NEOX, "embed_out.weight"), (REALDROP.stem, "lm_head.weight")])
+def test_a_recording_without_an_output_head_is_refused(tmp_path, file, head):
+    arrays = recording(file)
+    del arrays[f"w:{head}"]
+    with pytest.raises(ConfigError, match=r"not those of a .* model: missing: lm_head.weight"):
+        checked(tmp_path, arrays)
+
+
+def test_weights_of_another_shape_or_name_are_refused(tmp_path):
+    arrays = recording(NEOX) | {"w:gpt_neox.other.weight": np.zeros(3, np.float32)}
+    arrays["w:gpt_neox.embed_in.weight"] = arrays["w:gpt_neox.embed_in.weight"][:, :8]
+    with pytest.raises(ConfigError, match=r"unknown: gpt_neox.other.weight; of another shape: gpt_neox.embed_in"):
+        checked(tmp_path, arrays)
+
+
+def test_buffers_of_older_transformers_are_no_weights(tmp_path):
+    old = {"w:gpt_neox.layers.0.attention.bias": np.ones((1, 1, 9, 9), np.float32)}
+    old["w:gpt_neox.layers.0.attention.rotary_emb.inv_freq"] = np.ones(1, np.float32)
+    assert checked(tmp_path, recording(NEOX) | old).passed
+
+
+def test_files_that_cannot_be_compared_do_not_stop_a_folder(tmp_path, capsys):
+    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 no archive")
+    (tmp_path / "b.npz").write_bytes(b"")
+    broken = recording(GROUPED)
+    np.savez(tmp_path / "c.npz", **(broken | {"k": broken["k"][..., :3]}))
+    np.savez(tmp_path / "d.npz", **{name: value for name, value in broken.items() if name != "v"})
+    np.savez(tmp_path / "e.npz", **(recording(NEOX) | {"config": np.array("{")}))
+    np.savez(tmp_path / "f.npz", **broken)
+    assert main([str(tmp_path)]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  cannot be compared: ") for line in shown) == 5, shown
+    assert "  cannot be compared: KeyError: 'v'" in shown
+    assert shown[-1] == "5 file(s) failed" and any(line.startswith("  pass  a00_scores") for line in shown)
+
+
+def test_what_no_comparison_reads_is_said(tmp_path):
+    report = checked(tmp_path, recording(GROUPED) | {"extra": np.zeros(3)})
+    assert (
+        report.passed
+        and "not compared: neither an input nor a result" in dict((n, s) for n, _, s in report.lines)["extra"]
+    )
+
+
+def test_overlap_has_two_sides():
+    report = Report()
+    few, many = np.array([True, False, False, False]), np.ones(4, bool)
+    report.overlap("too many", many, few, 0.97)
+    report.overlap("too few", few, many, 0.97)
+    report.overlap("the same", few, few, 0.97)
+    assert failing(report) == ["too many", "too few"]
+
+
+def test_a_file_of_which_nothing_is_compared_does_not_pass():
+    report = Report()
+    report.skip("field", "a reason")
+    assert not report.passed

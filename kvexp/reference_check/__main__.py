@@ -21,14 +21,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(path)
         try:
             report = run(path)
-        except (ConfigError, OSError, KeyError, ValueError) as error:
-            print(f"  cannot be compared: {error}")
+        except Exception as error:  # whatever a file lacks or holds too much of, the others are compared
+            print(f"  cannot be compared: {_reason(error)}")
             failed += 1
             continue
         print(report)
         failed += not report.passed
     print(f"{failed} file(s) failed" if failed else "all files pass")
     return 1 if failed else 0
+
+
+def _reason(error: Exception) -> str:
+    """One line. Only kvexp's own errors say by themselves what they are about."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
 
 
 def _files(named: str, parser: argparse.ArgumentParser) -> list[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from kvexp.errors import ConfigError
-from kvexp.models import random_model
+from kvexp.models import install
+from kvexp.models.load import random_config
 
 # Fields of recorded Hugging Face configurations that shape the computation; everything else there is bookkeeping.
 _KEPT = (
@@ -25,17 +29,22 @@ class Archive(Mapping[str, np.ndarray]):
     """Arrays by name; `config` parsed; weights (`w:NAME`) apart."""
 
     def __init__(self, path: str) -> None:
-        with np.load(path, allow_pickle=False) as data:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as data:
             arrays = {name: data[name] for name in data.files}
         self.path = path
         self.weights = {name[2:]: arrays.pop(name) for name in list(arrays) if name.startswith("w:")}
         self.config: dict[str, Any] = json.loads(str(arrays.pop("config"))) if "config" in arrays else {}
         self.arrays = arrays
+        self.read: set[str] = set()  # names of the arrays that were asked for
 
     def __getitem__(self, name: str) -> np.ndarray:
+        self.read.add(name)
         return self.arrays[name]
 
-    def __iter__(self) -> Any:
+    def __contains__(self, name: object) -> bool:
+        return name in self.arrays
+
+    def __iter__(self) -> Iterator[str]:
         return iter(self.arrays)
 
     def __len__(self) -> int:
@@ -43,8 +52,16 @@ class Archive(Mapping[str, np.ndarray]):
 
     def tensor(self, name: str) -> torch.Tensor:
         """The array as a tensor, float32 for floats."""
-        array = torch.from_numpy(np.array(self.arrays[name]))
+        array = torch.from_numpy(np.array(self[name]))
         return array.float() if array.is_floating_point() else array
+
+    def whole_number(self, word: str) -> int | None:
+        """The one number with `word` in its name, of fields and configuration; None where there is none."""
+        said = {n: int(x) for n, x in self.arrays.items() if word in n and x.ndim == 0 and x.dtype.kind in "iu"}
+        said |= {name: value for name, value in self.config.items() if word in name and type(value) is int}
+        if len(set(said.values())) > 1:
+            raise ConfigError(f"{self.path}: which of these holds? {', '.join(f'{n}={x}' for n, x in said.items())}")
+        return next(iter(said.values()), None)
 
     @property
     def variant(self) -> str:
@@ -58,28 +75,40 @@ class Archive(Mapping[str, np.ndarray]):
         return {"gptneox": "gpt_neox"}.get(kind, kind)
 
     def model(self) -> Any:
-        """A float32 model with the recorded weights, attending through kvexp."""
-        model = random_model(self.kind, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings())
-        state = {name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()}
-        result = model.load_state_dict(state, strict=False)
-        missing = [n for n in result.missing_keys if not n.startswith("lm_head.weight")]
-        foreign = [
-            n
-            for n in result.unexpected_keys
-            if not n.endswith((".attn.bias", ".attention.bias", "masked_bias", "inv_freq"))
-        ]
-        if missing or foreign:
-            raise ConfigError(f"{self.path}: weights do not fit {self.kind}: missing {missing}, unknown {foreign}")
-        model.tie_weights()
-        return model
+        """A float32 model with the recorded weights, attending through kvexp.
+
+        transformers loads them, so a name that its releases have changed (GPT-NeoX's embed_out) is still understood.
+        """
+        config = random_config(self.kind, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings())
+        with _quietly():
+            model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict={name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()},
+                dtype=torch.float32,
+                attn_implementation="eager",
+                ignore_mismatched_sizes=True,  # refused below, with all the others
+                output_loading_info=True,
+            )
+        buffers = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")
+        foreign = [name for name in found["unexpected_keys"] if not name.endswith(buffers)]
+        sizes = [name for name, *_ in found["mismatched_keys"]]
+        wrong = {"missing": found["missing_keys"], "unknown": foreign, "of another shape": sizes}
+        if any(wrong.values()):
+            said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
+            raise ConfigError(f"{self.path}: the recorded weights are not those of a {self.kind} model: {said}")
+        return install(model)
 
     def _settings(self) -> dict[str, Any]:
         c = self.config
         if self.kind in ("gptj", "gpt2"):
             settings = {"n_embd": c["hidden"], "n_layer": c["layers"], "n_head": c["heads"], "vocab_size": c["vocab"]}
-            settings["n_positions"] = c.get("n_positions", 1024)
             if self.kind == "gptj":
-                settings["rotary_dim"] = c.get("rotary_dim", 4)
+                return settings | {"n_positions": c.get("n_positions", 1024), "rotary_dim": c.get("rotary_dim", 4)}
+            # As in the authors' own configuration class: Hugging Face's GPT-2 has the tanh formula, gelu_new.
+            settings["activation_function"] = c.get("activation_function", "gelu")
+            if "transformer.wpe.weight" in self.weights:
+                settings["n_positions"] = len(self.weights["transformer.wpe.weight"])
             return settings
         if self.kind == "mpt":
             names = {"d_model": "hidden", "n_layers": "layers", "n_heads": "heads", "vocab_size": "vocab"}
@@ -92,3 +121,17 @@ class Archive(Mapping[str, np.ndarray]):
             if "rotary_pct" in c:
                 settings["rope_parameters"]["partial_rotary_factor"] = c["rotary_pct"]
         return settings
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """transformers reports on loading with a bar and a table; what is wrong here is said by an error."""
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvexp.core import LayerState, Slots
 from kvexp.core.attend import Sight, attend_with
+from kvexp.core.layer import Columns
 from kvexp.core.view import Attention
 from kvexp.models import EvictionCache
 
@@ -18,14 +19,14 @@ from kvexp.models import EvictionCache
 class PaddedSinks(LayerState):
     """A layer whose position ids are columns of the padded text."""
 
-    def _attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    def attend(self, sight: Sight) -> tuple[Tensor, Tensor | None]:
         if not self.timeline.in_prompt:
-            return super()._attend(sight)
+            return super().attend(sight)
         x = sight.logits(slice(0, sight.query.shape[3]), sight.keys.shape[2])
         even = (sight.query_positions < 0)[:, None, None, :, None]
         return attend_with(torch.softmax(x.masked_fill(even, 0.0), dim=-1), sight.values), None
 
-    def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None) -> None:
+    def _score(self, slots: Slots, sight: Sight, probabilities: Tensor | None, seen: Columns) -> None:
         """Nothing to score in StreamingLLM; the end of the prompt is where padding comes to life."""
         if self.timeline.in_prompt and self.timeline.counts is not None:
             columns = torch.arange(slots.used)

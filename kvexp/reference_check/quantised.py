@@ -17,6 +17,8 @@ from kvexp.retrieval.kmeans import starting_rows
 from kvexp.retrieval.pqcache import dots
 
 _TIGHT = 1e-5
+# In half precision: two steps between neighbouring numbers near 1; eight times that for sums over a head's width.
+_HALF, _HALF_SUMS = 2.0**-9, 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,7 @@ def _check_pq_run(archive: Archive, report: Report, prefix: str) -> None:
         noted.append({name: np.stack(values) for name, values in method.notes.items()})
         indexed.append(ends[-1].known)
     _compare_pq(archive, report, prefix, noted, indexed, half)
-    if half:
-        report.skip(f"{prefix}_out", "half precision: sets only")
-    else:
-        report.close(f"{prefix}_out", np.stack(outs), archive[f"{prefix}_out"], _TIGHT)
+    report.close(f"{prefix}_out", np.stack(outs), archive[f"{prefix}_out"], _HALF if half else _TIGHT)
     clustered = whole.prompt - sink - (recent if "cand" in prefix else 0)
     start = starting_rows(clustered, 1 << method.b, method.kmeans_seed)
     report.exact(f"{prefix}_init_idx", start.numpy(), archive[f"{prefix}_init_idx"])
@@ -114,26 +113,23 @@ def _compare_pq(
             # What is exact for a group of query heads is said nowhere: their probabilities added up, or the run's rule.
             ours = np.stack([layer[f"{name}, combined alike"] for layer in noted])
         if half:
-            masks = [_mask(ids, total) for ids in (ours, theirs)]
-            report.overlap(f"{prefix}_{name}", *masks, 0.97)
+            report.overlap(f"{prefix}_{name}", _mask(ours, total), _mask(theirs, total), 0.97)
         else:
             report.exact(f"{prefix}_{name}", ours, theirs)
     shared = _mask(np.stack([n["topk_idx"] for n in noted]), total) & _mask(archive[f"{prefix}_exact_topk_idx"], total)
     recall = shared.sum() / np.prod(archive[f"{prefix}_topk_idx"].shape)
     report.close(f"{prefix}_recall", recall, archive[f"{prefix}_recall"], 0.03 if half else _TIGHT)
-    if half:
-        return
     made = [index.notes["kmeans_iterations"][0] for index in indexed]
     report.close(f"{prefix}_km_iters", made, archive[f"{prefix}_km_iters"].reshape(len(made), -1).mean(1))
-    for name in ("approx_logits", "approx_score"):
+    for name, unit in (("approx_logits", _HALF_SUMS), ("approx_score", _HALF)):
         ours = np.stack([layer[name] for layer in noted])[..., sink:]
         theirs = archive[f"{prefix}_{name}"]
         padded = np.full(theirs.shape, np.nan)
         width = min(ours.shape[-1], theirs.shape[-1])
         padded[..., :width] = ours[..., :width]
-        report.close(f"{prefix}_{name}", padded, theirs)
+        report.close(f"{prefix}_{name}", padded, theirs, unit if half else 1e-4)
     centroids = np.stack([index["centroids"][0].numpy() for index in indexed])
-    report.close(f"{prefix}_centroids", centroids, archive[f"{prefix}_centroids"], _TIGHT)
+    report.close(f"{prefix}_centroids", centroids, archive[f"{prefix}_centroids"], _HALF if half else _TIGHT)
     codes = np.stack([index["codes"][0].transpose(1, 2).numpy() for index in indexed]).astype(np.int64)
     theirs = archive[f"{prefix}_codes"]
     known = theirs >= 0

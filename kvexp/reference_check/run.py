@@ -35,4 +35,6 @@ def run(path: str) -> Report:
         generation.check(archive, report)
     else:
         raise ConfigError(f"{path}: not a recording this script knows (first fields: {', '.join(list(archive)[:6])})")
+    for name in sorted(set(archive) - archive.read - report.skipped):
+        report.skip(name, "neither an input nor a result of this comparison")
     return report
