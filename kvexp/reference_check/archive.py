@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging
 
 from kvexp.errors import ConfigError
-from kvexp.models import install
-from kvexp.models.load import random_config
+from kvexp.models.state import model_from_state
 
 # Fields of recorded Hugging Face configurations that shape the computation; everything else there is bookkeeping.
 _KEPT = (
@@ -79,25 +75,13 @@ class Archive(Mapping[str, np.ndarray]):
 
         transformers loads them, so a name that its releases have changed (GPT-NeoX's embed_out) is still understood.
         """
-        config = random_config(self.kind, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings())
-        with _quietly():
-            model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-                None,
-                config=config,
-                state_dict={name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()},
-                dtype=torch.float32,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,  # refused below, with all the others
-                output_loading_info=True,
+        state = {name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()}
+        try:
+            return model_from_state(
+                self.kind, state, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings()
             )
-        buffers = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")
-        foreign = [name for name in found["unexpected_keys"] if not name.endswith(buffers)]
-        sizes = [name for name, *_ in found["mismatched_keys"]]
-        wrong = {"missing": found["missing_keys"], "unknown": foreign, "of another shape": sizes}
-        if any(wrong.values()):
-            said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
-            raise ConfigError(f"{self.path}: the recorded weights are not those of a {self.kind} model: {said}")
-        return install(model)
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error}") from error
 
     def _settings(self) -> dict[str, Any]:
         c = self.config
@@ -121,17 +105,3 @@ class Archive(Mapping[str, np.ndarray]):
             if "rotary_pct" in c:
                 settings["rope_parameters"]["partial_rotary_factor"] = c["rotary_pct"]
         return settings
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """transformers reports on loading with a bar and a table; what is wrong here is said by an error."""
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
