@@ -1,4 +1,4 @@
-"""The ledger: bytes that are resident, now and at the peak, offloaded and moved, per layer and in all."""
+"""The ledger: bytes that are resident, now and at the peak, and offloaded, per layer and in all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class Ledger:
         self.bytes = 0
         self.peak_bytes = 0
         self.layer_offloaded_bytes = [0] * layers
-        self.layer_moved_bytes = [0] * layers
 
     def set(self, layer: int, now: int, transient: int = 0) -> None:
         """Layer `layer` holds `now` bytes; on the way there it held `transient` bytes at once."""
@@ -28,20 +27,13 @@ class Ledger:
         self.layer_peak_bytes[layer] = max(self.layer_peak_bytes[layer], top)
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
 
-    def note(self, layer: int, *, offloaded: int, moved: int) -> None:
-        """Layer `layer` keeps so many bytes off the device, and so many have crossed either way since its prompt began.
-
-        On a CPU, where nothing crosses, these are the bytes that would.
-        """
-        self.layer_offloaded_bytes[layer], self.layer_moved_bytes[layer] = offloaded, moved
+    def note(self, layer: int, *, offloaded: int) -> None:
+        """Layer `layer` keeps so many bytes off the device; on a CPU, these are the bytes that would be."""
+        self.layer_offloaded_bytes[layer] = offloaded
 
     @property
     def offloaded_bytes(self) -> int:
         return sum(self.layer_offloaded_bytes)
-
-    @property
-    def moved_bytes(self) -> int:
-        return sum(self.layer_moved_bytes)
 
     def peak_of(self, other: Ledger, samples: int, among: int) -> None:
         """Take over the peaks of another ledger of `among` samples, as the share of `samples`."""

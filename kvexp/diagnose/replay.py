@@ -22,7 +22,6 @@ from kvexp.record import Run
 from kvexp.record.files import explained, replace
 from kvexp.tasks import Example, Task
 
-UNTIL = ("output", "score")
 SHOWN = 3  # spans that are named one by one
 
 

@@ -62,7 +62,6 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
             raise ConfigError("a model that is loaded already needs tokenizer=")
         self.seed, self.tokenizer = seed, tokenizer
         weight = pretrained.get_input_embeddings().weight
-        self._device = weight.device
         by_itself = alone(str(weight.dtype).removeprefix("torch."), weight.device.type)
         how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
         self.bench = Bench(pretrained, tokenizer, asked.method, asked.budget, how, rows, asked.plan)

@@ -85,9 +85,9 @@ class RetrievalState:
             return
         near = self.memory.near_bytes + self.indexed.nbytes(ship=False)
         far = self.memory.home_bytes + self.indexed.nbytes(ship=True)
-        away, moved = self.method.offload, sum(row.out + row.into for row in self.memory.traffic)
+        away = self.method.offload
         self.ledger.set(self.index, near if away else near + far)
-        self.ledger.note(self.index, offloaded=far if away else 0, moved=moved)
+        self.ledger.note(self.index, offloaded=far if away else 0)
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
