@@ -9,7 +9,7 @@ from tiny import stock, tiny
 
 from kvexp.core import Budget, Noise
 from kvexp.core.rowmask import causal_probs, global_mask, local_mask
-from kvexp.errors import ConfigError
+from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import Decoding, continuation_logprobs, generate
 from kvexp.methods import A2SF, H2O, Keyformer, Window
 from kvexp.models import RowMaskCache
@@ -296,6 +296,17 @@ def masked_logprob(model, ids, scored, rule, fed=None):
         ).logits[0]
     places = range(len(ids) - scored - 1, len(ids) - 1)
     return float(sum(logits[i].float().log_softmax(-1)[ids[i + 1]] for i in places))
+
+
+def test_a_text_is_judged_in_one_forward_and_without_beams():
+    model = tiny("llama")
+    cache = RowMaskCache(model, lambda x, _: local_mask(x, 2, 2))
+    with torch.no_grad():
+        model(torch.tensor([[3, 5, 7]]), past_key_values=cache, use_cache=True)
+        with pytest.raises(CacheError, match="in one forward: make a new RowMaskCache"):
+            model(torch.tensor([[9]]), past_key_values=cache, use_cache=True)
+    with pytest.raises(CacheError, match="in one forward: beams cannot be reordered"):
+        cache.reorder_cache(torch.tensor([0]))
 
 
 def floors(*values):

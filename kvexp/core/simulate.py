@@ -27,6 +27,10 @@ class RowMaskState:
         self.mask: Tensor | None = None
         self.probabilities: Tensor | None = None
 
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Beams would be continued, and a text is judged in one forward."""
+        raise CacheError("the row-mask protocol judges a text in one forward: beams cannot be reordered")
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
         """As `LayerState.forward`, for the whole text at once."""
         if self.columns:

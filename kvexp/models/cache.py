@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from kvexp.retrieval.base import Retrieval
 from kvexp.retrieval.layer import Crew, RetrievalState
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """What Hugging Face sees of one layer. Lengths are columns seen, never slots held."""
 
     is_compileable = False
@@ -66,7 +66,7 @@ class SlotLayer(CacheLayerMixin):
         self.state.select_rows(beam_idx, same_prompts=True)
 
 
-class EvictionCache(Cache):
+class EvictionCache(Cache):  # type: ignore[misc]
     """One prompt's cache (or one batch of prompts').
 
     model: an installed model; method, budget (None for full), cadence, mode, observe as `kvexp.core.Plan`.
@@ -185,7 +185,10 @@ class EvictionCache(Cache):
         apart = {id(part): None for state in self.states for part in state.large}
         other = copy.deepcopy(self, {id(self.plan): self.plan, **apart})
         other._select(rows)
-        for mine, its in zip(self.states, other.states, strict=True):
+        pairs: Iterable[tuple[Any, Any]] = zip(
+            self.states, other.states, strict=True
+        )  # a state and its copy, of one class
+        for mine, its in pairs:
             its.take_over(mine, rows)
         if self.timeline.counts is not None:
             other.ledger.peak_of(self.ledger, len(samples), self.timeline.counts.shape[0] // beams)

@@ -12,6 +12,8 @@ from kvexp.models.attention import attend
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
     """Logits in float32 whatever the model's dtype, as the original computes them."""
 
+    embed_positions: Tensor
+
     def _attn(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:

@@ -19,7 +19,7 @@ from kvexp.models.mpt import KvexpMptAttention
 AttentionInterface.register(NAME, kvexp_attention)
 AttentionMaskInterface.register(NAME, pass_padding)
 
-_SHIMS = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+_SHIMS: dict[str, type[torch.nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
 
 
 def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
@@ -93,7 +93,7 @@ def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
 def _watch(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Tell the cache whether the last column's logits were numbers, as a sum the device need not be waited for."""
     cache = kwargs.get("past_key_values")
-    caches = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "doubt")]
+    caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "doubt")]
     if caches:
         doubt = 0 * output.logits[:, -1].sum(dtype=torch.float32)  # NaN unless all of them are finite
         for one in caches:

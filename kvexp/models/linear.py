@@ -87,8 +87,9 @@ def quicken(model: nn.Module) -> None:
         return
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = MemoryBoundLinear
-            module._agrees = hasattr(ours, "_reorder_linear_weight")
+            linear: Any = module  # its class changes
+            linear.__class__ = MemoryBoundLinear
+            linear._agrees = hasattr(ours, "_reorder_linear_weight")
 
 
 def renew(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from kvexp.models.cache import SlotLayer
 from kvexp.models.families import layers_of
 
 
-class RowMaskCache(Cache):
+class RowMaskCache(Cache):  # type: ignore[misc]
     """Give it to one forward of an installed model; `rule` makes a layer's mask from its full logits.
 
     Example: `RowMaskCache(model, lambda x, layer: local_mask(x, heavy=6, recent=6))`.

@@ -75,7 +75,8 @@ class JoinedState:
         for place, state in enumerate(self.states):
             if place not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[place]
-                outputs[place] = state.forward(*(part[place] for part in parts), geometry, mask)
+                q, k, v = (part[place] for part in parts)
+                outputs[place] = state.forward(q, k, v, geometry, mask)
         return torch.cat([outputs[place] for place in range(len(self.states))])
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], Stack]]:
@@ -138,7 +139,7 @@ class _JoinedLayer(SlotLayer):
 
     def __init__(self, state: JoinedState, rotation: Rotation | None) -> None:
         CacheLayerMixin.__init__(self)
-        self.state, self.rotation = state, rotation  # type: ignore[assignment]
+        self.state, self.rotation = state, rotation
         self.is_initialized = True
 
 
