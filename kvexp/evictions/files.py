@@ -124,7 +124,8 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
             "are)"
         )
     with explained(file, "read"):
-        return pq.read_table(file).to_pandas()
+        table: pd.DataFrame = pq.read_table(file).to_pandas()
+        return table
 
 
 def has(run: Run, example: str, ending: str) -> bool:

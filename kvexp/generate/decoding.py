@@ -63,8 +63,9 @@ class Decoding:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be at least 1, or 0 for no limit, got {self.top_k}")
-        if isinstance(self.stop_strings, str) or not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise ConfigError(f"stop_strings must be a list of texts, got {self.stop_strings!r}")
+        stops: Any = self.stop_strings
+        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+            raise ConfigError(f"stop_strings must be a list of texts, got {stops!r}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
 

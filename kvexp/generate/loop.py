@@ -64,7 +64,7 @@ class _Chooser:
 
     def take(self, rows: _Rows) -> Tensor:
         """[R, 1]: the next token of every row, padding for those that have ended; appends it to the rows."""
-        scores = self.processors(rows.ids, rows.logits.to(rows.ids.device, torch.float32, copy=True))
+        scores: Tensor = self.processors(rows.ids, rows.logits.to(rows.ids.device, torch.float32, copy=True))
         token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
         rows.append(token)
         if len(self.ends):

@@ -23,11 +23,16 @@ def check_request(
         raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
     if budget is not None and not isinstance(budget, Budget):
         raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
-    if isinstance(prompts, str | Tensor) or any(isinstance(p, str | int) for p in prompts):
+    if _text(prompts):
         raise ConfigError("prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)")
     if not prompts:
         raise ConfigError("no prompts were given")
     check_tokens(model, prompts)
+
+
+def _text(rows: Any) -> bool:
+    """Is this text, or one row, where rows of token ids are wanted?"""
+    return isinstance(rows, str | Tensor) or any(isinstance(row, str | int) for row in rows)
 
 
 def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: str = "") -> None:
@@ -41,7 +46,7 @@ def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: st
 
 def check_questions(model: PreTrainedModel, rows: int, questions: Sequence[Sequence[int]]) -> int:
     """The one length that all questions of a batch have: padding inside a row would count as steps of the others."""
-    if isinstance(questions, str | Tensor) or any(isinstance(q, str | int) for q in questions):
+    if _text(questions):
         raise ConfigError("questions must be lists of token ids, one per row: tokenize first")
     if len(questions) != rows:
         raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")

@@ -45,7 +45,11 @@ def prefill_together(
         check_request(model, prompts, variant.method, variant.budget)
     check_length(model, max(map(len, prompts)), max_new_tokens, beyond_context)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    ahead = {"prompt_tokens": ids.shape[1], "max_new_tokens": max_new_tokens, "beyond_context": beyond_context}
+    ahead: dict[str, Any] = {
+        "prompt_tokens": ids.shape[1],
+        "max_new_tokens": max_new_tokens,
+        "beyond_context": beyond_context,
+    }
     caches = []
     for variant in variants:
         cache = EvictionCache(model, variant.method, variant.budget, seeds=row_seeds, **ahead, **variant.plan)

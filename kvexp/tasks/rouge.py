@@ -22,7 +22,7 @@ _OPEN, _CLOSE = "\"'(\\[\u201c\u2018", "\"')\\]\u201d\u2019"
 _END = re.compile(rf"(?<=[.!?\u2026])([{_CLOSE}]*)\s+(?=[{_OPEN}]*[A-Z0-9\u00c0-\u00d6\u00d8-\u00de])")
 
 
-class Words(tokenizers.Tokenizer):
+class Words(tokenizers.Tokenizer):  # type: ignore[misc]
     """rouge_score's own words and stems, but that a word is stemmed once: that is most of the time a score takes."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import evaluate
 from kvexp.tasks.rouge import TYPES, rouge
 
 
-class Rouge(evaluate.Metric):
+class Rouge(evaluate.Metric):  # type: ignore[misc]
     """F1 of rouge_score with stemmer, in percent: the plain mean over the pairs, or one number per pair.
 
     `compute(predictions=[...], references=[...], per_example=False)` gives {"rouge1": ..., ...}. rougeLsum splits at

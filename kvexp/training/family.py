@@ -17,7 +17,8 @@ import torch
 from kvexp.errors import ConfigError
 from kvexp.training.export import export
 from kvexp.training.lessons import CURRICULUM, KINDS, lesson
-from kvexp.training.train import Recipe, Trainer, loss_of
+from kvexp.training.recipe import Recipe
+from kvexp.training.train import Trainer, loss_of
 
 
 def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable[[Trainer], None]) -> None:

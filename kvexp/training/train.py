@@ -101,7 +101,8 @@ class Trainer:
 
 def optimizers(model: nn.Module, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
     """Muon (Jordan et al. 2024) for the matrices inside the layers, AdamW for the rest; each with its base rate."""
-    hidden, rest = [], []
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and not any(word in name for word in ("wte", "wpe", "embed_tokens", "lm_head"))
         (hidden if inside else rest).append(parameter)

@@ -38,8 +38,8 @@ class Generated(Task):
         for number in range(self.size if self.limit is None else min(self.size, self.limit)):
             yield f"row {number}", {"number": number}
 
-    def random(self, number: int) -> Random:
-        """The generator that makes document `number`."""
+    def random(self, number: int | str) -> Random:
+        """The generator that makes document `number`, or the one of this name."""
         return Random(f"{self.split} {self.seed} {number}")
 
     def document(self, number: int) -> tuple[Document, Random]:

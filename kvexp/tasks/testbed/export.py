@@ -80,7 +80,7 @@ def _longbench(folder: Path, task: TestbedQA) -> list[str]:
     rows = []
     for example in task.examples():
         context, _, question = example.prompt.rpartition(" ask ")
-        row = {"input": f"ask {question}", "context": context, "answers": [example.reference]}
+        row: dict[str, Any] = {"input": f"ask {question}", "context": context, "answers": [example.reference]}
         row |= {"length": len(context.split()), "dataset": "triviaqa", "language": "en", "all_classes": None}
         rows.append({**row, "_id": example.id})
     _write(folder / "triviaqa.jsonl", rows)
