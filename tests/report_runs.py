@@ -29,6 +29,7 @@ def row(index: int, score: float, said: str, *, evicts: bool, timed: bool, info:
     receipt |= {"first_eviction_step": 0 if evicts else None, "batch_size": 1}
     found = {"example": f"e{index}", "index": index, "metrics": {"rouge1": 50 * score, "rouge2": 40 * score**2}}
     found |= {"prompt_tokens": 100, "new_tokens": 4, "skipped": None, "receipt": receipt, "info": info}
+    found |= {"finish_reason": "stop", "stop_reason": WORSE} if index % 2 else {"finish_reason": "length"}
     found["seconds"] = {"ttft": 0.1, "tt2t": 0.2, "tpot": score / 100} if timed else dict.fromkeys(("ttft", "tpot"))
     return found | {"output": f"the {said} number {index}", "reference": f"the right number {index}"}
 

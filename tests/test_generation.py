@@ -10,6 +10,7 @@ from kvexp.core import Budget, Cadence
 from kvexp.errors import CacheError
 from kvexp.generate import generate
 from kvexp.generate.decoding import Decoding
+from kvexp.generate.ending import Ending
 from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, load_model, load_tokenizer
@@ -121,6 +122,7 @@ def test_end_of_text_cuts_the_row_and_min_new_tokens_delays_it():
     for row in (1, 2):
         stop = free.tokens[row].index(end) + 1 if end in free.tokens[row] else 9
         assert cut.tokens[row] == free.tokens[row][:stop]
+        assert cut.endings[row] == (Ending("stop", token=end) if stop < 9 else Ending("length"))
     late = generate(model, PROMPTS, Full(), decoding=Decoding(9, eos=end, min_new_tokens=6))
     assert len(late.tokens[0]) >= 6
     assert end not in late.tokens[0][:5]
@@ -144,6 +146,22 @@ def test_stop_strings(stories260k):
     cut = generate(model, [prompt], Full(), decoding=Decoding(60, stop_strings=(".",)), tokenizer=tokenizer)
     assert len(cut.tokens[0]) < len(free.tokens[0])
     assert tokenizer.decode(cut.tokens[0]).rstrip().endswith(".")
+    assert cut.endings == [Ending("stop", text=".")] and free.endings == [Ending("length")]
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_row_that_a_stop_string_ends_does_not_know_how_long_its_neighbours_go_on(stories260k, num_beams):
+    model, tokenizer = load_model(stories260k), load_tokenizer(stories260k)
+    texts = ("Once upon a time there was a little girl named Lily.", "The dog ran to the", "Tom had a red ball. He")
+    prompts = [tokenizer(text).input_ids for text in texts]
+    decoding = Decoding(40, num_beams=num_beams, stop_strings=(".", "and"))
+    together = generate(model, prompts, Full(), decoding=decoding, tokenizer=tokenizer)
+    alone = [generate(model, [prompt], Full(), decoding=decoding, tokenizer=tokenizer) for prompt in prompts]
+    assert len({len(tokens) for tokens in together.tokens}) > 1
+    assert together.tokens == [one.tokens[0] for one in alone]
+    assert together.endings == [one.endings[0] for one in alone]
+    for tokens, ending in zip(together.tokens, together.endings, strict=True):
+        assert ending.reason == "stop" and ending.text in tokenizer.decode(tokens[-2:])
 
 
 def test_first_token_is_full_attention_and_ledger_shows_the_drop():

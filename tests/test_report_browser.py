@@ -1,6 +1,7 @@
 """The report in headless Chromium: it draws, its filters act, it asks the network for nothing, it runs no text."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,8 @@ def test_a_sample_stands_beside_the_baselines_with_its_differences_marked(opened
     assert full.find_element("css selector", ".text").text == "the right number 1"
     assert ours.find_element("css selector", ".text").text.startswith("the ")
     assert reference.find_element("css selector", ".text").text == "the right number 1"
+    assert f'; ended at "{WORSE}"' in ours.find_element("css selector", ".small").text
+    assert re.search(r"kvexp\.diagnose prompt \S*/[0-9a-f]{16} 'e1'", text_of(opened, "#samples .body"))
     run = opened.find_element("css selector", "#samples select")
     Select(run).select_by_visible_text(next(o.text for o in Select(run).options if "xsum: keyformer 0.3" in o.text))
     words = [
@@ -223,6 +226,7 @@ def test_a_sample_stands_beside_the_baselines_with_its_differences_marked(opened
     assert words == [["right"], ["wrong"]]
     choose(opened, "Example", "e0")
     assert "Identical, word for word." in text_of(opened, "#samples .body")
+    assert "ended by max_new_tokens" in text_of(opened, "#samples .body")
     opened.find_element("xpath", "//section[@id='samples']//button[text()='next']").click()
     assert opened.find_element("css selector", "#samples .text ins").text == "wrong"
 

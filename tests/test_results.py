@@ -63,6 +63,16 @@ def noisy(n: int = 100, seed: int = SEED) -> list[float]:
 # --- by hand
 
 
+def test_ended_is_the_share_of_generated_answers_that_ended_by_themselves(tmp_path: Path) -> None:
+    run = write(tmp_path, "full", [])
+    for index, reason in enumerate(["stop", "length", "stop", "stop", None]):  # None: judged, not generated
+        run.append(row(index, 1.0, finish_reason=reason))
+    run.append(row(5, None, finish_reason=None))
+    assert one(tmp_path, "full")["ended"] == 75
+    write(tmp_path, "h2o", [1.0])  # rows of before
+    assert math.isnan(one(tmp_path, "h2o")["ended"])
+
+
 def test_percent_is_over_the_examples_both_have(tmp_path: Path) -> None:
     base = write(tmp_path, "full", [10.0, 30.0, None, 500.0])
     write(tmp_path, "h2o", [10.0, 10.0, 70.0, None], base.hash)

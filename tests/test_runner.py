@@ -48,6 +48,9 @@ def test_a_run_makes_its_baseline_and_rows(tmp_path):
     baseline = both[record.baseline]
     assert [r["example"] for r in record.rows()] == [r["example"] for r in baseline.rows()] == ["sample-0", "sample-1"]
     for row, full in zip(record.rows(), baseline.rows(), strict=True):
+        assert row["prompt_digest"] == full["prompt_digest"] and len(row["prompt_digest"]) == 16
+        assert (row["finish_reason"], row["stop_reason"]) in {("length", None), ("stop", "</s>")}
+        assert row["finish_reason"] == "stop" or row["new_tokens"] == 4
         assert row["receipt"]["first_eviction_step"] == 0
         assert full["receipt"]["first_eviction_step"] is None
         assert row["receipt"]["slots"] == int(0.3 * row["prompt_tokens"]) - 1 + (row["new_tokens"] == 0)

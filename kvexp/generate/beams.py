@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from kvexp.generate.decoding import Decoding
-from kvexp.generate.generation import Generation, Timing, check_columns, check_scores, cut
+from kvexp.generate.ending import endings
+from kvexp.generate.generation import Generation, Timing, check_columns, check_scores
 from kvexp.generate.request import eos_ids, pad_id
 from kvexp.models import EvictionCache
 
@@ -71,9 +72,10 @@ def search(
     )
     check_columns(cache, ids.shape[1], len(stamps.times))
     check_scores(cache)
-    new = output.sequences[:, ids.shape[1] :]
+    tokens, ends = endings(output.sequences, ids.shape[1], eos, decoding.stop_strings, tokenizer)
     return Generation(
-        tokens=[cut(row, eos) for row in new.tolist()],
+        tokens=tokens,
+        endings=ends,
         sequences=output.sequences,
         timing=Timing.of(start, stamps.times),
         ledger=cache.ledger,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvexp.core import Ledger
 from kvexp.errors import CacheError, NotFinite
+from kvexp.generate.ending import Ending
 from kvexp.generate.receipt import Receipt
 from kvexp.models import EvictionCache
 
@@ -31,13 +32,15 @@ class Timing:
 
 @dataclass
 class Generation:
-    """tokens: new token ids per row, cut after the end token; sequences [B, columns]: prompts and new tokens, padded.
+    """tokens: new token ids per row, cut after the end token or stop string; endings: how each row ended;
+    sequences [B, columns]: prompts and new tokens, padded.
 
     beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it; ends: receipts
     of rows that ended before the batch did, as they stood then (`receipts` takes both).
     """
 
     tokens: list[list[int]]
+    endings: list[Ending]
     sequences: Tensor
     timing: Timing
     ledger: Ledger
@@ -53,14 +56,6 @@ def check_scores(cache: EvictionCache) -> None:
         raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
     if not cache.scores_are_finite():
         raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
-
-
-def cut(tokens: list[int], eos: list[int]) -> list[int]:
-    """Tokens up to and including the first end token: what follows is padding."""
-    for i, token in enumerate(tokens):
-        if token in eos:
-            return tokens[: i + 1]
-    return tokens
 
 
 def check_columns(cache: EvictionCache, prompt: int, steps: int) -> None:

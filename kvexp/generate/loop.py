@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.errors import ConfigError
 from kvexp.generate.context import Context, one_step
 from kvexp.generate.decoding import Decoding, processors
-from kvexp.generate.generation import Generation, Timing, check_columns, check_scores, cut
+from kvexp.generate.ending import endings, stop_criteria
+from kvexp.generate.generation import Generation, Timing, check_columns, check_scores
 from kvexp.generate.receipt import Receipt, receipt_of
 from kvexp.generate.request import eos_ids, pad_id
 from kvexp.models import EvictionCache, JoinedCache
@@ -56,11 +56,7 @@ class _Chooser:
         self.processors = processors(decoding, rows.seeds, self.columns, eos, device)
         self.done = torch.zeros(len(rows.ids), dtype=torch.bool, device=device)
         self.ends = torch.tensor(eos, dtype=torch.int64, device=device)
-        self.stops = None
-        if decoding.stop_strings:
-            if tokenizer is None:
-                raise ConfigError("stop_strings need the tokenizer: pass tokenizer=")
-            self.stops = StopStringCriteria(tokenizer, list(decoding.stop_strings))
+        self.stops = stop_criteria(decoding.stop_strings, tokenizer)
 
     def take(self, rows: _Rows) -> Tensor:
         """[R, 1]: the next token of every row, padding for those that have ended; appends it to the rows."""
@@ -110,9 +106,11 @@ def finish(
     for context, one in zip(contexts, written, strict=True):
         check_columns(context.cache, columns, len(one.stamps))
         check_scores(context.cache)
+        tokens, ends = endings(one.ids, columns, eos, decoding.stop_strings, tokenizer)
         made.append(
             Generation(
-                tokens=[cut(row, eos) for row in one.ids[:, columns:].tolist()],
+                tokens=tokens,
+                endings=ends,
                 sequences=one.ids,
                 timing=Timing.of(start, one.stamps),
                 ledger=context.cache.ledger,

@@ -35,7 +35,7 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
 
 def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
-    fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
+    fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
     names = list(rows[0])[: list(rows[0]).index("n")]
     varied = [name for name in names if name not in fixed and _tells(name, rows)]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
@@ -72,6 +72,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         *_counted("skip-\nped", "skipped", rows),
         *_counted("prompt\ncut", "prompt_cut", rows),
         *_counted("hal-\nved", "halved", rows),
+        *_ended(rows),
         Column("status", lambda row: str(row["status"]), right=False),
         Column("slots", lambda row: fixed(row["slots"], 1)),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
@@ -85,6 +86,13 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
 def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
     """A column of counts, where there is anything to count."""
     return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def _ended(rows: Sequence[Row]) -> list[Column]:
+    """Where any answer ended before max_new_tokens ended it."""
+    if not any(row["ended"] > 0 for row in rows):
+        return []
+    return [Column("ended\n%", lambda row: fixed(row["ended"], 0))]
 
 
 def _times(rows: Sequence[Row]) -> list[Column]:

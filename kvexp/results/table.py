@@ -25,7 +25,7 @@ VERDICTS = (
     "length_ok",
 )
 COST = (
-    *("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "batch_size"),
+    *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "batch_size"),
     *("smallest_batch", *retrieval.NAMES),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
@@ -128,6 +128,8 @@ def _means(folder: Folder) -> dict[str, float]:
 def _cost(folder: Folder) -> dict[str, float]:
     """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time.
 
+    ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
+
     Per row (one prompt): slots; kv_bytes and peak_kv_bytes, an equal share of the batch's, its padding included; and
     tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
     batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its first, to its second and per further token
@@ -141,7 +143,9 @@ def _cost(folder: Folder) -> dict[str, float]:
     spent = ttft + np.where(new > 1, tpot * (new - 1), 0.0)  # a single token has no time per further token
     timed = np.isfinite(spent) & np.isfinite(new)
     total = float(spent[timed].sum())
+    reasons = [row["finish_reason"] for row in rows if row.get("finish_reason")]
     return {
+        "ended": 100 * reasons.count("stop") / len(reasons) if reasons else math.nan,
         "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
         "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),

@@ -19,7 +19,11 @@ UNTIMED = {"ttft": None, "tt2t": None, "tpot": None}
 
 @dataclass(frozen=True)
 class Answer:
-    """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any."""
+    """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any.
+
+    finish_reason: "stop" or "length", stop_reason: the text of the end token or stop string; None of what was not
+    generated.
+    """
 
     output: str
     new_tokens: int
@@ -27,6 +31,8 @@ class Answer:
     seconds: dict[str, float | None] = field(default_factory=UNTIMED.copy)
     logprobs: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | None = None
 
 
 def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]) -> dict[int, Answer]:
@@ -79,8 +85,17 @@ def answers_of(result: Any, tokenizer: Any) -> list[Answer]:
 
     seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
     return [
-        Answer(tokenizer.decode(tokens, skip_special_tokens=True), len(tokens), dataclasses.asdict(receipt), seconds)
-        for tokens, receipt in zip(result.tokens, receipts(result.cache, result.ends), strict=True)
+        Answer(
+            tokenizer.decode(tokens, skip_special_tokens=True),
+            len(tokens),
+            dataclasses.asdict(receipt),
+            seconds,
+            finish_reason=ending.reason,
+            stop_reason=ending.text if ending.token is None else tokenizer.decode([ending.token]),
+        )
+        for tokens, ending, receipt in zip(
+            result.tokens, result.endings, receipts(result.cache, result.ends), strict=True
+        )
     ]
 
 

@@ -149,4 +149,4 @@ def _generated(settings: Settings, bench: Bench, tokenizer: Any, prompt: Prompt)
     seed = settings.seed + item.number
     (text,), result = bench.generate([prompt.ids], [prompt.question], item.generation, [seed])
     answer = answers_of(result, tokenizer)[0]
-    return ItemAnswer(text, answer.new_tokens, answer.receipt, answer.seconds, results=[text])
+    return ItemAnswer(**{**vars(answer), "output": text}, results=[text])

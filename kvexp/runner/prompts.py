@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +30,12 @@ class Prompt:
     question: list[int] = field(default_factory=list)
     choices: list[list[int]] = field(default_factory=list)
     templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
+
+    @property
+    def digest(self) -> str | None:
+        """Of the token ids that are fed before an answer, by which a prompt made again is known to be the same."""
+        fed = json.dumps([list(self.ids), list(self.question)]).encode()
+        return hashlib.sha256(fed).hexdigest()[:16] if self.ids else None
 
     @property
     def size(self) -> int:

@@ -203,6 +203,8 @@ def row_of(
         **head,
         "metrics": metrics,
         "new_tokens": answer.new_tokens,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
         "seconds": answer.seconds,
         "receipt": answer.receipt,
         "output": answer.output,
@@ -217,6 +219,7 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     return {
         "example": prompt.example.id,
         "index": index,
+        "prompt_digest": prompt.digest,
         "prompt_tokens": len(prompt.ids) or prompt.tokens,
         "question_tokens": len(prompt.question),
         "prompt_cut": prompt.cut,
@@ -229,7 +232,8 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
 
 
 def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
-    empty = {"metrics": {}, "new_tokens": 0, "seconds": dict(UNTIMED), "receipt": None}
+    empty: dict[str, Any] = {"metrics": {}, "new_tokens": 0, "finish_reason": None, "stop_reason": None}
+    empty |= {"seconds": dict(UNTIMED), "receipt": None}
     return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 

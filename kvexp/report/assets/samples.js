@@ -42,12 +42,19 @@ kvexp.section("samples", (root, data, page) => {
     return el("div", { class: "text", dir: "auto", tabindex: 0 }, nodes.length ? nodes : el("em", {}, "(nothing)"), cut ? el("em", {}, " [cut here]") : null);
   }
 
+  const quoted = (word) => `'${word.replaceAll("'", "'\\''")}'`; // for a shell
+
+  function ended(row) {
+    if (missing(row?.finish_reason)) return "";
+    return row.finish_reason === "stop" ? `ended at ${JSON.stringify(row.stop_reason)}` : "ended by max_new_tokens";
+  }
+
   function side(title, row, parts, tag) {
     const scores = Object.entries(row?.metrics ?? {}).filter(([, value]) => !missing(value));
     const said = scores.map(([name, value]) => `${name} ${fixed(value, 2)}`).join(", ");
     const skipped = row?.skipped ? el("p", { class: "notice" }, `skipped: ${row.skipped}`) : null;
     const long = (row?.output?.length ?? 0) > data.longest;
-    return el("div", { class: "side" }, el("h3", {}, title), el("p", { class: "small" }, said), skipped, text(parts, tag, long));
+    return el("div", { class: "side" }, el("h3", {}, title), el("p", { class: "small" }, [said, ended(row)].filter(Boolean).join("; ")), skipped, text(parts, tag, long));
   }
 
   function pick(name) {
@@ -66,7 +73,9 @@ kvexp.section("samples", (root, data, page) => {
       const words = [[true, reference.slice(0, data.longest)]];
       sides.push(el("div", { class: "side" }, el("h3", {}, "reference"), el("p", { class: "small" }, "what the task counts as right"), text(words, "ins", reference.length > data.longest)));
     }
-    body.replaceChildren(el("p", { class: "small" }, `${ours.prompt ?? "?"} prompt tokens, ${ours.new ?? "?"} new. ${verdict}`), el("div", { class: "sides" }, sides));
+    const command = el("code", {}, `python -m kvexp.diagnose prompt ${data.outputs}/${run.hash} ${quoted(example)}`);
+    body.replaceChildren(
+      el("p", { class: "small" }, `${ours.prompt ?? "?"} prompt tokens, ${ours.new ?? "?"} new. ${verdict} The prompt as it was sent: `, command), el("div", { class: "sides" }, sides));
   }
 
   return (runs) => {

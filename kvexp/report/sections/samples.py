@@ -1,6 +1,7 @@
 """What the runs wrote beside what the full cache wrote: some examples of each run."""
 
 from collections.abc import Iterable
+from shlex import quote
 from typing import Any
 
 from kvexp.results.read import Folder, Row, number
@@ -14,7 +15,8 @@ TOTAL = 12_000_000  # letters of all texts together: a page a browser still open
 
 
 def data(source: Source) -> dict[str, Any]:
-    """texts: hash -> example -> what its row says; chosen: hash -> its examples; per_run: how many there could be.
+    """texts: hash -> example -> what its row says; chosen: hash -> its examples; per_run: how many there could be;
+    outputs: the folder of the runs, quoted for a shell.
 
     Half of a run's examples are the first in order, half those that lost most against the full cache: the latter are
     the worst by choice, and say nothing of how often that happens.
@@ -26,7 +28,8 @@ def data(source: Source) -> dict[str, Any]:
         texts = _texts(source, shown, chosen)
         letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
         if letters <= TOTAL or per_run <= 1:
-            return {"texts": texts, "chosen": chosen, "per_run": per_run, "longest": LONGEST, "asked": source.samples}
+            sizes = {"per_run": per_run, "longest": LONGEST, "asked": source.samples}
+            return {"texts": texts, "chosen": chosen, "outputs": quote(str(source.outputs)), **sizes}
         per_run //= 2
 
 
@@ -80,7 +83,8 @@ def _row(row: Row, with_reference: bool) -> dict[str, Any]:
     output, reference = (_text(row.get(part)) for part in _PARTS)
     scores = {name: number(value) for name, value in (row.get("metrics") or {}).items()}
     kept = {"output": output, "reference": reference if with_reference else None, "metrics": scores}
-    return kept | {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
+    kept |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
+    return kept | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
 
 
 def _text(value: Any) -> str | None:
