@@ -19,8 +19,7 @@ def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
     )
     settings = ws.WorkspaceSettings(max_runs=100)
     return ws.Workspace(
-        **{"entity": entity, "project": project, "name": NAME},
-        **{"sections": sections, "runset_settings": runs, "settings": settings},
+        entity=entity, project=project, name=NAME, sections=sections, runset_settings=runs, settings=settings
     )
 
 

@@ -67,7 +67,7 @@ def outcome(a: Run, b: Run) -> Outcome:
     for name in (name for name in rows_a if name in rows_b and name in full):
         if not _solvable(full[name]):
             continue
-        right = tuple(headline(rows[name]) >= headline(full[name]) for rows in (rows_a, rows_b))
+        right = headline(rows_a[name]) >= headline(full[name]), headline(rows_b[name]) >= headline(full[name])
         places = {(True, True): result.both, (True, False): result.only_a, (False, True): result.only_b}
         places.get(right, result.neither).append(name)
     return result
@@ -91,7 +91,7 @@ def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[Ke
     return only_a, only_b
 
 
-def _gone(run: Run, name: str, told: Told, step: int) -> np.ndarray:  # type: ignore[type-arg]
+def _gone(run: Run, name: str, told: Told, step: int) -> np.ndarray:
     """A number for each (layer, head, prompt position) that was evicted by then."""
     frame = read_table(run, name, EVICTIONS)
     frame = frame[(frame["step"] <= step) & (frame["position"] < told.prompt_tokens)]

@@ -73,7 +73,9 @@ def _heatmap(axis: Axes, cells: pd.DataFrame, words: str, top: float, colors: st
     axis.set_ylabel("layer")
     axis.set_title(words, fontsize=10)
     assert axis.figure is not None
-    axis.figure.colorbar(image, ax=axis).solids.set_rasterized(True)  # else 256 shapes in an .svg
+    solids = axis.figure.colorbar(image, ax=axis).solids
+    assert solids is not None
+    solids.set_rasterized(True)  # else 256 shapes in an .svg
 
 
 def curves(frame: pd.DataFrame, title: str) -> Figure:

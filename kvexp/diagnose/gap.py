@@ -92,6 +92,7 @@ def show(frame: pd.DataFrame, console: Console) -> None:
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
         for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
             table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+        each: Any
         for each in part.itertuples():
             means = (f"{value:.1f}" for value in (each.full, each.ideal, each.score))
             table.add_row(each.method, _size(each), *means, *(_interval(each, name) for name in PARTS))

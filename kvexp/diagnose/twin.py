@@ -130,7 +130,8 @@ def ideal_set(mass: Tensor, newest: Tensor, counts: Tensor) -> Tensor:
 def _distance(out: Tensor, full: Tensor) -> Tensor:
     """[H] relative L2 distance of rows [H, *]."""
     out, full = out.float(), full.float()
-    return (out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    distance: Tensor = (out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return distance
 
 
 @torch.no_grad()

@@ -41,16 +41,18 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
     axes.axhline(100, color="black", linewidth=1.2, label="full")
     axes.axhline(99, color=MARK_COLOR, linewidth=1.0, linestyle="--", label="99 % of full")
     axes.annotate("99 %", (1.01, 99), xycoords=axes.get_yaxis_transform(), color=MARK_COLOR, fontsize=7, va="center")
-    for (method, setting), line in runs.groupby(["method", "setting"], sort=True):
+    for key, line in runs.groupby(["method", "setting"], sort=True):
+        method, setting = map(str, key)
         line = line.sort_values("kv_ratio")
         middle = line[f"{metric}_of_full"]
         reach = [(middle - line[f"{metric}_low"]).clip(lower=0), (line[f"{metric}_high"] - middle).clip(lower=0)]
-        axes.errorbar(
-            *(line["kv_ratio"], middle, reach),
-            **{"color": color_of(method), "marker": marker_of(method), "label": f"{method} {setting}".rstrip()},
-            **{"markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2},
-            linestyle=dashes[method, setting],
-        )
+        look: dict[str, Any] = {
+            "color": color_of(method),
+            "marker": marker_of(method),
+            "linestyle": dashes[method, setting],
+        }
+        look |= {"markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
+        axes.errorbar(line["kv_ratio"], middle, reach, label=f"{method} {setting}".rstrip(), **look)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)")
     axes.set_ylabel(f"{metric}, % of full")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
@@ -67,7 +69,7 @@ def drawable(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def dashes_of(runs: pd.DataFrame) -> dict[tuple[str, str], Any]:
     """A line style for each setting of a method, in the order of their words; the only one is drawn through."""
-    found = {}
+    found: dict[tuple[str, str], Any] = {}
     for method, part in runs.groupby("method"):
         found |= {(str(method), setting): dash for setting, dash in zip(sorted(set(part["setting"])), cycle(DASHES))}
     return found
@@ -83,7 +85,8 @@ def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
         if f"{own}_of_full" not in part:
             raise ConfigError(f"{task} has no metric {own!r}")
     shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
-    shared, rows = shared_settings([row for runs in shown for row in runs.to_dict("records")])
+    records: list[Any] = [row for runs in shown for row in runs.to_dict("records")]
+    shared, rows = shared_settings(records)
     left = iter(rows)
     shown = [runs.assign(setting=[next(left)["setting"] for _ in range(len(runs))]) for runs in shown]
     dashes = dashes_of(pd.concat(shown))

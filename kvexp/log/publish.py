@@ -96,7 +96,8 @@ def _publish_sweep(group: str, df: DataFrame, project: str, mode: str, place: Pa
     ) as published:
         whole = [_plain(row, keep_missing=True) for row in _records(df)]
         columns = list(df.columns)
-        published.log({"runs": wandb.Table(columns, [[row[name] for name in columns] for row in whole])})
+        cells: list[Iterable[Any]] = [[row[name] for name in columns] for row in whole]
+        published.log({"runs": wandb.Table(columns, cells)})
         for title, rows in charts(df).items():
             metric = rows[0]["headline"]
             for axis in ("kv_ratio", "kv_bytes"):
@@ -123,7 +124,7 @@ def chart_key(axis: str, title: str) -> str:
     return f"quality vs {axis}: {title}"
 
 
-def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[list[Any]]:
+def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[Iterable[Any]]:
     """(line, x, percent) by x, and the two marks as lines of their own across the chart.
 
     A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
@@ -145,7 +146,7 @@ def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
 
     metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or {}))
     plain, texts = ("example", "skipped", "prompt_tokens", "new_tokens"), ("output", "reference")
-    data = [
+    data: list[Iterable[Any]] = [
         [row.get(name) for name in plain]
         + [(row.get("metrics") or {}).get(name) for name in metrics]
         + [row.get(name) for name in texts]

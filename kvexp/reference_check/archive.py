@@ -35,7 +35,8 @@ class Archive(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         self.read.add(name)
-        return self.arrays[name]
+        array: np.ndarray = self.arrays[name]
+        return array
 
     def __contains__(self, name: object) -> bool:
         return name in self.arrays

@@ -21,7 +21,7 @@ class _Watched(EvictionCache):
     """Notes the state after every forward, and how beams were reordered."""
 
     def watch(self) -> _Watched:
-        self.trace, self.taps, self.beams = Trace(), tapped(self), []  # type: ignore[var-annotated]
+        self.trace, self.taps, self.beams = Trace(), tapped(self.states), []  # type: ignore[var-annotated]
         return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -48,7 +48,7 @@ def check(archive: Archive, report: Report) -> None:
             model,
             method,
             Budget(kv_ratio=c["kv_cache"] / 100),
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             num_beams=c["num_beams"],
             max_new_tokens=steps,
         ).watch()

@@ -21,7 +21,8 @@ from kvexp.reference_check.trace import Trace, teacher_forced
 def setting(archive: Archive) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
     """The method a file was recorded with, how the cache must be set up, and the modes that can reproduce it."""
     c, variant = archive.config, archive.variant
-    padding, modes = int(c.get("npad", 0)), ("overwrite", "compact", "mask")
+    padding = int(c.get("npad", 0))
+    modes: tuple[str, ...] = ("overwrite", "compact", "mask")
     if "heavy_budget" in c:
         k = c["heavy_budget"] + c["recent_budget"]
         method: Method = H2O(recent_ratio=c["recent_budget"] / k, impl="mask", score_batch="per_beam")
@@ -142,7 +143,7 @@ def by_column(states: list[Any], shape: tuple[int, ...], width: int, padding: in
 
 def _compare_slots(archive: Archive, report: Report, trace: Trace, mode: str, width: int) -> None:
     """Real-drop files: what each step attended to, slot by slot in order of position, and the survivors' score."""
-    positions = np.full(archive["slot_orig_pos"].shape, -1)
+    positions: np.ndarray = np.full(archive["slot_orig_pos"].shape, -1)
     for step in range(len(trace.logits)):
         for layer in range(positions.shape[1]):
             for head in range(positions.shape[2]):

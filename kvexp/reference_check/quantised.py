@@ -92,7 +92,11 @@ def _check_pq_run(archive: Archive, report: Report, prefix: str) -> None:
         one = replace(whole, q=whole.q[layer, None], k=whole.k[layer, None], v=whole.v[layer, None])
         method = replace(method, recorded=archive[f"{prefix}_topk_idx"][layer].astype(np.int64), notes={})
         ends: list[Any] = []
-        outs.append(one.run(method, sink + recent + count + 1, lambda state, _, ends=ends: ends.append(state))[0])
+
+        def keep(state: Any, _: int, ends: list[Any] = ends) -> None:
+            ends.append(state)
+
+        outs.append(one.run(method, sink + recent + count + 1, keep)[0])
         noted.append({name: np.stack(values) for name, values in method.notes.items()})
         indexed.append(ends[-1].known)
     _compare_pq(archive, report, prefix, noted, indexed, half)

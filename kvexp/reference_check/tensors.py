@@ -24,6 +24,7 @@ from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O
 from kvexp.reference_check.archive import Archive
 from kvexp.reference_check.report import Report
+from kvexp.reference_check.trace import tapped
 
 _TIGHT = 1e-5
 _UNIT = 2.0**-10  # between two neighbouring numbers in half precision, relative
@@ -51,8 +52,8 @@ def check_rowmask(archive: Archive, report: Report) -> None:
     x = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     causal = torch.ones(x.shape[-2:], dtype=torch.bool).tril()
     if "logits" in archive:
-        shown = [y.float().masked_fill(~causal, 0) for y in (x, archive.tensor("logits"))]
-        report.close("logits", *shown, _UNIT if half else _TIGHT, _UNIT if half else _TIGHT)
+        ours, theirs = (y.float().masked_fill(~causal, 0) for y in (x, archive.tensor("logits")))
+        report.close("logits", ours, theirs, _UNIT if half else _TIGHT, _UNIT if half else _TIGHT)
         # How a product is rounded to half is the machine's choice and decides near-ties: go on from the recorded ones.
         x = archive.tensor("logits") if half else x
     full = causal_probs(x).to(dtype)
@@ -115,13 +116,13 @@ def check_decode(archive: Archive, report: Report) -> None:
         )
         method = _decode_method(archive, prefix, count)
         for mode in ("overwrite", "compact", "mask"):
-            out, kept, score = _run(archive, Plan(method, Budget(tokens=count, counts_self=False), mode=mode), prompt)  # type: ignore[arg-type]
+            out, kept, score = _run(archive, Plan(method, Budget(tokens=count, counts_self=False), mode=mode), prompt)
             report.close(f"{mode}: {prefix}_out", out, archive[f"{prefix}_out"], _TIGHT)
             if prefix.startswith("drop"):
                 report.exact(f"{mode}: {prefix}_kept", kept, archive[f"{prefix}_kept"])
                 report.close(f"{mode}: {prefix}_score", score, archive[f"{prefix}_score"], _TIGHT)
                 continue
-            mask = np.zeros(archive[f"{prefix}_mask"].shape, bool)
+            mask: np.ndarray = np.zeros(archive[f"{prefix}_mask"].shape, bool)
             dense = np.zeros(archive[f"{prefix}_score"].shape)
             np.put_along_axis(dense, kept, score, -1)
             for step in range(mask.shape[1]):
@@ -186,14 +187,10 @@ def check_head(archive: Archive, report: Report) -> None:
         score, kept, out = [], [], []
         for layer in range(q.shape[0]):
             state = LayerState(plan, 0, 1, Timeline(), Ledger(1), None)
-            seen: list[Tensor] = []
-            state._accumulate = lambda s, view, columns, p, seen=seen, add=state._accumulate: (  # type: ignore[method-assign,misc]
-                seen.append(columns),
-                add(s, view, columns, p),
-            )
+            (tap,) = tapped([state])
             out.append(state.forward(q[layer], k[layer], v[layer], Geometry(q.shape[-1] ** -0.5), None)[0])
-            score.append(seen[0][0].numpy())
-            line = np.zeros(seen[0][0].shape, bool)
+            score.append(np.array([list(held.values()) for held in tap.last[0]]))
+            line = np.zeros(score[-1].shape, bool)
             for head, ids in enumerate(state.kept()[0]):
                 line[head, ids] = True
             kept.append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,9 +48,9 @@ def by_position(positions: Tensor, values: Tensor) -> list[list[dict[int, float]
     ]
 
 
-def tapped(cache: EvictionCache) -> list[_Tap]:
+def tapped(states: Sequence[Any]) -> list[_Tap]:
     """Install a tap on every layer of a fresh cache."""
-    taps = [_Tap(state) for state in cache.states]
+    taps = [_Tap(state) for state in states]
     for tap in taps:
         tap.state._accumulate = tap  # type: ignore[method-assign]
     return taps
@@ -68,7 +69,7 @@ def note(trace: Trace, cache: EvictionCache, taps: list[_Tap]) -> None:
 @torch.inference_mode()
 def teacher_forced(cache: EvictionCache, model: Any, ids: Tensor, mask: Tensor, new_tokens: Tensor) -> Trace:
     """Prompt ids [B, T] with mask, then new_tokens [B, steps + 1] one by one (the last is not fed)."""
-    trace, taps = Trace(), tapped(cache)
+    trace, taps = Trace(), tapped(cache.states)
     step = ids
     for j in range(new_tokens.shape[1]):
         trace.logits.append(forward(model, step, mask, cache).numpy())

@@ -14,7 +14,7 @@ from kvexp.runner.prompts import Prompt
 from kvexp.runner.seeds import sampling_seed
 from kvexp.runner.settings import Settings
 
-UNTIMED = {"ttft": None, "tt2t": None, "tpot": None}
+UNTIMED: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from kvexp.errors import ConfigError
 from kvexp.models.shape import Shape
 from kvexp.record import identity
 from kvexp.runner import cost
+from kvexp.runner.environment import environment
 from kvexp.runner.job import SWEPT, Job, parts_of, tell
 from kvexp.runner.model import check_fits
 from kvexp.runner.report import exit_code, note_failure
-from kvexp.runner.run import environment
 from kvexp.runner.settings import Settings
 from kvexp.runner.sweep import duration
 from kvexp.runner.together import groups

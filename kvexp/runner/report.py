@@ -71,7 +71,7 @@ def show(outputs_dir: str | Path) -> None:
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
-class SweepTable(Callback):  # type: ignore[misc]
+class SweepTable(Callback):
     """Hydra callback: looks at what all runs need before the first one, prints the table after the last one."""
 
     def on_run_start(self, config: Any, **_: Any) -> None:

@@ -140,7 +140,9 @@ def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience
     return [made.get(index) or skipped(settings, index, prompt) for index, prompt in prompts]
 
 
-def prompts_of(settings: Settings, model: Any, tokenizer: Any, batch: Batch) -> tuple[Numbered, Numbered]:
+def prompts_of(
+    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Example]]
+) -> tuple[Numbered, Numbered]:
     """The prompts of a batch, and those of them that can be answered."""
     prompts = [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
     return prompts, [(index, prompt) for index, prompt in prompts if prompt.skipped is None]

@@ -20,7 +20,9 @@ def data(source: Source) -> dict[str, Any] | None:
     room = TOTAL
     for key in source.frame["hash"]:
         folder = source.folders.get(key)
-        for example in _diagnosed(folder)[:MOST] if folder is not None else []:
+        if folder is None:
+            continue
+        for example in _diagnosed(folder)[:MOST]:
             text = _text(folder, example)
             room -= len(text["tokens"]) if text else 0
             if text and room >= 0:
