@@ -140,7 +140,7 @@ def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> Answer:
     steps = [each.step_s for each in judged if each.step_s]
     seconds = {"ttft": judged[best].prefill_s, "tt2t": None, "tpot": sum(steps) / len(steps) if steps else None}
     receipt = dataclasses.asdict(judged[best].receipt)
-    return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results)
+    return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 
 
 def _generated(settings: Settings, bench: Bench, tokenizer: Any, prompt: Prompt) -> Answer:
