@@ -55,6 +55,7 @@ class Archive(Mapping[str, np.ndarray]):
     def whole_number(self, word: str) -> int | None:
         """The one number with `word` in its name, of fields and configuration; None where there is none."""
         said = {n: int(x) for n, x in self.arrays.items() if word in n and x.ndim == 0 and x.dtype.kind in "iu"}
+        self.read.update(said)
         said |= {name: value for name, value in self.config.items() if word in name and type(value) is int}
         if len(set(said.values())) > 1:
             raise ConfigError(f"{self.path}: which of these holds? {', '.join(f'{n}={x}' for n, x in said.items())}")
