@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -38,13 +39,14 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
         part = runs[runs["model"].eq(model) & runs["task"].eq(task)]
         cells = part.pivot_table(index=down, columns=across, values="of_full")
         spread = part.assign(half=(part["of_full_high"] - part["of_full_low"]) / 2)
-        half = spread.pivot_table(index=down, columns=across, values="half")
+        half = spread.pivot_table(index=down, columns=across, values="half", dropna=False)
         image = axes.imshow(cells.to_numpy(), cmap="cividis", vmin=reach[0], vmax=reach[1], aspect="auto")
         middle = sum(reach) / 2
         for i, row in enumerate(cells.to_numpy()):
             for j, cell in enumerate(row):
                 color = "white" if cell < middle else "black"
-                text = f"{cell:.0f}\n±{half.to_numpy()[i][j]:.0f}"
+                wide = half.to_numpy()[i][j]  # NaN of too few examples
+                text = f"{cell:.0f}" if np.isnan(wide) else f"{cell:.0f}\n±{wide:.0f}"
                 axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(cells.shape[1]), [f"{value:g}" for value in cells.columns], fontsize=7)
         axes.set_yticks(range(cells.shape[0]), [f"{value:g}" for value in cells.index], fontsize=7)

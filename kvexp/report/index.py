@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from kvexp.figures.quality import dashes_of
+from kvexp.results.columns import few
 from kvexp.results.units import absent
 
 from .look import look
@@ -28,7 +29,7 @@ def _entries(source: Source, group: Group, several: bool) -> list[dict[str, Any]
         {
             **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
             **{"model": group.model, "task": group.task, "method": method, "line": setting},
-            **{"of": _percentages(row), "full": row["verdict99"] == "baseline"},
+            **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
             **look(method, dashes[method, setting]),
             **_where(source, row["hash"]),
         }

@@ -12,9 +12,9 @@ from .sections import about, cost, explorer, kept, needle, samples, verdicts
 from .source import Source
 
 SECTIONS: tuple[Section, ...] = (
+    verdicts.SECTION,
     explorer.SECTION,
     cost.SECTION,
-    verdicts.SECTION,
     samples.SECTION,
     kept.SECTION,
     needle.SECTION,

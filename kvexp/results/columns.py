@@ -53,7 +53,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
     ]
     metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
-    runs = f"({rows[0]['comparisons']} runs)"
+    runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
     columns = [_metric(name) for name in metrics]
     if metrics:
         headline = next(
@@ -146,16 +146,17 @@ def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
     return f"fail ({short(lost[0])})" if lost else "fail (length)"
 
 
-def _few(row: Row) -> bool:
+def few(row: Row) -> bool:
+    """Whether fewer examples are compared than a percentage needs to mean anything."""
     return not absent(row["paired"]) and row["paired"] < stats.MIN_PAIRS
 
 
 def _percent(row: Row, metric: str) -> str:
-    return TOO_FEW if _few(row) else fixed(row[f"{metric}_of_full"], 1)
+    return TOO_FEW if few(row) else fixed(row[f"{metric}_of_full"], 1)
 
 
 def _needed(row: Row) -> str:
-    if _few(row):
+    if few(row):
         return TOO_FEW
     if absent(row["needed"]) and absent(row["needed999"]):
         return "-"
@@ -164,4 +165,4 @@ def _needed(row: Row) -> str:
 
 def _interval(row: Row, metric: str) -> str:
     low, high = row[f"{metric}_low"], row[f"{metric}_high"]
-    return TOO_FEW if _few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"
+    return TOO_FEW if few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"

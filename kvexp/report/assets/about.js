@@ -2,7 +2,7 @@
 // Who made the numbers, and which are missing. Filters change nothing here.
 kvexp.section("about", (root, data) => {
   const { el, missing } = kvexp;
-  const table = (heads, rows, wide) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": heads.join(", ") },
+  const table = (heads, rows, wide) => kvexp.scroll(heads.join(", "),
     el("table", {},
       el("thead", {}, el("tr", {}, heads.map((text) => el("th", { scope: "col" }, text)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, row.map((value, i) => {

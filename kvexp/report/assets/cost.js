@@ -40,9 +40,9 @@ kvexp.section("cost", (root, data, page) => {
     return found.length ? `No Pareto front: the runs differ in ${found.join(" and ")}.` : "";
   }
 
-  /** Of finished runs: the others' percentages rest on other examples. */
+  /** Of finished runs with enough examples: the others' percentages rest on other examples, or on next to none. */
   function front(runs, x, state) {
-    const done = runs.filter((run) => run.status === "done");
+    const done = runs.filter((run) => run.status === "done" && !run.few);
     const best = kvexp.pareto(done.map((run) => ({ x: x(run), y: run.full ? 100 : P.quality(run, state)[0] })));
     return {
       type: "scatter", mode: "lines", name: "Pareto front", showlegend: false, hoverinfo: "skip",
@@ -53,7 +53,7 @@ kvexp.section("cost", (root, data, page) => {
 
   function fullPoint(run, x) {
     return {
-      type: "scatter", mode: "markers", name: "full", showlegend: false, x: [x(run)], y: [100], hoverinfo: "text",
+      type: "scatter", mode: "markers", name: "full", showlegend: false, x: [x(run)], y: [100], cliponaxis: false, hoverinfo: "text",
       text: [`<b>full cache</b><br>${x(run).toPrecision(3)}`], marker: { color: "#000", symbol: "circle", size: 10 },
     };
   }
@@ -66,27 +66,32 @@ kvexp.section("cost", (root, data, page) => {
       + "generated. hydra/launcher=basic takes and times one run after the other.";
   }
 
-  function panel(grid, runs, kind, axes) {
+  /** The chart of one kind, or why there is none. */
+  function panel(box, runs, kind, axes) {
     const key = chosen[kind];
     const [title, unit] = axes[key];
     const x = (run) => run[key] * unit;
     const whole = runs.filter((run) => run.full || P.quality(run, page.state));
     const here = whole.filter((run) => !missing(run[key]));
     const others = here.filter((run) => !run.full);
-    const box = el("div", { class: "panel" });
-    grid.append(box);
     if (!others.length) {
+      box.classList.add("wordy");
       box.append(el("p", { class: "small" }, none(whole, key)));
-      return;
+      return null;
     }
+    return () => chart(box, runs, key, { title, x, whole, here, others, kind });
+  }
+
+  function chart(box, runs, key, { title, x, whole, here, others, kind }) {
     const groups = P.lines(others);
     const value = (run) => `${title}: ${x(run).toPrecision(3)}`;
-    const traces = groups.map((group) => ({ ...P.trace(group, x, page.state, value), mode: "markers" }));
+    const range = [0, Math.max(...here.map(x)) * 1.06];
+    const places = P.beside(groups, x, range, box.clientWidth);
+    const traces = groups.map((group) => ({ ...P.trace(group, places, page.state, value), mode: "markers" }));
     const stopped = obstacle(here, kind);
     const base = here.filter((run) => run.full).map((run) => fullPoint(run, x));
     const all = [...(stopped ? [] : [front(here, x, page.state)]), ...traces, ...base];
     const metric = P.metric(others[0], page.state);
-    const range = [0, Math.max(...here.map(x)) * 1.06];
     P.chart(box, `${metric} against ${title}: ${runs[0].model}, ${runs[0].task}`, all, P.layout(all, title, `${metric}, % of full`, range));
     box.append(P.legend(groups));
     if (stopped) box.append(el("p", { class: "small" }, stopped));
@@ -96,11 +101,12 @@ kvexp.section("cost", (root, data, page) => {
   function draw(shown) {
     last = shown;
     const grid = P.fresh(body, "pairs");
-    for (const runs of P.cap(body, P.byTask(shown))) {
-      const pair = el("div", { class: "pair" }, el("h3", {}, `${runs[0].model} / ${runs[0].task}`));
-      grid.append(pair);
-      for (const [kind, axes] of KINDS) panel(pair, runs, kind, axes);
-    }
+    const later = P.cap(body, P.byTask(shown)).flatMap((runs) => {
+      const boxes = KINDS.map(() => el("div", { class: "panel" }));
+      grid.append(el("div", { class: "pair" }, el("h3", {}, `${runs[0].model} / ${runs[0].task}`), boxes));
+      return KINDS.map(([kind, axes], i) => panel(boxes[i], runs, kind, axes));
+    });
+    for (const chart of later) chart?.();
   }
   return draw;
 });

@@ -31,10 +31,26 @@ const kvexp = (() => {
     return el("label", { class: `field ${kind}` }, label, select);
   }
 
+  /** A table in a frame of its own that scrolls; where columns are out of sight it says so, and its edge is shaded. */
+  function scroll(label, table) {
+    const frame = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, table);
+    const node = el("div", { class: "scroller" }, el("p", { class: "small hint" }, "Scroll sideways for more columns \u2192"), frame);
+    const look = () => {
+      const hidden = frame.scrollWidth - frame.clientWidth;
+      node.classList.toggle("wider", hidden > 1);
+      node.classList.toggle("more", hidden - frame.scrollLeft > 1);
+    };
+    frame.addEventListener("scroll", look, { passive: true });
+    const watch = new ResizeObserver(look);
+    watch.observe(frame);
+    watch.observe(table);
+    return node;
+  }
+
   const missing = (value) => value === null || value === undefined;
   const fixed = (value, digits) => (missing(value) ? "-" : value.toFixed(digits));
   const several = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
   const name = (run) => [run.method, missing(run.kv_ratio) ? "" : run.kv_ratio, run.line].filter((x) => x !== "").join(" ");
   const section = (key, start) => parts.set(key, start);
-  return { el, svg, plain, choice, missing, fixed, several, name, section, parts };
+  return { el, svg, plain, choice, scroll, missing, fixed, several, name, section, parts };
 })();

@@ -18,21 +18,21 @@ kvexp.section("explorer", (root, data, page) => {
     return `it has no ${axis}: choose another axis`;
   }
 
-  function panel(grid, runs) {
+  function panel(box, runs) {
     const others = runs.filter((run) => !run.full);
     const here = others.filter((run) => P.quality(run, page.state) && !missing(run[axis]));
-    const box = el("div", { class: "panel" });
     const full = runs.find((run) => run.full);
     box.append(el("h3", {}, `${runs[0].model} / ${runs[0].task}`));
-    grid.append(box);
     if (here.length) {
       const groups = P.lines(here);
       const x = (run) => run[axis];
-      const traces = groups.map((group) => P.trace(group, x, page.state));
-      const shown = P.metric(here[0], page.state);
       const widest = Math.max(...here.map(x), axis === "kv_ratio" ? 1 : full?.slots ?? 0);
+      const range = [0, widest * 1.03];
+      const places = P.beside(groups, x, range, box.clientWidth);
+      const traces = groups.map((group) => P.trace(group, places, page.state));
+      const shown = P.metric(here[0], page.state);
       const label = `${shown}, percent of the full cache, against ${axis}: ${runs[0].model}, ${runs[0].task}`;
-      P.chart(box, label, traces, P.layout(traces, AXES[axis], `${shown}, % of full`, [0, widest * 1.03]));
+      P.chart(box, label, traces, P.layout(traces, AXES[axis], `${shown}, % of full`, range));
       box.append(P.legend(groups));
     } else {
       box.append(el("p", { class: "small" }, "Nothing to draw: no run shown here has a percentage of its baseline."));
@@ -43,7 +43,7 @@ kvexp.section("explorer", (root, data, page) => {
   function draw(shown) {
     last = shown;
     const grid = P.fresh(body);
-    for (const runs of P.cap(body, P.byTask(shown))) panel(grid, runs);
+    P.fill(grid, P.cap(body, P.byTask(shown)), panel);
   }
   return draw;
 });

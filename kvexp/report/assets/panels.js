@@ -4,6 +4,7 @@ kvexp.panels = (() => {
   const { el, svg, plain, fixed, missing, name } = kvexp;
   const MOST = 12; // panels of one section
   const MARK = "#c00000";
+  const MARGIN = { l: 52, r: 34, t: 10, b: 44 };
   const PATHS = {
     circle: "M4 0A4 4 0 1 0 -4 0A4 4 0 1 0 4 0Z",
     square: "M-3.5-3.5H3.5V3.5H-3.5Z",
@@ -55,27 +56,52 @@ kvexp.panels = (() => {
     return [...found.values()];
   }
 
-  /** One trace: points at x(run) with intervals; hollow where the run is not finished. */
-  function trace(runs, x, state, more = "") {
-    const at = [...runs].sort((a, b) => x(a) - x(b));
+  const APART = 7; // pixels between points side by side: their bars, and most of their markers, do not touch
+
+  /** Run -> its place on the x axis: those of (nearly) one x stand side by side, lines in their order, about that x. */
+  function beside(groups, x, range, pixels) {
+    const unit = (range[1] - range[0]) / Math.max(pixels - MARGIN.l - MARGIN.r, 100);
+    const points = groups.flatMap((runs, line) => runs.map((run) => ({ run, line, x: x(run) }))).sort((a, b) => a.x - b.x);
+    const clusters = [];
+    for (const point of points) {
+      const last = clusters[clusters.length - 1];
+      if (last && point.x - last[0].x < unit * APART) last.push(point);
+      else clusters.push([point]);
+    }
+    const gaps = clusters.slice(1).map((each, i) => each[0].x - clusters[i][0].x);
+    const most = Math.max(...clusters.map((each) => each.length));
+    const step = Math.min(unit * APART, (0.8 * Math.min(...gaps, Infinity)) / most);
+    const places = new Map();
+    for (const cluster of clusters) {
+      cluster.sort((a, b) => a.line - b.line);
+      const moved = cluster.map(({ x: own }, i) => own + (i - (cluster.length - 1) / 2) * step);
+      const back = Math.max(0, range[0] - Math.min(...moved)); // all of them stay inside the axes, and apart
+      cluster.forEach(({ run }, i) => places.set(run, moved[i] + back));
+    }
+    return places;
+  }
+
+  /** One trace: points with intervals at their places; hollow where the run is not finished or has too few examples. */
+  function trace(runs, places, state, more = "") {
+    const at = [...runs].sort((a, b) => places.get(a) - places.get(b));
     const found = at.map((run) => quality(run, state));
     const reach = (from, to) => (missing(from) || missing(to) ? 0 : Math.max(0, to - from));
     const { color, symbol, dash } = at[0];
     return {
       type: "scatter", mode: "lines+markers", name: plain(`${at[0].method} ${at[0].line}`), showlegend: false,
-      x: at.map(x), y: found.map((q) => q[0]),
+      x: at.map((run) => places.get(run)), y: found.map((q) => q[0]), cliponaxis: false,
       error_y: {
-        type: "data", symmetric: false, thickness: 1, width: 3, color,
+        type: "data", symmetric: false, thickness: 1, width: 2, color,
         array: found.map((q) => reach(q[0], q[2])), arrayminus: found.map((q) => reach(q[1], q[0])),
       },
       line: { color, dash, width: 2 },
-      marker: { color: at.map((run) => (run.status === "done" ? color : "#ffffff")), symbol, size: 8, line: { color, width: 1.5 } },
+      marker: { color: at.map((run) => (run.status === "done" && !run.few ? color : "#ffffff")), symbol, size: 8, line: { color, width: 1.5 } },
       text: at.map((run, i) => said(run, found[i], state, more)), hoverinfo: "text",
     };
   }
 
   function said(run, [percent, low, high, mean], state, more) {
-    const interval = missing(low) ? "" : ` (${fixed(low, 1)}..${fixed(high, 1)})`;
+    const interval = run.few ? " (too few examples)" : missing(low) ? "" : ` (${fixed(low, 1)}..${fixed(high, 1)})`;
     return [
       `<b>${plain(name(run))}</b>`,
       `${plain(metric(run, state))} ${fixed(mean, 2)}: ${fixed(percent, 1)} % of full${interval}`,
@@ -91,7 +117,7 @@ kvexp.panels = (() => {
     const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line, layer: "between" });
     const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
     return {
-      margin: { l: 52, r: 34, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
+      margin: MARGIN, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
       font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
       hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
       xaxis: { ...grid, title: { text: plain(xTitle), standoff: 6 }, range, rangemode: "tozero" },
@@ -137,6 +163,13 @@ kvexp.panels = (() => {
     return grid;
   }
 
+  /** All boxes stand in the grid before the first is filled: a chart takes the width that its box has by then. */
+  function fill(grid, groups, draw) {
+    const boxes = groups.map(() => el("div", { class: "panel" }));
+    grid.append(...boxes);
+    groups.forEach((group, i) => draw(boxes[i], group));
+  }
+
   /** The first panels, and a word on the rest. */
   function cap(root, panels, most = MOST) {
     if (panels.length > most) {
@@ -145,5 +178,5 @@ kvexp.panels = (() => {
     return panels.slice(0, most);
   }
 
-  return { swatch, metric, quality, byTask, lines, trace, layout, chart, legend, left, fresh, cap };
+  return { swatch, metric, quality, byTask, lines, beside, trace, layout, chart, legend, left, fresh, fill, cap };
 })();

@@ -21,7 +21,8 @@ kvexp.section("verdicts", (root, data, page) => {
     const rows = table.rows.map(([hash, ...cells]) => {
       const each = cells.map((text, i) => {
         const verdict = VERDICTS.exec(text)?.[1] ?? "";
-        return el("td", { class: `${table.right[i] ? "right" : ""} ${verdict}`.trim() }, i ? text : el("span", { class: "name" }, text));
+        const words = i === 0 || (!table.right[i] && !verdict); // names and settings fold, numbers do not
+        return el("td", { class: `${table.right[i] ? "right" : ""} ${verdict}`.trim() }, words ? el("span", { class: "name" }, text) : text);
       });
       return { hash, cells, node: el("tr", { title: hash }, each) };
     });
@@ -39,8 +40,7 @@ kvexp.section("verdicts", (root, data, page) => {
     }
 
     const node = el("div", {}, el("h3", {}, table.title),
-      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `verdicts: ${table.title}` },
-        el("table", {}, el("thead", {}, el("tr", {}, heads)), body)));
+      kvexp.scroll(`verdicts: ${table.title}`, el("table", { class: "verdicts" }, el("thead", {}, el("tr", {}, heads)), body)));
     return { node, rows };
   }
 
