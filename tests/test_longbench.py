@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvexp.results.longbench import FOURTEEN
 from kvexp.runner.fitting import with_ends
 from kvexp.runner.prompts import continuation, tokenise
 from kvexp.runner.settings import settings_of
-from kvexp.tasks import LongBench
+from kvexp.tasks import LongBench, archive
 from kvexp.tasks.longbench_subsets import SUBSETS
 
 FOLDER = Path(__file__).parent / "fixtures" / "longbench"
@@ -308,8 +309,111 @@ def test_bad_archives(tmp_path):
         archive.writestr("data/qasper.jsonl", '{"a": 1}\n[2]\n')
     with pytest.raises(ConfigError, match=r"row 1 of qasper in .*torn.zip has no field 'context'"):
         LongBench(subset="qasper", data_files=str(tmp_path / "torn.zip"), limit=1).check()
-    with pytest.raises(ConfigError, match=r"line 2 of qasper in .*torn.zip is no object, got list"):
+    with pytest.raises(ConfigError, match=r"line 2 of qasper in .*torn.zip is no object with fields but of type list"):
         list(LongBench(subset="qasper", data_files=str(tmp_path / "torn.zip")).source.rows())
+
+
+def declared(archive: Path, size: int) -> Path:
+    """The same archive whose headers say that its only member unpacks to `size` bytes."""
+    data = bytearray(archive.read_bytes())
+    data[22:26] = size.to_bytes(4, "little")  # local header
+    at = data.index(b"PK\1\2") + 24  # central directory
+    data[at : at + 4] = size.to_bytes(4, "little")
+    archive.write_bytes(data)
+    return archive
+
+
+def bomb(path: Path, text: bytes = bytes(32 << 20), kind: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("data/qasper.jsonl", text)
+    return path
+
+
+def encrypted(path: Path) -> Path:
+    data = bytearray(bomb(path, b"{}").read_bytes())
+    for at in (6, data.index(b"PK\1\2") + 8):
+        data[at] |= 1
+    path.write_bytes(data)
+    return path
+
+
+def unknown_method(path: Path) -> Path:
+    data = bytearray(bomb(path, b"{}").read_bytes())
+    for at in (8, data.index(b"PK\1\2") + 10):
+        data[at] = 9  # deflate64
+    path.write_bytes(data)
+    return path
+
+
+def twice(path: Path) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/qasper.jsonl", "{}")
+        archive.writestr("b/qasper.jsonl", "{}")
+    return path
+
+
+def damaged(path: Path) -> Path:
+    text = "".join(f'{{"a": "{number}"}}\n' for number in range(9999)).encode()
+    data = bytearray(bomb(path, text).read_bytes())
+    data[2000:2040] = bytes(40)
+    path.write_bytes(data)
+    return path
+
+
+def cut(path: Path) -> Path:
+    path.write_bytes(bomb(path, bytes(9999)).read_bytes()[:-30])
+    return path
+
+
+ARCHIVES = {
+    "unpacks to 32 MiB, more than the 8 MiB": bomb,
+    "cannot read .*: Bad CRC-32 for file": lambda path: declared(bomb(path), 5000),
+    "line 1 of qasper.jsonl is longer than 1 MiB": lambda path: bomb(path, b"x" * (2 << 20)),
+    "compressed with bzip2; kvexp unpacks deflate": lambda path: bomb(path, b"{}" * 999, zipfile.ZIP_BZIP2),
+    "compressed with lzma; kvexp unpacks deflate": lambda path: bomb(path, b"{}" * 999, zipfile.ZIP_LZMA),
+    "deflate64; kvexp unpacks deflate": unknown_method,
+    "is encrypted; unpack it with its password": encrypted,
+    "qasper.jsonl is in .* 2 times": twice,
+    "cannot read .*damaged.*; fetch it again": damaged,
+    "cannot read .*: File is not a zip file; fetch it again": cut,
+    "is not JSON: maximum recursion": lambda path: bomb(path, b"[" * 99999 + b"]" * 99999),
+    "is not JSON: 'utf-8' codec": lambda path: bomb(path, b'{"a": "\xff"}'),
+    "is not JSON: NaN is no JSON number": lambda path: bomb(path, b'{"a": NaN}'),
+}
+
+
+@pytest.mark.parametrize("words", ARCHIVES)
+def test_no_archive_takes_the_memory_or_ends_in_a_traceback(tmp_path, monkeypatch, words):
+    """One line that names the file; 32 MiB of zeros behind 30 kB stand for gigabytes."""
+    monkeypatch.setattr(archive, "MEMBER", 8 << 20)
+    monkeypatch.setattr(archive, "LINE", 1 << 20)
+    made = ARCHIVES[words](tmp_path / "damaged.zip")
+    task = LongBench(subset="qasper", data_files=str(made))
+
+    def read():
+        task.fingerprint()
+        list(task.source.rows())
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=words) as caught:
+            read()
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and "damaged.zip" in str(caught.value)
+
+
+def test_an_archive_is_streamed(tmp_path):
+    """The first row of many, and the digest of all of them, without holding the member."""
+    made = bomb(tmp_path / "large.zip", b'{"a": "some words, again and again"}\n' * (1 << 19))
+    source = LongBench(subset="qasper", data_files=str(made)).source
+    tracemalloc.start()
+    try:
+        assert source.fingerprint() and next(source.rows())[1] == {"a": "some words, again and again"}
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- real rows, where they are

@@ -29,11 +29,21 @@ def json_rows(path: Path) -> Iterator[Row]:
             file.seek(0)
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield _row(_value(line, f"line {number} of {path}"), f"line {number} of {path}")
+                    yield json_row(line, f"line {number} of {path}")
     except UnicodeDecodeError as error:
         raise ConfigError(f"task.data_files: {path} is not UTF-8 text ({error}); save it in that encoding") from error
     except OSError as error:
         raise ConfigError(f"task.data_files: cannot read {path}: {error.strerror or error}") from error
+
+
+def json_row(line: str | bytes, where: str) -> Row:
+    """The object on a line; ConfigError that starts with `where`."""
+    try:
+        text = line if isinstance(line, str) else line.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}; correct or remove the line") from error
+    return _row(value, where)
 
 
 def _is_lines(first: str) -> bool:
@@ -53,13 +63,6 @@ def _whole(text: str, path: Path) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
         yield _row(row, f"row {number} of {path}")
-
-
-def _value(line: str, where: str) -> Any:
-    try:
-        return json.loads(line, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}; correct or remove the line") from error
 
 
 def _row(value: Any, where: str) -> Row:

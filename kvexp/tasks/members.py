@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
 
 from . import data
+from .archive import Archive
+from .json_rows import json_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Members(data.Source):
         if archive is None:
             yield from super().rows()
             return
-        with self._opened(archive) as zipped, zipped.open(self._name(zipped, archive)) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"row {number} of {self.member} in {archive}", _object(line, number, self.member, archive)
+        for number, line in Archive(archive, self.member).lines():
+            if line.strip():
+                row = json_row(line, f"line {number} of {self.member} in {archive}")
+                yield f"row {number} of {self.member} in {archive}", row
 
     def fingerprint(self) -> str:
         """Of a .zip the member's, as if it were unpacked; else as for any `Source`."""
@@ -61,8 +61,7 @@ class Members(data.Source):
         archive = self._archive()
         if archive is None:
             return super().fingerprint()
-        with self._opened(archive) as zipped:
-            digest = hashlib.sha256(zipped.read(self._name(zipped, archive))).digest()
+        digest = Archive(archive, self.member).digest()
         return f"files:{hashlib.sha256(digest).hexdigest()[:16]}"
 
     def _archive(self) -> Path | None:
@@ -93,28 +92,6 @@ class Members(data.Source):
             ) from error
         return Path(named)
 
-    def _opened(self, archive: Path) -> zipfile.ZipFile:
-        try:
-            return zipfile.ZipFile(archive)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise ConfigError(f"task.data_files: cannot read {archive}: {error}; fetch it again") from error
-
-    def _name(self, zipped: zipfile.ZipFile, archive: Path) -> str:
-        names = {PurePosixPath(name).stem: name for name in zipped.namelist() if name.endswith(".jsonl")}
-        if self.member not in names:
-            raise self._missing(str(archive), set(names))
-        return names[self.member]
-
     def _missing(self, where: str, names: set[str]) -> ConfigError:
         listed = ", ".join(sorted(names)) or "no .jsonl file"
         return ConfigError(f"task.data_files: {self.member}.jsonl is not in {where}, which holds {listed}")
-
-
-def _object(line: bytes, number: int, member: str, archive: Path) -> data.Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"line {number} of {member} in {archive} is not JSON: {error}; fetch it again") from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"line {number} of {member} in {archive} is no object, got {type(row).__name__}")
-    return row
