@@ -34,6 +34,7 @@ class ShippingLauncher(SharedPrefillLauncher):
         from kvexp.runner.shipment import ship
 
         try:
+            _check_lines(self.options, "hydra.launcher")
             self.package()
             return ship(jobs, self.shards, self.engine)
         except ConfigError as error:
@@ -114,6 +115,19 @@ class RayLauncher(ShippingLauncher):
                 yield places[ready], ray.get(ready)
             except Exception as error:  # Ray's own, of a worker or node that died
                 yield places[ready], error
+
+
+def _check_lines(value: Any, place: str) -> None:
+    """ConfigError for a line end within an option: submitit writes options into a shell script, a line each."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_lines(key, place)
+            _check_lines(inner, f"{place}.{key}")
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_lines(inner, f"{place}[{number}]")
+    elif isinstance(value, str) and len(value.splitlines()) > 1:
+        raise ConfigError(f"{place} holds a line end, got {value!r}; give one line (slurm_setup takes a list of them)")
 
 
 def _kept(work: Any, place: int, shipment: Any) -> tuple[int, Any]:

@@ -17,7 +17,7 @@ from kvexp.build import typed
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, accept, identity, refuse
 from kvexp.runner.diagnosis import Diagnosis, diagnosis_of
-from kvexp.runner.guard import check_targets
+from kvexp.runner.guard import check
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.objective import objective
 from kvexp.runner.report import note, note_failure
@@ -201,7 +201,7 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise ConfigError(
             f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
         ) from error
-    check_targets(plain)
+    check(plain)
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 
