@@ -59,11 +59,11 @@ def check_job(config: Mapping[str, Any], typed: Collection[str]) -> None:
                 f"on the command line: model.{name}=true"
             )
     tasks = task.get("tasks") if isinstance(task, Mapping) else None
-    for name in tasks if isinstance(tasks, list | tuple) else [tasks]:
-        if str(name).endswith((".yaml", ".yml")) and "task.tasks" not in typed:
+    for each in tasks if isinstance(tasks, list | tuple) else [tasks]:
+        if str(each).endswith((".yaml", ".yml")) and "task.tasks" not in typed:
             raise ConfigError(
-                f"task.tasks names {name} in a configuration file, and lm-eval's task files can name code to run; if "
-                f"you trust it, say so on the command line: task.tasks=[{name}]"
+                f"task.tasks names {each} in a configuration file, and lm-eval's task files can name code to run; if "
+                f"you trust it, say so on the command line: task.tasks=[{each}]"
             )
 
 

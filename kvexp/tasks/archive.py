@@ -19,6 +19,8 @@ MEMBER = 1 << 30  # bytes; the largest of LongBench has 40 MB
 LINE = 64 << 20  # bytes; the longest of LongBench has 1 MB
 METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks others a block at a time, however large it gets
 
+NAMES = {9: "deflate64", zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma", 93: "zstandard"}
+
 
 @dataclass(frozen=True)
 class Archive:
@@ -70,7 +72,7 @@ class Archive:
         if info.flag_bits & 1:
             raise self._refused(f"{info.filename} is encrypted", "unpack it with its password and name the folder")
         if info.compress_type not in METHODS:
-            kind = zipfile.compressor_names.get(info.compress_type, f"method {info.compress_type}")
+            kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
             raise self._refused(
                 f"{info.filename} is compressed with {kind}; kvexp unpacks deflate", "unpack it and name the folder"
             )
