@@ -159,7 +159,7 @@ def products(query: Tensor, keys: Tensor) -> Tensor:
     """[B, H, N, D] x [B, H, S, D] -> [B, H, N, S].
 
     On a CPU the product of few queries with wide heads is not bound by memory; with the factors exchanged it is, and
-    takes half the time (measured: DECISIONS.md).
+    takes half the time (measured: docs/decisions/speed.md).
     """
     count, width = query.shape[-2:]
     if query.device.type == "cpu" and count <= FEW and width >= WIDE:

@@ -1,7 +1,7 @@
 """Processes that share one model and share out its batches, each with one thread.
 
 On a CPU a small model's decode step is hundreds of short calls, which a second thread hardly makes faster and a second
-process does (measured: DECISIONS.md). They are forked, so the weights are there once.
+process does (measured: docs/decisions/speed.md). They are forked, so the weights are there once.
 """
 
 from __future__ import annotations
