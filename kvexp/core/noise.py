@@ -4,7 +4,8 @@ No generator state means that blocks, batches, beams, padding and devices cannot
 per (query, key), would cost several times what attention costs if every draw were hashed and put through two
 logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to a place in it, and the keys of
 that query take the draws from there on, `pool[place + key position]`. Within a row of attention no draw comes twice;
-two rows share a run of draws where their places are near, at different keys (docs/decisions/core.md, tests/test_noise.py).
+two rows share a run of draws where their places are near, at different keys (docs/decisions/core.md,
+tests/test_noise.py).
 
 The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
 """
