@@ -15,6 +15,12 @@ torch.set_num_threads(1)  # pytest's workers share the processors; and what a te
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Digests are remembered in a folder of these tests, by the commands they start too."""
+    os.environ["KVEXP_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def stories260k() -> str:
     """Folder of a small real pretrained Llama with grouped heads."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from small import small
 
 import kvexp.methods
@@ -84,7 +85,7 @@ def test_models(model, tmp_path):
     config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
     if model == "local":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        (tmp_path / "model.safetensors").write_bytes(b"")
+        save_file({}, tmp_path / "model.safetensors")
     spec = ModelSpec.of(config["model"])
     assert spec.kind in ("pretrained", "random")
     assert spec.family in (None, *FAMILIES)

@@ -147,7 +147,7 @@ def test_five_hundred_overrides_carried_out(job, tmp_path_factory, capsys):
             3,
             "model.config cannot be that of a llama model: 2 layers of 4 heads in 3",
         ),
-        ("model.config.num_hidden_layers", 0, "0 layers of 4 heads"),
+        ("model.config.num_hidden_layers", 0, "num_hidden_layers must be a whole number of at least 1, got 0"),
         ("model.config.vocab_size", -1, "model.config cannot be that of a llama model"),
         ("generation.eos", -0.25, "eos must be a token id"),
         ("generation.eos", [1, True], "eos must be a token id"),

@@ -17,12 +17,14 @@ PACKAGE = ROOT / "kvexp"
 ALLOWED: dict[str, set[str]] = {
     "": set(),  # kvexp/__init__.py: constants, so that `import kvexp` costs nothing
     "errors": set(),
+    "paths": {".errors"},
+    "digests": {".errors"},
     "hub": {"huggingface_hub"},  # comes with transformers and with datasets
     "core": {".errors", "torch", "triton"},  # triton: in ON_DEMAND alone
     "methods": {".errors", ".core", "torch"},
     "retrieval": {".errors", ".core", "torch", "numpy"},  # numpy: its legacy generator drew PQCache's first centroids
     "models": {
-        *(".errors", ".hub", ".core", ".methods.base", ".retrieval.base", ".retrieval.layer"),
+        *(".errors", ".paths", ".hub", ".core", ".methods.base", ".retrieval.base", ".retrieval.layer"),
         *("torch", "transformers", "tokenizers", "numpy", "safetensors"),
     },
     "generate": {".errors", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
@@ -31,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "testbed": set(),
     "training": {".errors", ".testbed", "torch", "transformers", "tokenizers", "rich"},
     "tasks": {
-        *(".errors", ".hub", ".testbed"),
+        *(".errors", ".paths", ".digests", ".hub", ".testbed"),
         *("numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"),
     },
     "build": {".errors"},
@@ -47,7 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "runner": {
-        *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
+        *(".errors", ".paths", ".digests", ".build"),
+        *(".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
         *(".record", ".log", ".results", "torch", "numpy", "hydra", "omegaconf", "rich"),
     },
     "diagnose": {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.core import Rotation
 from kvexp.errors import ConfigError
@@ -59,6 +60,38 @@ def kv_heads(config: Any) -> int:
 def longest(config: Any) -> int:
     """Positions the model holds."""
     return int(getattr(config, family_of(config).limit))
+
+
+def check_sizes(config: Any) -> None:
+    """ConfigError for sizes no model can have, and rotations nobody knows.
+
+    transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
+    """
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", family_of(config).limit)
+    for name in sizes:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
+    heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if grouped is not None and (not isinstance(grouped, int) or grouped < 1 or heads % grouped):
+        raise ConfigError(
+            f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
+            "whole number that divides num_attention_heads"
+        )
+    if not getattr(config, "head_dim", None) and config.hidden_size % heads:
+        raise ConfigError(
+            f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "
+            f"{config.hidden_size} and {heads}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    if isinstance(rope, dict) and rope.get("rope_type", "default") not in kinds:
+        raise ConfigError(f"rope_type must be one of {', '.join(sorted(kinds))}, got {rope['rope_type']!r}")
+
+
+def _own(config: Any, name: str) -> str:
+    """What this family calls it."""
+    return str(getattr(config, "attribute_map", {}).get(name, name))
 
 
 def rotation_of(model: Any) -> Rotation | None:

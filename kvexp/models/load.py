@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
-from kvexp.models.families import FAMILIES, family_of, kv_heads, layers_of
+from kvexp.models.checkpoint import check_complete, check_headers, without_report
+from kvexp.models.families import FAMILIES, check_sizes, family_of
 from kvexp.models.install import install
+from kvexp.paths import path_of
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,19 +47,24 @@ def load_model(
     check_device_map(device_map, device)
     config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
     _check_folder(path, allow_pickle)
-    commit = None if Path(path).expanduser().exists() else cached_commit(path, revision)
+    commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    model = _from_hub(
-        path,
-        AutoModelForCausalLM.from_pretrained,
-        config=config,
-        dtype=torch_dtype,
-        revision=commit or revision,  # of one commit with its configuration, even if main moves meanwhile
-        trust_remote_code=trust_remote_code,
-        use_safetensors=None if allow_pickle else True,
-        attn_implementation="eager",
-        **options,
-    )
+    with without_report():
+        model, found = _from_hub(
+            path,
+            "model",
+            AutoModelForCausalLM.from_pretrained,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused all the same, by name
+            config=config,
+            dtype=torch_dtype,
+            revision=commit or revision,  # of one commit with its configuration, even if main moves meanwhile
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickle else True,
+            attn_implementation="eager",
+            **options,
+        )
+    check_complete(path, found)
     model.config._commit_hash = commit  # where transformers 4 kept it: what a record of this model names
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ConfigError(
@@ -60,13 +73,30 @@ def load_model(
         )
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _take_from_file(model)
     return install(model)
+
+
+def _take_from_file(model: PreTrainedModel) -> None:
+    """On a CPU weights are the file itself, mapped: whoever wrote to it would change the model under way."""
+    with torch.no_grad():
+        for weight in (*model.parameters(), *model.buffers()):
+            if weight.device.type == "cpu":
+                weight.data = weight.data.clone()
 
 
 def config_of(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face configuration at `path`, of a family kvexp knows; no weights."""
-    config = _from_hub(path, AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code)
+    config = _from_hub(
+        path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
     family_of(config)
+    try:
+        check_sizes(config)
+    except ConfigError as error:
+        raise ConfigError(f"config.json of {path}: {error}") from error
+    if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all
+        _from_hub(path, "generation settings", GenerationConfig.from_pretrained)
     return config
 
 
@@ -75,7 +105,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
     tokenizer: PreTrainedTokenizerBase = _from_hub(
-        path, AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+        path, "tokenizer", AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -110,11 +140,7 @@ def random_config(family: str, **config: Any) -> Any:
             raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
     try:
         made = AutoConfig.for_model(family, **config)
-        heads, groups = int(made.num_attention_heads), kv_heads(made)
-        if heads % groups or layers_of(made) < 1:
-            raise ValueError(
-                f"{layers_of(made)} layers of {heads} heads in {groups} groups; at least one layer, and whole groups"
-            )
+        check_sizes(made)
     except Exception as error:  # the configurations' own validators: no common base
         raise _impossible(family, error) from error
     return made
@@ -159,10 +185,11 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _from_hub(path: str, loader: Any, **options: Any) -> Any:
-    """Call a from_pretrained, turning its many ways of failing into one message."""
-    folder = Path(path).expanduser()
-    if folder.exists():
+def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
+    """Call a from_pretrained, turning its many ways of failing into one message. what: it loads."""
+    folder = path_of(path, "model.path")
+    there = folder.exists()
+    if there:
         path = str(folder)
         if not folder.is_dir():
             raise ConfigError(f"{path} is a file: give the folder that holds config.json and the weights")
@@ -170,17 +197,16 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
             raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
         raise ConfigError(f"model folder {path} does not exist")
-    offline = None if folder.exists() else unreachable()
+    offline = None if there else unreachable()
     if offline:
         options["local_files_only"] = True  # what is in the cache needs no hub
     try:
         return loader(path, **{k: v for k, v in options.items() if v is not None})
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if folder.exists():
-            raise ConfigError(f"cannot load the model in {path}: {reason}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers', tokenizers', safetensors' and the hub's: no common base
+        if there:
+            raise ConfigError(f"cannot load the {what} in {path}: {_reason(error)}") from error
         ways = "give a folder, as in model=local model.path=FOLDER"
         if offline:
             raise ConfigError(
@@ -188,13 +214,23 @@ def _from_hub(path: str, loader: Any, **options: Any) -> Any:
                 f"Either make the hub reachable once, or {ways}"
             ) from error
         raise ConfigError(
-            f"cannot load {path} from the Hugging Face hub: {reason}. Correct the id, or {ways}"
+            f"cannot load {path} from the Hugging Face hub: {_reason(error)}. Correct the id, or {ways}"
         ) from error
 
 
+def _reason(error: Exception) -> str:
+    """One line; where the message says little by itself, with its kind in front."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= 300 else f"{words[:300]}..."
+    return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {words}".strip()
+
+
 def _check_folder(path: str, allow_pickle: bool) -> None:
-    folder = Path(path).expanduser()
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+    folder = path_of(path, "model.path")
+    if not folder.is_dir():
+        return
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
+        check_headers(folder)
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
@@ -209,9 +245,7 @@ def _check_folder(path: str, allow_pickle: bool) -> None:
 
 def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
     """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
-    folder = Path(path).expanduser()
-    if not folder.exists() and not path.startswith((".", "/", "~")):
+    if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return
-    config = _from_hub(path, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
-    family_of(config)
+    config_of(path, trust_remote_code=trust_remote_code)
     _check_folder(path, allow_pickle)

@@ -7,16 +7,25 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.runner.model import holds
-from kvexp.runner.prompts import tokenise
+from kvexp.runner.prompts import in_template, tokenise
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval, Task
 
+_TRIAL = "Hello there"
+
 
 def check_template(settings: Settings, tokenizer: Any) -> None:
-    """ConfigError where prompts of this task go through a chat template that the tokenizer does not have."""
+    """ConfigError where prompts of this task go through a chat template that is not there or does not hold them."""
     task = settings.task
-    if settings.model.chat and task.wrapped and task.frame is None and not getattr(tokenizer, "chat_template", None):
+    if not settings.model.chat or not task.wrapped or task.frame is not None:
+        return
+    if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
+    if _TRIAL not in in_template(tokenizer, _TRIAL):
+        raise ConfigError(
+            "the tokenizer's chat template leaves out what the user says: correct chat_template in the model's folder, "
+            "or set model.chat=false"
+        )
 
 
 def check_room(settings: Settings, todo: list[tuple[int, Example]]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvexp.build import typed
 from kvexp.errors import ConfigError
+from kvexp.paths import path_of
+from kvexp.runner.folder import folder_digest
 from kvexp.runner.labels import MOVING
 
 if TYPE_CHECKING:
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The `model` node. kind: pretrained (path) or random (family, seed, config)."""
+    """The `model` node. kind: pretrained (path) or random (family, seed, config).
+
+    contents: digests of the folders that path and tokenizer are, None where one is none. What is loaded has them.
+    """
 
     kind: str
     path: str | None = None
@@ -34,6 +37,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     chat: bool = False
+    contents: tuple[str | None, str | None] = (None, None)
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
@@ -68,25 +72,30 @@ class ModelSpec:
             if not spec.path:
                 raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
             check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
-        return spec
+        return replace(spec, contents=spec.contents_now())
+
+    def contents_now(self) -> tuple[str | None, str | None]:
+        return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
+
+    def _digest(self, words: str | None, option: str) -> str | None:
+        folder = path_of(words, option) if words else None
+        return folder_digest(folder, code=self.trust_remote_code) if folder and folder.is_dir() else None
 
     def identity(self) -> dict[str, Any]:
         """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
-        known = {k: v for k, v in asdict(self).items() if k != "device_map"}
+        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents")}
         known["device"] = self.resolved_device().split(":")[0]
-        for name in ("path", "tokenizer"):
-            folder = Path(known[name] or "").expanduser()
-            if known[name] and folder.is_dir():
-                known[name] = _digest(folder)
+        for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
+            known[name] = digest or known[name]
         return known
 
     def label(self, choice: str) -> str:
         """The configuration's name for it, or the folder's for `local`."""
-        return Path(self.path).name if choice in ("local", "") and self.path else choice
+        return path_of(self.path, "model.path").name if choice in ("local", "") and self.path else choice
 
     def shown_revision(self) -> str | None:
         """The revision of a hub model as the configuration gives it; None where there is no hub."""
-        if self.kind != "pretrained" or Path(self.path or "").expanduser().exists():
+        if self.kind != "pretrained" or path_of(self.path or "", "model.path").exists():
             return None
         return self.revision or MOVING
 
@@ -94,24 +103,6 @@ class ModelSpec:
         import torch
 
         return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _digest(folder: Path) -> str:
-    """Changes whenever a file of a model folder does: small files whole, weights by size, header and sampled blocks."""
-    total = hashlib.sha256()
-    patterns = ("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin")
-    for path in sorted({p for pattern in patterns for p in folder.glob(pattern)}):
-        size = path.stat().st_size
-        total.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            if size <= 1 << 24:
-                total.update(file.read())
-                continue
-            total.update(file.read(1 << 20))
-            for block in range(256):
-                file.seek(size * block // 256)
-                total.update(file.read(4096))
-    return total.hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1)
@@ -135,7 +126,10 @@ def load(spec: ModelSpec) -> tuple[Any, Any]:
         trust_remote_code=spec.trust_remote_code,
         allow_pickle=spec.allow_pickle,
     )
-    return model, tokenizer_of(spec)
+    tokenizer = tokenizer_of(spec)
+    if spec.contents_now() != spec.contents:
+        raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
+    return model, tokenizer
 
 
 def share_weights(model: Any) -> None:

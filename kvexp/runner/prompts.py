@@ -133,9 +133,7 @@ def _framed(example: Example, words: str, tokenizer: Any, frame: str | None) -> 
     if frame is not None:
         before, _, after = frame.partition("{prompt}")
         return (before + words, question + after) if question else (before + words + after, "")
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": words + question}], tokenize=False, add_generation_prompt=True
-    )
+    text = in_template(tokenizer, words + question)
     if not question:
         return text, ""
     # A template may strip what it is given; the white space before the question then stays with the context.
@@ -147,3 +145,17 @@ def _framed(example: Example, words: str, tokenizer: Any, frame: str | None) -> 
             "be parted before it: set task.question=in_prompt or model.chat=false"
         )
     return text[:at], text[at:]
+
+
+def in_template(tokenizer: Any, words: str) -> str:
+    """The words as the user's turn of the tokenizer's chat template, up to where the answer begins."""
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # jinja's, and whatever a template does with its values: no common base
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be used ({type(error).__name__}: {' '.join(str(error).split())}): "
+            "correct chat_template in the model's folder, or set model.chat=false"
+        ) from error
+    return text

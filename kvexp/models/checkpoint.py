@@ -1,0 +1,72 @@
+"""Whether a checkpoint is whole, and holds the weights that its configuration asks for: all of them and no others."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from kvexp.errors import ConfigError
+
+SHOWN = 4  # names of each kind in a message
+# Tables that older versions of transformers saved and now make anew; what a family's own class ignores is not repeated.
+TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_emb\.inv_freq)$")
+
+
+def check_headers(folder: Path) -> None:
+    """ConfigError for a safetensors file that is cut short, empty or of wrong sizes. Weights are not read."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except Exception as error:  # safetensors' own and the system's: no common base
+            raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
+
+
+def check_complete(path: str, found: Mapping[str, Any]) -> None:
+    """ConfigError where some weights of the model were not in the checkpoint, or some of the checkpoint's not in it.
+
+    found: from_pretrained's loading info, which leaves out tied heads and follows the renamings that it knows.
+    """
+    kinds = {
+        "missing": list(found["missing_keys"]),
+        "unexpected": [name for name in found["unexpected_keys"] if not TABLES.search(name)],
+        "of another shape": [
+            f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]
+        ],
+    }
+    wrong = "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
+    if wrong:
+        raise ConfigError(
+            f"the weights in {path} are not those of its config.json ({wrong}): what is missing would be random "
+            "numbers; correct config.json or fetch the checkpoint again"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first ones, in the order of the layers."""
+    ordered = sorted(
+        names, key=lambda name: [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
+    )
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """transformers prints a table of such names as a warning; here it is an error, and said once."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
