@@ -37,6 +37,8 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
     wanted = {row["example"]: row for row in rows}
     settings = _as_many(settings, 1 + max(row["index"] for row in rows))
     todo = [(i, example) for i, example in enumerate(settings.task.examples()) if example.id in wanted]
+    if settings.task.pinned != settings.identity["data"]:
+        raise ConfigError(f"{settings.task.source} has changed since; start again when nothing writes to it")
     if missing := wanted.keys() - {example.id for _, example in todo}:
         raise ConfigError(f"the task has no example {sorted(missing)[0]} any more: its data or task.size have changed")
     todo = fitted(settings, tokenizer_of(settings.model), todo)

@@ -72,7 +72,7 @@ def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> P
             return Prompt(item, "", [], skipped="too long")
     assert isinstance(settings.task, LMEval)
     if bench.protocol.budget_length == "padded":
-        bases = _bases(settings.task, tokenizer, bench.holds)
+        bases = _bases(settings.task, settings.task.pinned, tokenizer, bench.holds)
         asks = [dataclasses.replace(ask, base=bases[item.number, place]) for place, ask in enumerate(asks)]
     cut = max(ask.cut for ask in asks)
     tokens = len(asks[0].context) + len(asks[0].question) + asks[0].cut
@@ -97,8 +97,11 @@ def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> Prompt:
 
 
 @functools.lru_cache(maxsize=1)
-def _bases(task: LMEval, tokenizer: Any, holds: int) -> dict[tuple[int, int], int]:
-    """(item, request) -> the tokens its budget counts, from the batches of the whole task, whatever the limit."""
+def _bases(task: LMEval, data: str, tokenizer: Any, holds: int) -> dict[tuple[int, int], int]:
+    """(item, request) -> the tokens its budget counts, from the batches of the whole task, whatever the limit.
+
+    data: the task's fingerprint, for equal tasks whose files have changed.
+    """
     from kvexp.lm_eval.asks import padded
     from kvexp.lm_eval.encode import Encoder
 

@@ -15,6 +15,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
 from kvexp.methods import Full
 from kvexp.models.half import alone, identifies
+from kvexp.paths import path_of
 from kvexp.runner.chat import check_chat
 from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
@@ -92,7 +93,7 @@ class Settings:
         identity: dict[str, Any] = {
             "model": self.model.identity(),
             "task": {"name": self.task.name, **_plain(self.task, without=_NOT_THE_TASK)},
-            "data": self.task.fingerprint(),
+            "data": self.task.pinned,
             "generation": _plain(self.decoding),
             "method": {"name": self.method.name, **_plain(self.method)},
             "beyond_context": self.beyond_context,
@@ -135,9 +136,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if cache:
         raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
     task: Task = build(
-        {**_located(config["task"], "data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+        {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
     )
-    model = ModelSpec.of(_located(config["model"], "path"))
+    model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     batch_size = typed(config["batch_size"], int, "batch_size")
     settings = Settings(
@@ -168,10 +169,11 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     return settings.baseline() if settings.is_baseline else settings
 
 
-def _located(node: dict[str, Any], key: str) -> dict[str, Any]:
-    """The node with a path that is found from any folder, where `key` names something that comes with kvexp."""
+def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
+    """The node with a path that is found from any folder, where `option` names something that comes with kvexp."""
+    key = option.rpartition(".")[2]
     path = node.get(key)
-    if isinstance(path, str) and not Path(path).exists() and (ROOT / path).exists():
+    if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
         return {**node, key: str(ROOT / path)}
     return node
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
+from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
 
 from . import data
@@ -164,8 +167,12 @@ class Task:
         return self.source.choose(self.limit, self.sample, self.seed)
 
     def examples(self) -> Iterator[Example]:
-        """The examples of the task in their order, ids unique and the same in every run on the same data."""
+        """The examples of the task in their order, ids unique and the same in every run on the same data.
+
+        Ends in a ConfigError where the data are not those of `pinned`: take all of them before using one.
+        """
         self.check_options()
+        before = self._pinned_stamps()
         seen: Counter[str] = Counter()
         given: set[str] = set()
         for where, row in self.rows():
@@ -177,6 +184,7 @@ class Task:
             seen[made.id] = max(again, 1)
             given.add(name)
             yield replace(made, id=name)
+        self._check_unchanged(before)
 
     def check(self) -> None:
         """Raise ConfigError for all that could go wrong later: options, files, rows, metrics. Call before weights load.
@@ -196,6 +204,34 @@ class Task:
     def fingerprint(self) -> str:
         """Changes whenever the rows may have: digest of the local files' bytes, or hub id, config, revision, split."""
         return self.source.fingerprint()
+
+    @functools.cached_property
+    def pinned(self) -> str:
+        """The fingerprint when this object was first asked for it: its examples come from those data or from none."""
+        return self.fingerprint()
+
+    def places(self) -> list[Path]:
+        """The local files that rows are read from."""
+        return self.source.places()
+
+    def _pinned_stamps(self) -> list[Stamp]:
+        """Of the files now, for `_check_unchanged` after they were read; fixes `pinned`."""
+        self.pinned  # noqa: B018  # before anything is read
+        return self._stamps()
+
+    def _stamps(self) -> list[Stamp]:
+        try:
+            return [stamp(path) for path in self.places()]
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    def _check_unchanged(self, before: list[Stamp]) -> None:
+        """ConfigError where a file changed while it was read, or since `pinned`."""
+        if self._stamps() != before or self.fingerprint() != self.pinned:
+            raise ConfigError(
+                f"{', '.join(map(str, self.places()))}: changed after this run was set up, and rows are kept under "
+                "what the files held then; start it again when nothing writes to them"
+            )
 
     def _first(self) -> Iterator[Example]:
         for where, row in replace(self, limit=1, sample="first").rows():

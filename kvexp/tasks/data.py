@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
+from kvexp.paths import path_of
 
 from .json_rows import json_rows
 
@@ -46,7 +48,7 @@ class Source:
     def files(self) -> list[Path]:
         """The local files, a glob's in the order of their names; ConfigError if there is none or one is no data."""
         assert self.data_files is not None
-        named = Path(self.data_files).expanduser()
+        named = path_of(self.data_files, "task.data_files")
         found = [named] if named.exists() else [Path(name) for name in sorted(glob.glob(str(named), recursive=True))]
         if not found:
             raise ConfigError(
@@ -59,6 +61,10 @@ class Source:
             if path.suffix not in KINDS:
                 raise ConfigError(f"task.data_files: {path} must end in .json, .jsonl or .parquet")
         return found
+
+    def places(self) -> list[Path]:
+        """The local files that are read, whatever holds the rows in them."""
+        return [] if self.data_files is None else self.files()
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """("row 3 of rows.jsonl", row) for all rows in order, counted from 1 within a file."""
@@ -99,7 +105,7 @@ class Source:
         digest = hashlib.sha256()
         for path in self.files():
             try:
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
+                digest.update(bytes.fromhex(file_digest(path)))
             except OSError as error:
                 raise _unreadable(path, error) from error
         return f"files:{digest.hexdigest()[:16]}"

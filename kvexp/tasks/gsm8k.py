@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
+from kvexp.paths import path_of
 
 from .asked import Asked
 from .base import Example, row_id
@@ -55,8 +56,8 @@ class GSM8K(Asked):
 
     @cached_property
     def lesson(self) -> str:
-        """The worked examples in front of every question."""
-        path = Path(self.prompt_file).expanduser()
+        """The worked examples in front of every question; read once, so that they are those of the fingerprint."""
+        path = path_of(self.prompt_file, "task.prompt_file")
         path = path if path.exists() else ROOT / path
         try:
             blocks = [

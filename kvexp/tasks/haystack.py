@@ -7,26 +7,32 @@ import hashlib
 import re
 from pathlib import Path
 
+from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
+from kvexp.paths import path_of
 
 _SENTENCE = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
 
 
-@functools.lru_cache(maxsize=4)
 def read(haystack: str) -> str:
     """All .txt files of a folder (or one file) as one text."""
-    path = Path(haystack).expanduser()
+    path = path_of(haystack, "task.haystack")
     if not path.exists():
         raise ConfigError(f"task.haystack={haystack}: there is no such folder or file (seen from {Path.cwd()})")
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     try:
-        texts = [file.read_text(encoding="utf-8").strip() for file in files]
+        whole = _read(tuple((file, stamp(file)) for file in files))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"task.haystack={haystack}: cannot read it as text: {error}") from error
-    whole = "\n\n".join(text for text in texts if text)
     if not whole:
         raise ConfigError(f"task.haystack={haystack}: found no text; give a folder of .txt files, or one text file")
     return whole
+
+
+@functools.lru_cache(maxsize=4)  # the tasks of a sweep share one text
+def _read(files: tuple[tuple[Path, Stamp], ...]) -> str:
+    texts = (file.read_text(encoding="utf-8").strip() for file, _ in files)
+    return "\n\n".join(text for text in texts if text)
 
 
 def repeated(filler: str, characters: int) -> str:

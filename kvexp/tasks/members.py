@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
+from kvexp.paths import path_of
 
 from . import data
 from .archive import Archive
@@ -35,7 +36,7 @@ class Members(data.Source):
     def files(self) -> list[Path]:
         """A folder's member; else the files named, as they are."""
         assert self.data_files is not None
-        folder = Path(self.data_files).expanduser()
+        folder = path_of(self.data_files, "task.data_files")
         if not folder.is_dir():
             return super().files()
         found = sorted(path for ending in data.KINDS for path in folder.rglob(f"{self.member}{ending}"))
@@ -43,6 +44,10 @@ class Members(data.Source):
             names = {path.stem for ending in data.KINDS for path in folder.rglob(f"*{ending}")}
             raise self._missing(f"the folder {folder}", names)
         return found[:1]
+
+    def places(self) -> list[Path]:
+        archive = self._archive() if self.data_files is not None else None
+        return super().places() if archive is None else [archive]
 
     def rows(self) -> Iterator[tuple[str, data.Row]]:
         archive = self._archive()
@@ -67,7 +72,7 @@ class Members(data.Source):
     def _archive(self) -> Path | None:
         """The .zip to read, fetched from the hub if need be (once, into its cache); None if there is none."""
         if self.data_files is not None:
-            path = Path(self.data_files).expanduser()
+            path = path_of(self.data_files, "task.data_files")
             return path if path.suffix == ".zip" and path.is_file() else None
         return self._fetched() if self.hub_file is not None else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, product
 from typing import Any, ClassVar
 
@@ -55,8 +56,9 @@ class Needle(Asked):
     answer_prefix: str = ""
     truncate: str = "skip"
 
-    @property
+    @cached_property
     def text(self) -> str:
+        """What needles are hidden in; read once, so that it is that of the fingerprint."""
         if (self.haystack is None) == (self.filler is None):
             raise ConfigError("set one of task.haystack=FOLDER (of .txt files) and task.filler=TEXT (to repeat)")
         if self.haystack is not None:

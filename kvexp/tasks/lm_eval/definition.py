@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
+from kvexp.paths import path_of
 
 from . import local
 from .package import quiet, require
@@ -27,9 +30,13 @@ FOLDERS = {
 }
 
 
-@functools.cache
 def _index(folder: Path | None) -> Mapping[str, Any]:
     """Name -> entry of the definitions in a folder, or of all of lm-eval's."""
+    return _read(folder, tuple(stamp(path) for path in sorted(folder.glob("*.yaml"))) if folder else ())
+
+
+@functools.cache
+def _read(folder: Path | None, files: tuple[Stamp, ...]) -> Mapping[str, Any]:
     from lm_eval.tasks import TaskManager
 
     with quiet():
@@ -42,7 +49,7 @@ def _entry(name: str) -> Any:
     """lm-eval's index entry of a task, group or tag, or of the task in a file NAME.yaml; None if there is none."""
     require()
     if name.endswith(".yaml"):
-        path = Path(name).expanduser().resolve()
+        path = path_of(name, "task.tasks").resolve()
         inside = _index(path.parent) if path.is_file() else {}
         return next((entry for entry in inside.values() if entry.yaml_path == path), None)
     import lm_eval.tasks
@@ -84,13 +91,34 @@ def digest(name: str, data_dir: str | None) -> str:
     """Changes with the definition (lm-eval's version for its own, the text of the file for another's) and the data."""
     config = config_of(name)
     version = f"lm_eval {require()} {config['task']}"
-    if name.endswith(".yaml"):
-        version += f" {local.digest({'definition': Path(name).expanduser()})}"
-    if data_dir is not None:
-        return f"{version} files:{local.digest(local.files_of(config, data_dir))}"
-    if _reads_files(config):
-        return f"{version} files:{local.digest(local.named_in(config))}"
+    if own := _own_files(name):
+        version += f" {local.digest(own)}"
+    if data_dir is not None or _reads_files(config):
+        return f"{version} files:{local.digest(_data_files(name, data_dir))}"
     return f"{version} hub:{config['dataset_path']}/{config.get('dataset_name')}"
+
+
+def places(name: str, data_dir: str | None) -> list[Path]:
+    """The local files that the task is made from."""
+    return [*_own_files(name).values(), *_data_files(name, data_dir).values()]
+
+
+def _own_files(name: str) -> local.Files:
+    """A definition that is not lm-eval's: its file, and all beside it that it may include or call."""
+    if not name.endswith(".yaml"):
+        return {}
+    path = path_of(name, "task.tasks")
+    if not re.search(r"^include:|!function", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+        return {"definition": path}
+    beside = [other for ending in ("*.yaml", "*.py") for other in path.parent.glob(ending) if other != path]
+    return {"definition": path, **{f"beside {other.name}": other for other in beside}}
+
+
+def _data_files(name: str, data_dir: str | None) -> local.Files:
+    config = config_of(name)
+    if data_dir is not None:
+        return local.files_of(config, data_dir)
+    return local.named_in(config) if _reads_files(config) else {}
 
 
 def task_file(

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
+from kvexp.paths import path_of
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
@@ -22,7 +24,7 @@ def files_of(config: Mapping[str, Any], data_dir: str) -> Files:
     A file is NAME.SPLIT.jsonl (or .json, .parquet; more words may stand before the ending). NAME is the task's, or its
     data set's on the hub: winogrande_xl, super_glue_copa.
     """
-    folder = Path(data_dir).expanduser()
+    folder = path_of(data_dir, "task.data_dir")
     if not folder.is_dir():
         raise ConfigError(f"task.data_dir={data_dir} is no folder (seen from {Path.cwd()})")
     names = _names(config)
@@ -133,7 +135,7 @@ def digest(files: Files) -> str:
     total = hashlib.sha256()
     for split in sorted(files):
         try:
-            total.update(f"{split} {hashlib.sha256(files[split].read_bytes()).hexdigest()}\n".encode())
+            total.update(f"{split} {file_digest(files[split])}\n".encode())
         except OSError as error:
             raise ConfigError(f"cannot read {files[split]}: {error}") from error
     return total.hexdigest()[:16]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
@@ -84,7 +85,7 @@ class LMEval(Task):
         """lm-eval's task object, with the answers' metrics."""
         if len(self.tasks) != 1:
             raise ConfigError(f"task.tasks holds {len(self.tasks)} tasks; one at a time is asked: LMEval.parts()")
-        how = self.measured
+        how, before = self.measured, self._pinned_stamps()
         made = definition.load(
             self.tasks[0],
             data_dir=self.data_dir,
@@ -93,6 +94,7 @@ class LMEval(Task):
             excludes_item=how.fewshot_excludes_item,
             seed=self.fewshot_seed,
         )
+        self._check_unchanged(before)
         definition.check_rows(made)
         return made
 
@@ -134,6 +136,9 @@ class LMEval(Task):
     def fingerprint(self) -> str:
         """Changes with the definitions, and with the bytes of local files or the data set on the hub."""
         return "; ".join(definition.digest(name, self.data_dir) for part in self.parts() for name in part.tasks)
+
+    def places(self) -> list[Path]:
+        return [path for part in self.parts() for name in part.tasks for path in definition.places(name, self.data_dir)]
 
     def score_item(self, item: Item, results: Sequence[Any]) -> dict[str, float]:
         """lm-eval's metrics of one item; results as its models return them: (log-probability, greedy), or a text."""
