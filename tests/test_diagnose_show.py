@@ -1,6 +1,8 @@
 """The marked text, in a terminal and as a page, of a log made by hand; the token texts it is made of."""
 
+import dataclasses
 import io
+import json
 from html.parser import HTMLParser
 
 import pandas as pd
@@ -11,9 +13,10 @@ from kvexp.diagnose.page import page
 from kvexp.diagnose.show import mark, show
 from kvexp.diagnose.texts import texts_of
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import Told
+from kvexp.evictions.files import Told, read_asked, read_told, write_asked, write_told
 from kvexp.evictions.view import made
 from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.record import Run
 
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
 TOLD = Told("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
@@ -43,6 +46,49 @@ def test_counts_by_hand():
 def test_what_is_not_there(asked, reason):
     with pytest.raises(ConfigError, match=reason):
         made(TOLD, GONE, **asked)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        GONE.drop(columns="layer"),
+        GONE.assign(position=8),
+        GONE.assign(layer=-1),
+        GONE.assign(position=["x"] * len(GONE)),
+        GONE.assign(step="now"),
+    ],
+)
+def test_a_damaged_log_is_one_line(table):
+    with pytest.raises(ConfigError, match=r"the log of evictions of example ex is damaged: .*remove it and run"):
+        made(TOLD, table)
+
+
+TOLD_FILE = dataclasses.asdict(TOLD)
+DAMAGED = ["{", "[]", "[" * 99999, json.dumps({k: v for k, v in TOLD_FILE.items() if k != "ids"})]
+DAMAGED += [
+    json.dumps(TOLD_FILE | {k: v}) for k in ("ids", "heads", "texts", "prompt_tokens") for v in (None, "5", [[]])
+]
+DAMAGED += [json.dumps(TOLD_FILE | {"prompt_tokens": 99}), json.dumps(TOLD_FILE | {"more": 1})]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_description_of_a_log_is_one_line(tmp_path, text):
+    run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"})
+    write_told(run, TOLD)
+    assert read_told(run, "ex") == TOLD
+    (file,) = (run.path / "diagnose").glob("ex*.json")
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"ex.*\.json: .*; remove the file and run the same command again"):
+        read_told(run, "ex")
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"config": [], "choices": {}, "overrides": []}', "[" * 99999])
+def test_a_damaged_configuration_of_a_diagnosis_is_one_line(tmp_path, text):
+    run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"})
+    write_asked(run, {"config": {}, "choices": {}, "overrides": []})
+    (run.path / "diagnose" / "asked.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"asked\.json: .*; remove the file and run the same command again"):
+        read_asked(run)
 
 
 def test_every_token_has_its_mark_below_it():

@@ -124,8 +124,10 @@ def test_every_name_a_run_was_asked_for_under_is_kept(run: Run) -> None:
         Run.open(run.path.parent, CONFIG, labels)
     assert run.asked == [LABELS, {"model": "third"}, {"model": "other"}], "the latest last, none twice"
     assert Run.load(run.path).labels == LABELS
-    (run.path / "asked.json").write_text("{")
-    assert run.asked == [LABELS]
+    for text in ("{", "[]", '{"labels": []}', '{"labels": [[1]]}', '{"labels": [{"kv_ratio": "0.5"}]}', "[" * 99999):
+        (run.path / "asked.json").write_text(text)
+        with pytest.warns(UserWarning, match=r"asked.json: .*; left out: remove the file or correct it"):
+            assert run.asked == [LABELS]
 
 
 def test_a_folder_is_tried_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +176,52 @@ def test_a_copied_folder_does_not_count_twice(run: Run) -> None:
 
 
 # Rows
+
+RECEIPT = {"slots": 3.0, "first_eviction_step": None, "batch_size": 1, "retrieval": {"notes": []}}
+EDITED = [
+    ({"metrics": {"rouge1": "12.5"}}, "metrics.rouge1 must be a number, got '12.5'"),
+    ({"metrics": {"rouge1": True}}, "metrics.rouge1 must be a number, got True"),
+    ({"metrics": [12.5]}, r"metrics must be a group of fields, got \[12.5\]"),
+    ({"metrics": {"rouge1": 10**400}}, "metrics.rouge1 must be a number, got 1000"),
+    ({"index": None}, "index must be a whole number, got None"),
+    ({"index": "0"}, "index must be a whole number, got '0'"),
+    ({"index": 0.0}, "index must be a whole number, got 0.0"),
+    ({"new_tokens": [3]}, r"new_tokens must be a whole number, got \[3\]"),
+    ({"seconds": {"ttft": "1 s"}}, "seconds.ttft must be a number, got '1 s'"),
+    ({"receipt": "none"}, "receipt must be a group of fields, got 'none'"),
+    ({"receipt": {**RECEIPT, "slots": {}}}, "receipt.slots must be a number, got {}"),
+    ({"receipt": {**RECEIPT, "retrieval": []}}, r"receipt.retrieval must be a group of fields, got \[\]"),
+    ({"receipt": {**RECEIPT, "retrieval": {"notes": "a"}}}, "receipt.retrieval.notes must be a list, got 'a'"),
+    ({"receipt": {**RECEIPT, "slots_by_layer": [1, "2"]}}, r"receipt.slots_by_layer\[1\] must be a number, got '2'"),
+    ({"output": 7}, "output must be a text, got 7"),
+    ({"skipped": True}, "skipped must be a text, got True"),
+    ({"info": []}, r"info must be a group of fields, got \[\]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), EDITED, ids=lambda value: value if isinstance(value, str) else "")
+def test_an_edited_row_is_named_and_stays(run: Run, fields: dict[str, Any], words: str) -> None:
+    """Its line, its field and what to do; moved away or skipped it would change a mean and not say so."""
+    text = "".join(json.dumps(each) + "\n" for each in (row(0), row(1) | fields, row(2)))
+    (run.path / "examples.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=rf"examples.jsonl:2: {words}.*; correct the line, or remove it and run"):
+        run.rows()
+    assert (run.path / "examples.jsonl").read_text() == text and not (run.path / "quarantine.jsonl").exists()
+
+
+def test_infinity_in_a_number_of_its_own_spelling_is_no_number(run: Run) -> None:
+    (run.path / "examples.jsonl").write_text('{"example": "a", "index": 0, "metrics": {"nll": 1e999}}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.nll must be a number, got inf"):
+        run.rows()
+
+
+@pytest.mark.parametrize("field", ["hash", "numerics", "config", "labels", "baseline"])
+@pytest.mark.parametrize("value", [[], 1.5, [[]], {"kv_ratio": "x"}])
+def test_an_edited_config_is_no_record_of_a_run(run: Run, field: str, value: Any) -> None:
+    found = json.loads((run.path / "config.json").read_text())
+    (run.path / "config.json").write_text(json.dumps(found | {field: value}))
+    with pytest.raises(ConfigError, match=r"config.json is no record of a run|config.json: hash"):
+        Run.load(run.path)
 
 
 def test_rows_come_back_as_written(run: Run) -> None:

@@ -1,6 +1,7 @@
 """The results table: tiny cases by hand, honest counting, verdicts, coverage of the bootstrap, what is printed."""
 
 import io
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -58,6 +59,47 @@ def one(outputs: Path, method: str) -> dict[str, Any]:
 
 def noisy(n: int = 100, seed: int = SEED) -> list[float]:
     return [float(value) for value in np.random.default_rng(seed).gamma(4, 8, n)]
+
+
+# --- edited by hand
+
+
+def edit(run: Run, line: int, **fields: Any) -> None:
+    file = run.path / "examples.jsonl"
+    lines = file.read_text().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | fields)
+    file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"metrics": {"rouge1": "50"}}, "metrics.rouge1 must be a number, got '50'"),
+        ({"metrics": "none"}, "metrics must be a group of fields, got 'none'"),
+        ({"receipt": [1]}, "receipt must be a group of fields, got [1]"),
+        ({"receipt": {"slots": "all"}}, "receipt.slots must be a number, got 'all'"),
+        ({"seconds": {"ttft": {}}}, "seconds.ttft must be a number, got {}"),
+        ({"index": [0]}, "index must be a whole number, got [0]"),
+    ],
+)
+def test_a_run_with_an_edited_row_is_shown_without_numbers(
+    tmp_path: Path, fields: Any, words: str, capsys: Any
+) -> None:
+    """Its other rows would give another mean; other runs are as they were, and runs against it have no verdict."""
+    base = write(tmp_path, "full", [10.0] * 30)
+    bad = write(tmp_path, "h2o", [9.0] * 30, base.hash)
+    write(tmp_path, "a2sf", [9.0] * 30, base.hash)
+    before = one(tmp_path, "a2sf")
+    edit(bad, 4, **fields)
+    found = one(tmp_path, "h2o")
+    assert found["status"] == "failed" and found["n"] == 0 and "rouge1" not in found
+    assert f"{bad.path}/examples.jsonl:5: {words}; correct the line, or remove it" in found["note"]
+    after = one(tmp_path, "a2sf")
+    assert {k: v for k, v in after.items() if v == v} == {k: v for k, v in before.items() if v == v}
+    edit(base, 0, **fields)
+    assert "examples.jsonl:1: " in one(tmp_path, "a2sf")["note"] and one(tmp_path, "a2sf")["verdict99"] == "undecided"
+    assert main([str(tmp_path)]) == 0
+    assert "Traceback" not in "".join(capsys.readouterr())
 
 
 # --- by hand

@@ -44,8 +44,16 @@ def baseline_of(run: Run) -> Run:
 
 
 def rows_of(run: Run) -> dict[str, Row]:
-    """The rows that were answered, by example."""
-    return {row["example"]: row for row in run.rows() if not row.get("skipped")}
+    """The rows that were answered, by example; ConfigError for one that lacks what a diagnosis needs."""
+    found = {row["example"]: row for row in run.rows() if not row.get("skipped")}
+    for name, row in found.items():
+        for field in ("index", "metrics", "output", "receipt"):
+            if row.get(field) is None:
+                raise ConfigError(
+                    f"{run.path}: the row of example {name} has no {field}; remove its line from examples.jsonl and "
+                    "run the same command again, which makes that row anew"
+                )
+    return found
 
 
 def chosen(rows: Mapping[str, Row], name: str) -> Row:
@@ -70,10 +78,10 @@ def short_of(run: Run) -> str:
     """ "h2o 0.3 testbed_needle"."""
     labels = run.asked[-1]
     ratio = "" if labels.get("kv_ratio") is None else f" {labels['kv_ratio']:g}"
-    return f"{labels['method']}{ratio} {labels['task']}"
+    return f"{labels.get('method')}{ratio} {labels.get('task')}"
 
 
 def title_of(run: Run) -> str:
     """ "h2o 0.3 testbed_needle, testbed_rope", and what else was set by hand."""
     labels = run.asked[-1]
-    return ", ".join(word for word in (short_of(run), labels["model"], labels.get("setting")) if word)
+    return ", ".join(word for word in (short_of(run), labels.get("model"), labels.get("setting")) if word)

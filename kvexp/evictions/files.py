@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from kvexp.errors import ConfigError
 from kvexp.record import Run
 from kvexp.record.files import explained, replace
+from kvexp.record.plain import load
 
 FOLDER = "diagnose"
 EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"
@@ -78,7 +79,30 @@ def read_told(run: Run, example: str) -> Told | None:
     file = _file(run, example, "json")
     if not file.exists():
         return None
-    return Told(**json.loads(file.read_bytes()))
+    try:
+        return _checked(Told(**load(file)))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{file}: {error}; remove the file and run the same command again with diagnose=log"
+        ) from error
+
+
+def _checked(told: Told) -> Told:
+    """ValueError for a field that does not hold what `Told` says."""
+    numbers = (told.prompt_tokens, told.question_tokens, *_listed(told.ids), *_listed(told.heads))
+    if not all(isinstance(number, int) and 0 <= number < 1 << 31 for number in numbers):
+        raise ValueError("prompt_tokens, question_tokens, ids and heads must be whole numbers from 0")
+    if len(told.ids) != len(_listed(told.texts)) or not all(isinstance(text, str) for text in told.texts):
+        raise ValueError("texts must be a list of texts, one for each of ids")
+    if not isinstance(told.example, str) or told.new_tokens < 0:
+        raise ValueError("example must be a text, and ids at least those of prompt and question")
+    return told
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"ids, texts and heads must be lists, got {value!r:.60}")
+    return value
 
 
 def need_told(run: Run, example: str) -> Told:
@@ -123,9 +147,12 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
             f"{run.path} has no {file.name}: run the same command again with diagnose={wanted} (its rows stay as they "
             "are)"
         )
-    with explained(file, "read"):
+    try:
         table: pd.DataFrame = pq.read_table(file).to_pandas()
         return table
+    except (OSError, pa.ArrowException) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"cannot read {file}: {why}; remove it and run the command again with diagnose") from error
 
 
 def has(run: Run, example: str, ending: str) -> bool:
@@ -144,7 +171,16 @@ def read_asked(run: Run) -> dict[str, Any]:
             f"{run.path} does not know how it was asked for: run the same command again with diagnose=log (its rows "
             "stay as they are)"
         )
-    asked: dict[str, Any] = json.loads(file.read_bytes())
+    try:
+        asked = load(file)
+        if not (isinstance(asked["config"], dict) and isinstance(asked["choices"], dict)):
+            raise ValueError("config and choices must be groups")
+        if not (isinstance(asked["overrides"], list) and all(isinstance(word, str) for word in asked["overrides"])):
+            raise ValueError("overrides must be a list of texts")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{file}: {type(error).__name__}: {error}; remove the file and run the same command again with diagnose=log"
+        ) from error
     return asked
 
 

@@ -84,6 +84,21 @@ def kept_at(told: Told, evictions: pd.DataFrame, step: int) -> Array:
     """[L, tokens] int32: heads of each layer that hold each token after this step."""
     kept = np.zeros((len(told.heads), len(told.ids)), dtype=np.int32)
     kept[:, : told.prompt_tokens + step] = np.array(told.heads, dtype=np.int32)[:, None]
-    gone = evictions[evictions["step"] <= step]
-    np.subtract.at(kept, (gone["layer"].to_numpy(), gone["position"].to_numpy()), 1)
+    try:
+        gone = evictions[evictions["step"] <= step]
+        places = gone[["layer", "position"]].to_numpy(dtype=np.int64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _not_this(told, f"it needs numbers in step, layer and position ({error})") from error
+    if ((places < 0) | (places >= kept.shape)).any():
+        raise _not_this(
+            told, f"it names a layer or a position outside of {kept.shape[0]} layers, {kept.shape[1]} tokens"
+        )
+    np.subtract.at(kept, tuple(places.T), 1)
     return kept
+
+
+def _not_this(told: Told, why: str) -> ConfigError:
+    return ConfigError(
+        f"the log of evictions of example {told.example} is damaged: {why}; remove it and run the same command again "
+        "with diagnose=log"
+    )

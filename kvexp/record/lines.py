@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvexp.errors import ConfigError
+
 from .files import explained, locked, replace, sync_folder, trouble, write_all
 from .plain import Json, canonical, parse, plain
+from .shape import wrong_row
 
 NAME, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
 
@@ -17,14 +20,15 @@ def rows(folder: Path) -> list[Json]:
     """The rows of a run folder, as `Run.rows` promises them."""
     file = folder / NAME
     with explained(file, "read"):
-        found, bad = _scan(_lines(file))
+        lines = _lines(file)
+    found, bad = _scan(lines, file)
     if not bad:
         return found
     what = f"moved to {QUARANTINE}"
     try:
         with locked(folder):
             lines = _lines(file)  # again: another process may have moved them, or appended
-            found, bad = _scan(lines)
+            found, bad = _scan(lines, file)
             if bad:
                 _quarantine(folder, lines, bad)
     except OSError as error:
@@ -66,8 +70,11 @@ def _lines(file: Path) -> list[bytes]:
     return []
 
 
-def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
-    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither."""
+def _scan(lines: list[bytes], file: Path) -> tuple[list[Json], dict[int, str]]:
+    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither.
+
+    ConfigError for a row that somebody edited into what no run writes: moved out of the way, it would change numbers.
+    """
     found: dict[str, Json] = {}
     bad: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
@@ -79,6 +86,11 @@ def _scan(lines: list[bytes]) -> tuple[list[Json], dict[int, str]]:
         if row is not None and not isinstance(row.get("example"), str):
             bad[number] = "no example id"
         elif row is not None:
+            if why := wrong_row(row):
+                raise ConfigError(
+                    f"{file}:{number}: {why}; correct the line, or remove it and run the same command again, which "
+                    "makes that row anew"
+                )
             before = found.get(row["example"])
             if before is None or before.get("failed"):
                 found[row["example"]] = row

@@ -10,6 +10,7 @@ from typing import Any
 from .files import explained, locked, replace
 from .plain import Json, canonical, load, pretty, setting
 from .run import told
+from .shape import wrong_labels
 
 FOLDER = ".refused"
 
@@ -51,6 +52,8 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
     for file in sorted((Path(outputs_dir) / FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError):  # a notice, not a number: an unreadable one is no loss
             found = load(file)
+            if wrong_labels(found["labels"]):
+                continue
             yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
 
 

@@ -18,6 +18,7 @@ from kvexp.errors import ConfigError
 from . import lines
 from .files import explained, locked, open_lock, release, replace, sync_folder, trouble
 from .plain import Json, canonical, digest, load, pretty, setting
+from .shape import wrong_labels
 
 
 def identity(config: Mapping[str, Any]) -> str:
@@ -109,6 +110,7 @@ class Run:
         file, advice = path / "config.json", "restore or remove the folder"
         try:
             found = load(file)
+            _check(found)
             run = cls(path, *(found[key] for key in ("hash", "numerics", "config", "labels", "baseline")))
         except OSError as error:
             raise ConfigError(trouble(error, "read", file)) from error
@@ -123,12 +125,24 @@ class Run:
 
     @property
     def asked(self) -> list[Json]:
-        """Every set of labels this run was asked for under, the latest last: one run can have several names."""
+        """Every set of labels this run was asked for under, the latest last: one run can have several names.
+
+        An asked.json that cannot be read, or holds what no run writes, is a warning; the run goes by its own labels.
+        """
+        file = self.path / "asked.json"
         try:
-            known = load(self.path / "asked.json")["labels"]
-            return [dict(labels) for labels in known]
-        except (OSError, ValueError, KeyError, TypeError):
+            known = load(file)["labels"]
+            if not isinstance(known, list) or not known:
+                raise ValueError(f"labels must be a list with at least one group, got {known!r:.60}")
+            for labels in known:
+                if why := wrong_labels(labels):
+                    raise ValueError(why)
+        except FileNotFoundError:
             return [self.labels]
+        except (OSError, ValueError, KeyError) as error:
+            warnings.warn(f"{file}: {error}; left out: remove the file or correct it", stacklevel=2)
+            return [self.labels]
+        return known
 
     def _ask(self, labels: Json) -> None:
         if self.asked[-1] != labels:
@@ -240,6 +254,16 @@ class Run:
     def _write(self, name: str, value: Json) -> None:
         with explained(self.path / name), locked(self.path):
             replace(self.path / name, pretty(value))
+
+
+def _check(found: Json) -> None:
+    """ValueError for a field of config.json that no run writes; KeyError where one is missing."""
+    whole = isinstance(found["numerics"], int)
+    baseline = found["baseline"] is None or isinstance(found["baseline"], str)
+    if not (whole and baseline and isinstance(found["config"], dict)):
+        raise ValueError("numerics must be a whole number, config a group, baseline a hash or null")
+    if why := wrong_labels(found["labels"]):
+        raise ValueError(why)
 
 
 def told(error: BaseException) -> Json:

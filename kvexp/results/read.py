@@ -33,7 +33,9 @@ class Folder:
 
     def of_first(self, number: int | None) -> "Folder":
         """With the rows of the task's first examples alone; None: with all."""
-        return self if number is None else replace(self, rows=[row for row in self.rows if row["index"] < number])
+        return (
+            self if number is None else replace(self, rows=[row for row in self.rows if row.get("index", 0) < number])
+        )
 
     @property
     def is_baseline(self) -> bool:
@@ -106,9 +108,13 @@ def folders(outputs_dir: str | Path) -> list[Folder]:
 
 
 def _folder(run: Run) -> Folder:
-    # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
-    rows = sorted(run.rows(), key=lambda row: row["index"] if isinstance(row.get("index"), int) else 0)
-    finished, failure, asked = run.finished, run.failure(), run.asked
+    asked = run.asked
+    try:
+        # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
+        rows = sorted(run.rows(), key=lambda row: row.get("index", 0))
+    except ConfigError as error:  # shown without a number: its other rows would give another one
+        return Folder(run, [], "failed", f"failed: {error}", asked, _shown(asked, asked[-1]))
+    finished, failure = run.finished, run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if finished:
         status, problem = "done", ""

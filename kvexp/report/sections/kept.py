@@ -39,9 +39,9 @@ def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     try:
         told = need_told(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
+        views = [made(told, evictions, step) for step in sorted({0, told.steps})]
     except ConfigError:
         return None
-    views = [made(told, evictions, step) for step in sorted({0, told.steps})]
     return {
         "example": example,
         "tokens": told.texts,
