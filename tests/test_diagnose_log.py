@@ -1,6 +1,7 @@
 """The eviction log: it tells what went, changes nothing, and is there for every family, mode and kind of run."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -16,20 +17,23 @@ from small import small
 from test_shared_prefill import content
 from tiny import CONFIGS, prompts_of, tiny
 
+import kvexp.diagnose.prompt
 import kvexp.runner.run
 from kvexp.core import Budget, Cadence
+from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.after import Log, Twin
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import run_at
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, has, read_table, read_told
+from kvexp.evictions.files import EVICTIONS, TWIN, has, read_table, read_told
 from kvexp.generate import Decoding
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs
 from kvexp.runner.diagnosis import diagnosis_of
 from kvexp.runner.job import Job, run_job
+from kvexp.runner.model import tokenizer_of
 from kvexp.runner.report import COMMAND
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,17 +174,105 @@ def test_a_finished_run_gets_the_log_it_lacks(tmp_path, command, capsys):
 
 
 def test_a_folder_tells_when_its_settings_are_others_now(tmp_path, command):
-    run_job(job(tmp_path, "diagnose=log"))
+    run_job(job(tmp_path))
     (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
-    file = run.path / "diagnose" / "asked.json"
+    file = run.path / "command.json"
     asked = json.loads(file.read_text())
+    for part in ("config", "choices"):
+        file.write_text(json.dumps({key: value for key, value in asked.items() if key != part}))
+        with pytest.raises(ConfigError, match=rf"command\.json: KeyError: '{part}'"):
+            settings_at(run)
     asked["config"]["kv_ratio"] = asked["config"]["budget"]["kv_ratio"] = 0.4
     file.write_text(json.dumps(asked))
     with pytest.raises(ConfigError, match="not those of its rows any more"):
         settings_at(run)
     file.unlink()
-    with pytest.raises(ConfigError, match="run the same command again with diagnose=log"):
+    with pytest.raises(ConfigError, match="does not know how it was asked for: run the same command again"):
         settings_at(run)
+    run_job(job(tmp_path))
+    assert settings_at(run).labels == run.labels
+
+
+def test_a_baseline_knows_its_settings_too(tmp_path, command):
+    run_job(job(tmp_path, limit=1))
+    (full,) = [run for run in runs(tmp_path) if run.labels["method"] == "full"]
+    assert settings_at(full).is_baseline
+
+
+# -- made when it is asked for -----------------------------------------------------------------------------------------
+
+
+def text_of(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_commands_make_the_log_they_need(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=2))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    before = (run.path / "examples.jsonl").read_bytes()
+    first, second = (row["example"] for row in run.rows())
+    assert main(["show", str(run.path), first]) == 0
+    assert "diagnose h2o task.max_new_tokens=4: 1 examples" in text_of(capsys)
+    assert has(run, first, EVICTIONS) and not has(run, second, EVICTIONS), "what is asked for and no more"
+    assert main(["show", str(run.path), first]) == 0
+    assert "diagnose h2o" not in text_of(capsys), "made once"
+    assert main(["replay", str(run.path), second, "--trials", "2"]) == 0
+    said = text_of(capsys)
+    assert "diagnose h2o task.max_new_tokens=4: 1 examples" in said and "2 trials at most" in said
+    assert main(["draw", str(run.path), "--example", first, "--out", str(tmp_path / "pictures")]) == 0
+    assert has(run, first, TWIN) and not has(run, second, TWIN)
+    assert (run.path / "examples.jsonl").read_bytes() == before and not command.failures
+
+
+def test_a_run_that_can_have_no_log_says_why(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=1))
+    (full,) = [run for run in runs(tmp_path) if run.labels["method"] == "full"]
+    assert main(["show", str(full.path), "0"]) == 2
+    assert "has no log to look at: full evicts nothing" in capsys.readouterr().err
+
+
+def test_gap_makes_the_ideal_runs_it_needs(tmp_path, command, capsys):
+    run_job(job(tmp_path, "kv_ratio=0.3", "method.recent_ratio=0.4", limit=2))
+    run_job(job(tmp_path, "kv_ratio=0.5", limit=2))
+    capsys.readouterr()
+    assert main(["gap", str(tmp_path), "--where", "kv_ratio=0.3"]) == 0
+    assert "lost to" in text_of(capsys)
+    ideals = [run for run in runs(tmp_path) if run.labels["method"] == "ideal"]
+    assert [(run.labels["kv_ratio"], run.labels["setting"], len(run.rows())) for run in ideals] == [(0.3, "task.max_new_tokens=4", 2)]
+    assert settings_at(ideals[0]).method.name == "ideal" and len({run.baseline for run in runs(tmp_path)}) == 2
+    assert main(["gap", str(tmp_path)]) == 0
+    assert len(list(runs(tmp_path))) == 5, "one for each budget, made once"
+
+
+def test_the_prompt_as_it_was_sent(tmp_path, command, capsys):
+    question = ["task=testbed_qa", "model=testbed_rope", "task.question=after_eviction"]
+    run_job(job(tmp_path, *question, limit=2))
+    capsys.readouterr()
+    for run in runs(tmp_path):  # a baseline too
+        row = run.rows()[1]
+        assert main(["prompt", str(run.path), "1"]) == 0
+        out, err = capsys.readouterr()
+        tokenizer = tokenizer_of(settings_at(run).model)
+        fed = tokenizer(out.rstrip("\n"), add_special_tokens=False).input_ids
+        count, asked = row["prompt_tokens"], row["question_tokens"]
+        assert hashlib.sha256(json.dumps([fed[:count], fed[count:]]).encode()).hexdigest()[:16] == row["prompt_digest"]
+        assert f"{count + asked} tokens, the last {asked} after the eviction" in err
+    assert not command.failures
+
+
+def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsys, monkeypatch):
+    run_job(job(tmp_path, limit=1))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    tokenizer = tokenizer_of(settings_at(run).model)
+
+    def other(text, **options):
+        return tokenizer(text + "!", **options)
+
+    monkeypatch.setattr(kvexp.diagnose.prompt, "tokenizer_of", lambda spec: other)
+    capsys.readouterr()
+    assert main(["prompt", str(run.path), "0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "data, chat template or tokenizer have changed" in err
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from kvexp.diagnose.page import page
+from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.show import mark, show
 from kvexp.diagnose.texts import texts_of
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import Told, read_asked, read_told, write_asked, write_told
+from kvexp.evictions.files import Told, read_told, write_told
 from kvexp.evictions.view import made
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.record import Run
@@ -84,11 +85,10 @@ def test_a_damaged_description_of_a_log_is_one_line(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"config": [], "choices": {}, "overrides": []}', "[" * 99999])
 def test_a_damaged_configuration_of_a_diagnosis_is_one_line(tmp_path, text):
-    run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"})
-    write_asked(run, {"config": {}, "choices": {}, "overrides": []})
-    (run.path / "diagnose" / "asked.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"asked\.json: .*; remove the file and run the same command again"):
-        read_asked(run)
+    run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"}, command={"config": {}, "choices": {}, "overrides": []})
+    (run.path / "command.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"run the same command again \(its rows stay as they are\)"):
+        settings_at(run)
 
 
 def test_every_token_has_its_mark_below_it():

@@ -105,7 +105,7 @@ def test_a_run_gets_twins_and_pictures_and_keeps_its_rows(tmp_path, command, cap
     assert main(["draw", str(run.path), "--format", "svg", "--out", str(tmp_path / "pictures")]) == 0
     assert sorted(file.name for file in (tmp_path / "pictures").iterdir()) == ["curves.svg", "heatmap.svg"]
     assert main(["draw", str(run.path.parent / run.baseline)]) == 2
-    assert "run the same command again with diagnose=twin" in capsys.readouterr().err
+    assert "full evicts nothing" in capsys.readouterr().err
 
 
 def test_pictures_show_the_means():

@@ -1,4 +1,4 @@
-"""python -m kvexp.diagnose COMMAND: read what diagnose=log and diagnose=twin have written, and ask further."""
+"""python -m kvexp.diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
     show.add_argument("--layer", type=int, help="this layer's heads alone")
     show.add_argument("--html", type=Path, metavar="FILE", help="write a page instead: hovering tells of each layer")
+    prompt = _command(commands, "prompt", _prompt, "the text of an example's prompt as it was fed to the model")
+    _run_and_example(prompt)
     draw = _command(commands, "draw", _draw, "heat-maps (layer x head) and curves (over steps) of a twin run")
     draw.add_argument("run", metavar="RUN", help=RUN)
     draw.add_argument("--example", nargs="+", metavar="EXAMPLE", help="of these alone (default: the mean of all)")
@@ -80,12 +82,14 @@ def _run_and_example(command: argparse.ArgumentParser) -> None:
 
 def _show(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+    from kvexp.diagnose.needed import need
     from kvexp.diagnose.page import page
     from kvexp.diagnose.show import show
     from kvexp.evictions.view import view
 
     run = run_at(args.run)
     row = chosen(rows_of(run), args.example)
+    need(run, [row])
     seen = view(run, row["example"], args.step, args.layer)
     if args.html is None:
         show(seen, console)
@@ -94,14 +98,29 @@ def _show(args: argparse.Namespace, console: Console) -> None:
     console.print(f"wrote {args.html}", highlight=False)
 
 
+def _prompt(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.folders import chosen, rows_of, run_at
+    from kvexp.diagnose.prompt import sent
+
+    run = run_at(args.run)
+    found = sent(run, chosen(rows_of(run), args.example))
+    print(found.told, file=sys.stderr)
+    print(found.text)
+
+
 def _draw(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.after import Twin
     from kvexp.diagnose.draw import curves, heatmaps, losses, save
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
-    from kvexp.evictions.files import FOLDER
+    from kvexp.diagnose.needed import need
+    from kvexp.evictions.files import FOLDER, TWIN, has
 
     run = run_at(args.run)
     rows = rows_of(run)
-    names = [chosen(rows, name)["example"] for name in args.example] if args.example else None
+    some = [chosen(rows, name) for name in args.example or ()]
+    if some or not any(has(run, name, TWIN) for name in rows):
+        need(run, some or list(rows.values()), Twin())
+    names = [row["example"] for row in some] or None
     frame = losses(run, names)
     title = title_of(run) + (f", {', '.join(names)}" if names else "")
     folder = args.out or run.path / FOLDER
@@ -114,9 +133,12 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
 def _replay(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.explain import Options, tell
     from kvexp.diagnose.folders import chosen, rows_of, run_at
+    from kvexp.diagnose.needed import need
 
     run = run_at(args.run)
-    tell(run, chosen(rows_of(run), args.example), Options(args.until, args.trials, args.again), console)
+    row = chosen(rows_of(run), args.example)
+    need(run, [row])
+    tell(run, row, Options(args.until, args.trials, args.again), console)
 
 
 def _explain(args: argparse.Namespace, console: Console) -> None:
@@ -130,8 +152,11 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
 def _gap(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.draw import save
     from kvexp.diagnose.gap import draw, gaps, show, where_of
+    from kvexp.diagnose.ideals import make_ideals
 
-    frame = gaps(args.outputs, where_of(args.where), args.metric)
+    where = where_of(args.where)
+    make_ideals(args.outputs, where, console)
+    frame = gaps(args.outputs, where, args.metric)
     show(frame, console)
     if args.draw is not None:
         save(draw(frame), args.draw)

@@ -19,7 +19,7 @@ from kvexp.diagnose.texts import texts_of
 from kvexp.diagnose.twin import twin
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, TWIN, Told, has, write_asked, write_table, write_told
+from kvexp.evictions.files import EVICTIONS, TWIN, Told, has, write_table, write_told
 from kvexp.generate import Generation, receipts
 from kvexp.record import Run
 from kvexp.runner.progress import Progress
@@ -42,19 +42,27 @@ class Log:
         """ConfigError, before any model loads, for a run that cannot be diagnosed."""
         check(settings)
 
-    def after(self, settings: Settings, run: Run, asked: dict[str, Any]) -> None:
+    def after(self, settings: Settings, run: Run) -> None:
         """Write what the run's folder lacks; a run that evicts nothing gets a line that says so."""
-        title = f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
+        title = _title(settings)
         if (why := nothing_to_log(settings)) is not None:
             print(f"{title}: nothing to do, {why}")
             return
-        write_asked(run, asked)
         rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
         rows = sorted(rows, key=lambda row: row["index"])[: self.examples]
-        todo = [row for row in rows if not all(has(run, row["example"], part) for part in self.parts)]
-        if not todo:
+        if not self.lacking(run, rows):
             print(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
             return
+        self.add(settings, run, rows)
+
+    def lacking(self, run: Run, rows: list[Row]) -> list[Row]:
+        """Those that have not all parts of this diagnosis."""
+        return [row for row in rows if not all(has(run, row["example"], part) for part in self.parts)]
+
+    def add(self, settings: Settings, run: Run, rows: list[Row]) -> None:
+        """Write what these rows lack."""
+        todo = self.lacking(run, rows)
+        title = _title(settings)
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
             for row, told in self._written(settings, run, todo):
                 if not told.same:
@@ -89,6 +97,10 @@ class Twin(Log):
         losses, agrees = twin(case, answer)
         columns = {name: values.numpy() for name, values in losses.table().items()}
         return replace(told, agrees=agrees), {**tables, TWIN: columns}
+
+
+def _title(settings: Settings) -> str:
+    return f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
 
 
 def told_of(case: Case, made: Generation, row: Row) -> Told:

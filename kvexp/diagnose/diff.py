@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvexp.diagnose.classes import CLASSES, classes_of
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of
+from kvexp.diagnose.needed import need
 from kvexp.errors import ConfigError
 from kvexp.evictions.files import EVICTIONS, Told, has, need_told, read_table
 from kvexp.record import Run
@@ -122,8 +123,10 @@ def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[st
     yield f"\nonly {side} is right: {escape(', '.join(names[:8]))}{', ...' if len(names) > 8 else ''}"
     logged = [name for name in names if has(a, name, EVICTIONS) and has(b, name, EVICTIONS)]
     if not logged:
-        need_told(a, names[0])
-        need_told(b, names[0])
+        for run in (a, b):
+            rows = rows_of(run)
+            need(run, [rows[name] for name in names])
+        logged = names
     if len(logged) < len(names):
         yield f"of {len(logged)} of them, which both runs have logged:"
     when = "the end of the prompt" if step == 0 else f"{step} decode tokens"

@@ -11,11 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of, title_of
+from kvexp.diagnose.needed import need
 from kvexp.diagnose.replay import Found, evidence, replayed, save, saved
 from kvexp.diagnose.runs import cases, settings_at
+from kvexp.diagnose.undo import Replay
 from kvexp.errors import CacheError
-from kvexp.evictions.files import EVICTIONS, has, need_told, read_table
+from kvexp.evictions.files import EVICTIONS, has, read_table
 from kvexp.record import Run
+from kvexp.runner.progress import Progress
 
 NOTHING = "not even with every eviction undone does the full cache's answer come back"
 
@@ -54,14 +57,21 @@ def _known(run: Run, row: Row, options: Options) -> Found | None:
 
 def _made(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
     settings = settings_at(run)
-    for row, case, example in cases(settings, rows):
-        try:
-            found = replayed(run, row, case, example, settings.task, options.until, options.trials, settings.batch_size)
-        except CacheError as error:
-            yield str(error)
-            continue
-        save(run, found)
-        yield found
+    alone = len(rows) == 1
+    total, what = (options.trials, "trials at most") if alone else (len(rows), "examples")
+    with Progress(f"replay {short_of(run)}", total, 0, what) as progress:
+        size = settings.batch_size
+        for row, case, example in cases(settings, rows):
+            replay = Replay(case, size, progress.advance if alone else None)
+            try:
+                found = replayed(run, row, replay, example, settings.task, options.until, options.trials)
+            except CacheError as error:
+                yield str(error)
+            else:
+                save(run, found)
+                yield found
+            if not alone:
+                progress.advance()
 
 
 def tell(run: Run, row: Row, options: Options, console: Console) -> None:
@@ -120,8 +130,9 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
     for run in runs:
         rows = lost(run)
         logged = [row for row in rows if has(run, row["example"], EVICTIONS)]
-        if rows and not logged:
-            need_told(run, rows[0]["example"])
+        if not logged:
+            logged = rows[:first]
+            need(run, logged)
         asked, name = logged[:first], short_of(run)
         made = list(founds(run, asked, options))
         table.add_row(escape(name), *_counts(run, made, len(rows)))

@@ -54,6 +54,14 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
     return frame
 
 
+def without_ideal(outputs: str | Path, where: Mapping[str, Any]) -> list[Folder]:
+    """Runs with scores and a baseline that `gaps` would leave out."""
+    known = folders(outputs)
+    there = {_budget(folder) for folder in known if folder.labels.get("method") == IDEAL and folder.scored}
+    runs = [folder for folder in chosen(known, where) if folder.labels.get("method") != IDEAL and folder.scored]
+    return [folder for folder in runs if folder.run.baseline is not None and _budget(folder) not in there]
+
+
 def _budget(folder: Folder) -> str:
     """Equal for runs of one baseline whose queries may see equally many slots."""
     return repr((folder.run.baseline, sorted((folder.run.config.get("budget") or {}).items())))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pandas as pd
 
-from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.search import Cause, cause
 from kvexp.diagnose.undo import Place, Replay, Undone
@@ -41,10 +40,10 @@ class Found:
     phrase: str
 
 
-def replayed(run: Run, row: Row, case: Case, example: Example, task: Task, until: str, trials: int, size: int) -> Found:
+def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, until: str, trials: int) -> Found:
     """CacheError where the answers of the rows are not had again, so that nothing could be concluded."""
     told = need_told(run, row["example"])
-    replay = Replay(case, size)
+    case = replay.case
     answer, full = replay.answers([Undone((), (), 0, 0)])[0], case.full().generated().tokens[0]
 
     def output(tokens: list[int]) -> str:

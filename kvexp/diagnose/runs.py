@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import read_asked
 from kvexp.record import Run, identity
 from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.model import load, tokenizer_of
@@ -20,31 +19,48 @@ from kvexp.tasks import Example
 
 
 def settings_at(run: Run) -> Settings:
-    """As the run was asked for when it was diagnosed; ConfigError where code or files have changed since."""
-    asked = read_asked(run)
-    config = {**asked["config"], "outputs_dir": str(run.path.parent)}
-    settings = settings_of(config, asked["choices"], asked["overrides"])
-    if identity(settings.identity) != run.hash:
-        raise ConfigError(
-            f"{run.path} was made with other files or another version of kvexp: model, data or settings are not those "
-            "of its rows any more; run it again"
-        )
-    return settings
+    """As the run was asked for, or the runs it is the baseline of; ConfigError where code or files have changed."""
+    asked, again = run.command, "run the same command again (its rows stay as they are)"
+    if asked is None:
+        raise ConfigError(f"{run.path} does not know how it was asked for: {again}")
+    try:
+        config, choices, overrides = (asked[name] for name in ("config", "choices", "overrides"))
+        if not (isinstance(config, dict) and isinstance(choices, dict)):
+            raise ValueError("config and choices must be groups")
+        if not (isinstance(overrides, list) and all(isinstance(word, str) for word in overrides)):
+            raise ValueError("overrides must be a list of texts")
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{run.path / 'command.json'}: {type(error).__name__}: {error}; {again}") from error
+    given = ({**config, "outputs_dir": str(run.path.parent)}, choices, overrides)
+    for part in settings_of(*given).parts():
+        for settings in (part, part.baseline()):
+            if identity(settings.identity) == run.hash:
+                return settings
+    raise ConfigError(
+        f"{run.path} was made with other files or another version of kvexp: model, data or settings are not those of "
+        "its rows any more; run it again"
+    )
+
+
+def examples_of(settings: Settings, rows: list[Row]) -> list[Example]:
+    """The examples of the rows, in the order of the task."""
+    wanted = {row["example"] for row in rows}
+    settings = as_many(settings, 1 + max(row["index"] for row in rows))
+    todo = [(i, example) for i, example in enumerate(settings.task.examples()) if example.id in wanted]
+    if settings.task.pinned != settings.identity["data"]:
+        raise ConfigError(f"{settings.task.source} has changed since; start again when nothing writes to it")
+    if missing := wanted - {example.id for _, example in todo}:
+        raise ConfigError(f"the task has no example {sorted(missing)[0]} any more: its data or task.size have changed")
+    return [example for _, example in fitted(settings, tokenizer_of(settings.model), todo)]
 
 
 def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Example]]:
     """The case of every row, in the order of the task; loads the model."""
     wanted = {row["example"]: row for row in rows}
-    settings = _as_many(settings, 1 + max(row["index"] for row in rows))
-    todo = [(i, example) for i, example in enumerate(settings.task.examples()) if example.id in wanted]
-    if settings.task.pinned != settings.identity["data"]:
-        raise ConfigError(f"{settings.task.source} has changed since; start again when nothing writes to it")
-    if missing := wanted.keys() - {example.id for _, example in todo}:
-        raise ConfigError(f"the task has no example {sorted(missing)[0]} any more: its data or task.size have changed")
-    todo = fitted(settings, tokenizer_of(settings.model), todo)
+    todo = examples_of(settings, rows)
     model, tokenizer = load(settings.model)
     settings = with_ends(settings, model, tokenizer)
-    for _, example in todo:
+    for example in todo:
         prompt = prompt_of(settings, model, tokenizer, example)
         yield (
             wanted[example.id],
@@ -63,7 +79,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
         )
 
 
-def _as_many(settings: Settings, count: int) -> Settings:
+def as_many(settings: Settings, count: int) -> Settings:
     """With a limit of `count` examples, where a limit takes the first: rows may have been made under several."""
     if settings.task.sample != "first":
         return settings

@@ -8,7 +8,7 @@ With every eviction undone each query sees all there is, which is full attention
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,11 +85,12 @@ class Undo(Mask):
 class Replay:
     """Answers of one case with evictions undone; the prompt is prefilled once.
 
-    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values.
+    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values. after: is told
+    how many trials there have been since it was last called.
     """
 
-    def __init__(self, case: Case, size: int = 8) -> None:
-        self.case, self.size = case, size
+    def __init__(self, case: Case, size: int = 8, after: Callable[[int], None] | None = None) -> None:
+        self.case, self.size, self.after = case, size, after
         self.trials = 0
         self.context = case.prefilled(prepare=_undoable, mode="mask")
 
@@ -105,6 +106,8 @@ class Replay:
         made: list[list[int]] = []
         for start in range(0, len(trials), self.size):
             made += self._answers(trials[start : start + self.size])
+            if self.after is not None:
+                self.after(len(trials[start : start + self.size]))
         self.trials += len(trials)
         return made
 

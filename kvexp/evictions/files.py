@@ -1,7 +1,6 @@
 """Where a diagnosis lies: beside the rows of its run, one set of files per example.
 
-    outputs/<hash>/diagnose/asked.json               the configuration as Hydra composed it, to generate again from
-                            NAME.json                tokens of the example, and whether they are those of its row
+    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether they are those of its row
                             NAME.evictions.parquet   every eviction
                             NAME.twin.parquet        what it did to attention, per step, layer and head
 
@@ -158,30 +157,6 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
 def has(run: Run, example: str, ending: str) -> bool:
     """Whether this part of the example's diagnosis is complete."""
     return read_told(run, example) is not None and _file(run, example, ending).exists()
-
-
-def write_asked(run: Run, asked: dict[str, Any]) -> None:
-    _write(run.path / FOLDER / "asked.json", json.dumps(asked, indent=1).encode())
-
-
-def read_asked(run: Run) -> dict[str, Any]:
-    file = run.path / FOLDER / "asked.json"
-    if not file.exists():
-        raise ConfigError(
-            f"{run.path} does not know how it was asked for: run the same command again with diagnose=log (its rows "
-            "stay as they are)"
-        )
-    try:
-        asked = load(file)
-        if not (isinstance(asked["config"], dict) and isinstance(asked["choices"], dict)):
-            raise ValueError("config and choices must be groups")
-        if not (isinstance(asked["overrides"], list) and all(isinstance(word, str) for word in asked["overrides"])):
-            raise ValueError("overrides must be a list of texts")
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{file}: {type(error).__name__}: {error}; remove the file and run the same command again with diagnose=log"
-        ) from error
-    return asked
 
 
 def _file(run: Run, example: str, ending: str) -> Path:

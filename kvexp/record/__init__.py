@@ -4,6 +4,7 @@
                    env.json         where it was first run
                    examples.jsonl   one row per line, appended
                    quarantine.jsonl lines of it that were no rows: file, line, why, text
+                   command.json     the latest configuration, choices and overrides it was asked for with
                    asked.json       the labels it was asked for under, once there are several; the latest come last
                    done.json        how many rows a finished run has
                    failure.json     why the last attempt failed

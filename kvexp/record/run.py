@@ -71,11 +71,12 @@ class Run:
         env: Mapping[str, Any] | None = None,
         *,
         baseline: str | None = None,
+        command: Mapping[str, Any] | None = None,
     ) -> "Run":
         """The run of this configuration, in a folder made if need be. baseline: hash of the run it is measured against.
 
         labels and env are no part of its identity: of a folder that exists those recorded first stay, and other labels
-        are added to `asked`.
+        are added to `asked`. command: what was composed from the command line, for whoever works on the run later.
         """
         config, numerics = setting(config, "config"), kvexp.NUMERICS
         labels = setting(labels, "labels")
@@ -94,6 +95,8 @@ class Run:
             run = cls.load(path)
             if canonical(run.config) == canonical(config):
                 run._ask(labels)
+                if command is not None and run.command != (plain := setting(command, "command")):
+                    run._write("command.json", plain)
         except OSError as error:
             raise ConfigError(trouble(error, "write", path)) from error
         if canonical(run.config) != canonical(config):
@@ -143,6 +146,14 @@ class Run:
             warnings.warn(f"{file}: {error}; left out: remove the file or correct it", stacklevel=2)
             return [self.labels]
         return known
+
+    @property
+    def command(self) -> Json | None:
+        """The latest that was composed for this run; None of runs of before, and where the file cannot be read."""
+        try:
+            return load(self.path / "command.json")
+        except (OSError, ValueError):
+            return None
 
     def _ask(self, labels: Json) -> None:
         if self.asked[-1] != labels:

@@ -20,8 +20,8 @@ class Diagnosis(Protocol):
     def check(self, settings: Settings) -> None:
         """ConfigError, before any model loads, for a run it cannot diagnose."""
 
-    def after(self, settings: Settings, run: Run, asked: dict[str, Any]) -> None:
-        """Add to the run's folder what it lacks; asked: the configuration, to make the settings again from."""
+    def after(self, settings: Settings, run: Run) -> None:
+        """Add to the run's folder what it lacks."""
 
 
 def diagnosis_of(config: DictConfig) -> Diagnosis | None:

@@ -139,7 +139,7 @@ def run_job(one: Job) -> float | None:
                 record = _run(part)
                 made.append(record)
                 if diagnosis is not None:
-                    _diagnose(diagnosis, part, record, one)
+                    _diagnose(diagnosis, part, record)
             accept(settings.outputs_dir, request(overrides))
             return objective(made, metric)
         except Exception as error:
@@ -213,12 +213,11 @@ def _run(settings: Settings) -> Run:
     return record
 
 
-def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run, one: Job) -> None:
+def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
     """Add to the run's folder; a failure is recorded there, beside rows that stay."""
-    asked = {"config": _resolved(one.config), "choices": one.choices, "overrides": one.overrides}
     try:
         with record.claim():
-            diagnosis.after(settings, record, asked)
+            diagnosis.after(settings, record)
     except Exception as error:
         with contextlib.suppress(OSError):
             record.fail(error)

@@ -14,12 +14,12 @@ EVERY_S = 10.0  # between plain lines
 
 
 class Progress:
-    """Context manager around the examples of a run; `advance` after each row."""
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each."""
 
     made: ClassVar[int] = 0  # rows of this process, over all its runs
 
-    def __init__(self, title: str, total: int, done: int) -> None:
-        self.title, self.total, self.done, self.first = title, total, done, done
+    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
+        self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
         self.start = self.last = time.monotonic()
         self.bar: Bar | None = None
 
@@ -30,13 +30,13 @@ class Progress:
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")
         else:
-            print(f"{self.title}: {self.total - self.done} examples", flush=True)
+            print(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
         return self
 
-    def advance(self) -> None:
-        """One more row is on disk."""
-        self.done += 1
-        Progress.made += 1
+    def advance(self, count: int = 1) -> None:
+        """So many more are done: rows are on disk."""
+        self.done += count
+        Progress.made += count
         now = time.monotonic()
         rate = (self.done - self.first) / max(now - self.start, 1e-9)
         if self.bar is not None:

@@ -50,6 +50,7 @@ def run(settings: Settings) -> Run:
         settings.labels,
         environment(),
         baseline=baseline.hash if baseline is not None else None,
+        command=settings.command,
     )
     with record.claim(waiting=waiting(record), part=settings.shard.name):
         try:

@@ -36,7 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything one run needs. `identity` holds all that can change a number and nothing else."""
+    """Everything one run needs. `identity` holds all that can change a number and nothing else.
+
+    command: what `settings_of` made it from (config, choices, overrides), to make it again from a run's folder.
+    """
 
     model: ModelSpec
     method: Method
@@ -57,6 +60,7 @@ class Settings:
     outputs_dir: Path
     labels: dict[str, Any]
     identity: dict[str, Any]
+    command: dict[str, Any]
 
     @property
     def is_baseline(self) -> bool:
@@ -163,6 +167,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
+        command={"config": config, "choices": choices, "overrides": list(overrides)},
     )
     _check(settings)
     settings = settings.identified(_labels(settings, choices, overrides))

@@ -84,7 +84,8 @@ def fill(members: list[Settings], *, wait: bool = True) -> bool:
     by_name = {}
     for settings in members:
         baseline = None if settings.is_baseline else identity(settings.baseline().identity)
-        run = Run.open(settings.outputs_dir, settings.identity, settings.labels, environment(), baseline=baseline)
+        known = (settings.outputs_dir, settings.identity, settings.labels, environment())
+        run = Run.open(*known, baseline=baseline, command=settings.command)
         by_name[run.hash] = (settings, run)
     with ExitStack() as claims:
         for name in sorted(by_name):  # all processes in one order: none waits for one that waits for it

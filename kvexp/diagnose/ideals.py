@@ -1,0 +1,45 @@
+"""The runs of method=ideal that `gap` compares with, made where they are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from kvexp.diagnose.folders import short_of
+from kvexp.diagnose.gap import without_ideal
+from kvexp.diagnose.runs import as_many, settings_at
+from kvexp.errors import ConfigError
+from kvexp.record import Run
+from kvexp.runner.run import run
+from kvexp.runner.settings import Settings, settings_of
+from kvexp.runner.together import fill, groups
+
+OWN = ("method", "cache.mode", "cache.positions")  # options that are another method's
+
+
+def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> None:
+    """Run method=ideal at the model, task, budget and examples of every run that has no such run beside it."""
+    wanted: dict[str, Settings] = {}
+    for folder in without_ideal(outputs, where):
+        try:
+            settings = as_many(_ideal(folder.run), 1 + max(row["index"] for row in folder.rows))
+        except ConfigError as error:
+            console.print(f"{short_of(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
+            continue
+        wanted[str(settings.identity)] = settings
+    for group in groups(wanted.values()):
+        fill(group)
+    for settings in wanted.values():
+        run(settings)
+
+
+def _ideal(record: Run) -> Settings:
+    """The settings of the run, with method=ideal; ConfigError where the run's own are not to be had again."""
+    settings = settings_at(record)
+    asked = settings.command
+    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
+    config = {**asked["config"], "method": {"_target_": "kvexp.methods.Ideal"}, "cache": cache}
+    left = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN)]
+    return settings_of(config, {**asked["choices"], "method": "ideal"}, left)
