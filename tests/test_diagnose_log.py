@@ -193,6 +193,22 @@ def test_a_folder_tells_when_its_settings_are_others_now(tmp_path, command):
     assert settings_at(run).labels == run.labels
 
 
+def test_a_folder_cannot_ask_to_be_trusted(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=1))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    asked = json.loads((run.path / "command.json").read_text())
+    asked["config"]["model"]["trust_remote_code"] = True
+    (run.path / "command.json").write_text(json.dumps(asked))
+    assert main(["show", str(run.path), "0"]) == 2
+    assert "if you trust it, say so on the command line: model.trust_remote_code=true" in capsys.readouterr().err
+    assert main(["show", str(run.path), "0", "model.trust_remote_code=true"]) == 2
+    assert "model.trust_remote_code is not a setting of a random model" in capsys.readouterr().err
+    asked["config"]["model"] = {"_target_": "os.system"}
+    (run.path / "command.json").write_text(json.dumps(asked))
+    assert main(["show", str(run.path), "0"]) == 2
+    assert "model._target_='os.system'" in capsys.readouterr().err
+
+
 def test_a_baseline_knows_its_settings_too(tmp_path, command):
     run_job(job(tmp_path, limit=1))
     (full,) = [run for run in runs(tmp_path) if run.labels["method"] == "full"]
@@ -238,8 +254,9 @@ def test_gap_makes_the_ideal_runs_it_needs(tmp_path, command, capsys):
     assert main(["gap", str(tmp_path), "--where", "kv_ratio=0.3"]) == 0
     assert "lost to" in text_of(capsys)
     ideals = [run for run in runs(tmp_path) if run.labels["method"] == "ideal"]
-    assert [(run.labels["kv_ratio"], run.labels["setting"], len(run.rows())) for run in ideals] == [(0.3, "task.max_new_tokens=4", 2)]
-    assert settings_at(ideals[0]).method.name == "ideal" and len({run.baseline for run in runs(tmp_path)}) == 2
+    (only,) = ideals
+    assert (only.labels["kv_ratio"], only.labels["setting"], len(only.rows())) == (0.3, "task.max_new_tokens=4", 2)
+    assert settings_at(only).method.name == "ideal" and len({run.baseline for run in runs(tmp_path)}) == 2
     assert main(["gap", str(tmp_path)]) == 0
     assert len(list(runs(tmp_path))) == 5, "one for each budget, made once"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,19 @@ from pathlib import Path
 from rich.console import Console
 
 from kvexp.errors import CacheError, ConfigError
+from kvexp.runner.guard import type_words
 
+# May stand anywhere: a run's own files cannot ask for this. See docs/scaling.md, What is trusted.
+TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=.*")
 RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    trusted = [word for word in words if TRUSTED.fullmatch(word)]
+    type_words(trusted)
+    args = parser().parse_args([word for word in words if word not in trusted])
     try:
         args.command(args, Console())
     except (ConfigError, CacheError) as error:

@@ -10,6 +10,7 @@ from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
 from kvexp.record import Run, identity
 from kvexp.runner.fitting import fitted, with_ends
+from kvexp.runner.guard import check_stored
 from kvexp.runner.model import load, tokenizer_of
 from kvexp.runner.padding import budget_of
 from kvexp.runner.run import prompt_of
@@ -31,6 +32,7 @@ def settings_at(run: Run) -> Settings:
             raise ValueError("overrides must be a list of texts")
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{run.path / 'command.json'}: {type(error).__name__}: {error}; {again}") from error
+    check_stored(config)
     given = ({**config, "outputs_dir": str(run.path.parent)}, choices, overrides)
     for part in settings_of(*given).parts():
         for settings in (part, part.baseline()):

@@ -25,7 +25,7 @@ class _Typed:
 
 def guard(words: Sequence[str]) -> None:
     """Before Hydra does anything. words: the command line. A refusal is one line and exit code 1."""
-    _Typed.keys = {word.lstrip("+~").partition("=")[0] for word in words}
+    type_words(words)
     from hydra import main
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
@@ -37,6 +37,17 @@ def guard(words: Sequence[str]) -> None:
     _ruled(_instantiate2, "_resolve_target", before=_check_target)
     _ruled(sys.modules[main.__module__], "_get_rerun_conf", before=_check_rerun)
     OmegaConf.register_new_resolver("oc.env", _no_environment, replace=True)
+
+
+def type_words(words: Sequence[str]) -> None:
+    """words: what a person has typed, who thereby trusts what no file can ask to be trusted."""
+    _Typed.keys = {word.lstrip("+~").partition("=")[0] for word in words}
+
+
+def check_stored(config: Mapping[str, Any]) -> None:
+    """`check` of a configuration out of a run folder, which anybody may have written: what was not typed is refused."""
+    check_targets(config)
+    check_job(config, _Typed.keys or ())
 
 
 def check(config: Mapping[str, Any]) -> None:
