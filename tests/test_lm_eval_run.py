@@ -73,6 +73,7 @@ def test_a_run_per_task(tmp_path):
             assert row["new_tokens"] == sum(row["choices"]["tokens"])
             assert row["receipt"]["first_eviction_step"] == (0 if method == "h2o" else None)
             assert row["seconds"]["ttft"] > 0
+            assert row["seconds"]["tpot"] is row["seconds"]["tt2t"] is None  # full and h2o are fed in two ways
             assert row["chat_template"] is False
         if method == "h2o":
             assert rows[0]["choices"]["logprobs"] != made[name, "full"].rows()[0]["choices"]["logprobs"]

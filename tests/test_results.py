@@ -471,6 +471,31 @@ def test_cost_by_hand(tmp_path: Path) -> None:
     assert (found["slots"], found["kv_bytes"], found["peak_kv_bytes"]) == (15, 150, 2000)
     assert (found["ttft_s"], found["tpot_s"]) == (1.5, 0.5)
     assert found["tokens_per_s"] == pytest.approx((1 + 5) / (1.0 + 2.0 + 4 * 0.5))
+    assert (found["n"], found["timed"]) == (2, 2)
+
+
+def test_of_how_many_examples_the_times_are(tmp_path: Path) -> None:
+    """A run that was begun with shared prefills and went on alone."""
+
+    def text() -> str:
+        return to_markdown(table(tmp_path))
+
+    run = write(tmp_path, "h2o", [{"rouge1": 1.0}], done=False)
+    assert "| timed" not in text() and "medians over the n examples" in text()
+    untimed = {"ttft": None, "tt2t": None, "tpot": None}
+    run.append(row(1, 1.0, seconds=untimed), row(2, 1.0, seconds=untimed))
+    found = one(tmp_path, "h2o")
+    assert (found["n"], found["timed"], found["ttft_s"]) == (3, 1, 0.5)
+    assert "| timed" in text() and "timed: of how many of the n examples" in text()
+
+
+def test_choices_have_a_time_to_the_first_token_alone(tmp_path: Path) -> None:
+    write(tmp_path, "h2o", [{"acc": 100.0}], done=False)
+    run = write(tmp_path / "choices", "h2o", [], done=False)
+    run.append(row(0, 1.0, seconds={"ttft": 0.5, "tt2t": None, "tpot": None}))
+    assert "TPOT |" in to_markdown(table(tmp_path))
+    head = to_markdown(table(tmp_path / "choices")).splitlines()[2]
+    assert "TTFT" in head and "TPOT" not in head and "tokens/s" not in head
 
 
 # --- choosing, printing, writing

@@ -38,12 +38,11 @@ class Ask:
 
 @dataclass(frozen=True)
 class Judged:
-    """tokens of the continuation; what eviction did; seconds of its prefill and of each further token."""
+    """tokens of the continuation; what eviction did; seconds of its prefill."""
 
     tokens: list[Token]
     receipt: Receipt
     prefill_s: float
-    step_s: float
 
     @property
     def total(self) -> float:

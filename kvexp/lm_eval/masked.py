@@ -44,7 +44,7 @@ class Masked:
         logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
         first = len(ask.ids) - len(ask.continuation) - 1
         tokens = judge(logits[first : len(ask.ids) - 1], ask.continuation)
-        return Judged(tokens, receipt_of(cache.states), time.perf_counter() - start, 0.0)
+        return Judged(tokens, receipt_of(cache.states), time.perf_counter() - start)
 
 
 def judge(logits: Tensor, continuation: Sequence[int]) -> list[Token]:

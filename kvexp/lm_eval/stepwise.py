@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +67,6 @@ class Stepwise:
         for start in range(0, len(rows), self.batch_size):
             some = rows[start : start + self.batch_size]
             forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
-            begun = time.perf_counter()
             tokens = judged(
                 self.model,
                 forks,
@@ -77,10 +75,8 @@ class Stepwise:
                 max_new_tokens=ahead,
                 at_once=feeds_at_once(forks.cache.plan),
             )
-            steps = max(asks[place].ahead for _, place in some) - 1
-            each = (time.perf_counter() - begun) / steps if steps else 0.0
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
-                made[place] = Judged(judgement, receipt, context.seconds, each)
+                made[place] = Judged(judgement, receipt, context.seconds)
         return made
 
 

@@ -97,13 +97,19 @@ def _ended(rows: Sequence[Row]) -> list[Column]:
 
 def _times(rows: Sequence[Row]) -> list[Column]:
     """Where any run was timed by itself."""
-    if all(absent(row["ttft_s"]) for row in rows):
-        return []
-    return [
-        Column("TTFT", lambda row: seconds(row["ttft_s"])),
-        Column("TPOT", lambda row: seconds(row["tpot_s"])),
-        Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
-    ]
+    each = {
+        "ttft_s": Column("TTFT", lambda row: seconds(row["ttft_s"])),
+        "tpot_s": Column("TPOT", lambda row: seconds(row["tpot_s"])),
+        "tokens_per_s": Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
+    }
+    columns = [column for name, column in each.items() if not all(absent(row[name]) for row in rows)]
+    some = any(partly_timed(row) for row in rows)
+    return [*columns, *([Column("timed", lambda row: str(row["timed"]))] if some else [])]
+
+
+def partly_timed(row: Row) -> bool:
+    """Whether its times are of some of its examples alone."""
+    return bool(0 < row["timed"] < row["n"])
 
 
 def _moving(rows: Sequence[Row]) -> list[Column]:

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvexp.errors import ConfigError
 
 from . import stats
-from .columns import MOVING, Column, Row, columns_of, keys_of, plain, shared_settings
+from .columns import MOVING, Column, Row, columns_of, keys_of, partly_timed, plain, shared_settings
 from .units import absent
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
@@ -81,7 +81,13 @@ def notes(df: pd.DataFrame) -> list[str]:
             "batch: prompts per forward. TTFT and TPOT are the batch's; slots, bytes and tokens/s are one row's, bytes "
             "an equal share of the batch's. Compare them only at equal batch sizes."
         ]
-    if df.loc[df["n"] > 0, "ttft_s"].isna().any():
+    if df["ttft_s"].notna().any():
+        lines += [
+            "TTFT, TPOT: medians over the n examples (TPOT: those of two new tokens or more), after an untimed warm-up."
+        ]
+    if any(partly_timed(row) for row in _records(df)):
+        lines += ["timed: of how many of the n examples TTFT, TPOT and tokens/s are; the others shared a prefill."]
+    if df.loc[df["n"] > 0, ["ttft_s", "tpot_s"]].isna().any(axis=None):
         lines += [
             "no TTFT, TPOT, tokens/s: choices are not generated, and runs of a sweep that share each prompt's prefill "
             "are not timed (hydra/launcher=basic takes them one at a time)."

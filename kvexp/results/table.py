@@ -25,8 +25,8 @@ VERDICTS = (
     "length_ok",
 )
 COST = (
-    *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "batch_size"),
-    *("smallest_batch", *retrieval.NAMES),
+    *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed"),
+    *("batch_size", "smallest_batch", *retrieval.NAMES),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
@@ -129,6 +129,8 @@ def _cost(folder: Folder) -> dict[str, float]:
     """Mean slots and bytes at the end, the highest peak, median seconds; all new tokens over all generation time.
 
     ended: percent of the generated answers that an end token or a stop string ended, before max_new_tokens did.
+    Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills. Time per token
+    is of those of them with two new tokens or more.
 
     Per row (one prompt): slots; kv_bytes and peak_kv_bytes, an equal share of the batch's, its padding included; and
     tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
@@ -153,6 +155,7 @@ def _cost(folder: Folder) -> dict[str, float]:
         "tt2t_s": _over(np.median, (timed.get("tt2t") for timed in seconds)),
         "tpot_s": _over(np.median, tpot),
         "tokens_per_s": float(new[timed].sum()) / total if total > 0 else math.nan,
+        "timed": int(np.isfinite(ttft).sum()),
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding
-from kvexp.runner.answers import Answer, answers_of
+from kvexp.runner.answers import UNTIMED, Answer, answers_of
 from kvexp.runner.prompts import Prompt
 from kvexp.tasks.lm_eval import Item, LMEval
 
@@ -140,8 +140,8 @@ def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> Answer:
     output = item.requests[min(best, len(item.requests) - 1)].continuation
     if item.kind == "loglikelihood_rolling":
         results, output = [sum(logprobs)], ""
-    steps = [each.step_s for each in judged if each.step_s]
-    seconds = {"ttft": judged[best].prefill_s, "tt2t": None, "tpot": sum(steps) / len(steps) if steps else None}
+    # No time per token: full is fed a whole choice at once, what evicts while decoding one token at a time.
+    seconds = {**UNTIMED, "ttft": judged[best].prefill_s}
     receipt = dataclasses.asdict(judged[best].receipt)
     return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 

@@ -25,6 +25,7 @@ from kvexp.runner.progress import Progress
 from kvexp.runner.prompts import Prompt, continuation, tokenise
 from kvexp.runner.rows import check_commit, check_threads, recordable
 from kvexp.runner.settings import Settings
+from kvexp.runner.warm import warm_up
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 
@@ -118,6 +119,8 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
         start_anew()
 
     patience = Patience(settings.timeout_s, stuck)
+    runnable = (some for batch in work if (some := prompts_of(settings, model, tokenizer, batch)[1]))
+    warm_up(settings, model, tokenizer, next(runnable, []), patience)
     with Progress(title, total, total - missing) as progress:
         for batch in work:
             make = functools.partial(_rows, settings, model, tokenizer, batch, patience)

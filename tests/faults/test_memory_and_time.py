@@ -173,8 +173,8 @@ import kvexp.models.load as load
 installed = load.install
 def install(model, **options):
     model = installed(model, **options)
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     def hook(module, args, kwargs):
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
         try:
             torch.empty(args[0].shape[0], 64 << 20, dtype=torch.uint8)
