@@ -75,5 +75,6 @@ def test_long_settings_fold_and_leave_room_for_numbers(tmp_path, width):
     text = printed(tmp_path, width)
     parts = text.count("method ")
     assert parts <= (4 if width == 80 else 3), text
-    assert max(len(line) for line in text.splitlines() if not line.startswith("tiny / xsum:")) <= width
+    tables = text.partition("TTFT, TPOT: ")[0]  # notes fold on a terminal alone
+    assert max(len(line) for line in tables.splitlines() if not line.startswith("tiny / xsum:")) <= width
     assert "cache.some_long_option_3=2" in text  # folds between overrides, not inside one
