@@ -11,12 +11,13 @@ from rich.console import Console
 
 from kvexp.diagnose.page import page
 from kvexp.diagnose.runs import settings_at
-from kvexp.diagnose.show import mark, show
-from kvexp.diagnose.texts import texts_of
+from kvexp.diagnose.show import show
 from kvexp.errors import ConfigError
 from kvexp.evictions.files import Told, read_told, write_told
 from kvexp.evictions.view import made
+from kvexp.kept_text import mark
 from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.models.texts import texts_of
 from kvexp.record import Run
 
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered

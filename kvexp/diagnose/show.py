@@ -9,15 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from kvexp.evictions.view import View
+from kvexp.kept_text import mark
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
-
-
-def mark(count: int, heads: int) -> str:
-    """`.` no head, `#` all, else tenths of the heads, rounded down but at least 1."""
-    if count <= 0:
-        return "."
-    return "#" if count >= heads else str(max(1, 10 * count // heads))
 
 
 def style(count: int, heads: int) -> str:

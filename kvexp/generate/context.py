@@ -95,6 +95,7 @@ def prefill(
         **plan,
     )
     cache.resolve([len(p) for p in prompts], ids.shape[1])
+    cache.prompts = [list(prompt) for prompt in prompts]
     if prepare is not None:
         prepare(cache)
     start = time.perf_counter()

@@ -61,6 +61,7 @@ def generate(
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], seeds=row_seeds, **ahead, **plan)
     cache.resolve([len(p) for p in prompts], ids.shape[1])
+    cache.prompts = [list(prompt) for prompt in prompts]
     start = time.perf_counter()
     return search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
 

@@ -54,6 +54,7 @@ def prefill_together(
     for variant in variants:
         cache = EvictionCache(model, variant.method, variant.budget, seeds=row_seeds, **ahead, **variant.plan)
         cache.resolve([len(p) for p in prompts], ids.shape[1])
+        cache.prompts = [list(prompt) for prompt in prompts]
         caches.append(cache)
     start = time.perf_counter()
     logits = forward(model, ids, mask, JoinedCache(caches, len(prompts)))

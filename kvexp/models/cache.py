@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -18,9 +19,11 @@ from kvexp.core.ladder import Ladder
 from kvexp.core.shared import SharedScore
 from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
+from kvexp.kept_text import KeptText
 from kvexp.models.attention import NAME, TAG
 from kvexp.models.families import family_of, layers_of, longest, rotation_of
 from kvexp.models.retrieval import check_retrieval, prepare
+from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
 from kvexp.retrieval.layer import Crew, RetrievalState
 
@@ -129,6 +132,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             common = (self.timeline, self.ledger, self.shared, Ladder(count))
             states = [LayerState(self.plan, i, count, *common) for i in range(count)]
         super().__init__(layers=[SlotLayer(state, rotation) for state in states])
+        self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:
             view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
@@ -147,6 +151,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """Empty the cache: another prompt may follow."""
         self.timeline.reset()
         self.ledger.reset()
+        self.prompts = None
         self.doubt = 0.0
         if self.shared is not None:
             self.shared.reset()
@@ -195,6 +200,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return other
 
     def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        if self.prompts is not None:
+            beams = self.timeline.num_beams
+            self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]
         self.timeline.select_rows(rows, same_prompts=same_prompts)
         for state in self.states:
             state.select_rows(rows, same_prompts=same_prompts)
@@ -235,3 +243,21 @@ class EvictionCache(Cache):  # type: ignore[misc]
     def kept(self, layer: int) -> list[list[list[int]]]:
         """Position ids layer `layer` holds, per batch row and kv head."""
         return self.states[layer].kept()
+
+    def show(self, tokenizer: Any, sample: int = 0, prompt: Sequence[int] | None = None) -> KeptText:
+        """The prompt's tokens, coloured in a notebook by how many heads hold each one now; marks in a terminal.
+
+        sample: of the batch; of its beams the first stands for all. prompt: its token ids without padding, needed where
+        kvexp.generate did not feed them. Methods that keep everything show what the newest token attended to.
+        """
+        ids = prompt if prompt is not None else self.prompts[sample] if self.prompts is not None else None
+        if ids is None:
+            raise ConfigError(
+                "this cache was not filled by kvexp.generate and does not know the words: give the prompt's token ids, "
+                "without padding, as in cache.show(tokenizer, prompt=ids)"
+            )
+        row = sample * self.timeline.num_beams
+        held = [state.kept(slice(row, row + 1))[0] for state in self.states]
+        counts = [Counter(position for head in heads for position in head) for heads in held]
+        by_layer = [[layer[place] for layer in counts] for place in range(len(ids))]
+        return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
