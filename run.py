@@ -13,7 +13,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
+from kvexp.pipes import watch_pipes
 from kvexp.runner.guard import guard
+from kvexp.runner.mistakes import told
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -36,10 +38,11 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 
 if __name__ == "__main__":
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
+    watch_pipes()
     guard(sys.argv[1:])
     own_launchers()
     planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
-    with interruptible():
+    with interruptible(), told(sys.argv[1:]):
         if planning:
             from kvexp.runner.dry_run import dry_run
 

@@ -28,6 +28,7 @@ from benchmarks.shapes import prompt_of, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line
 from benchmarks.yardstick import decoded, prefilled
+from kvexp.pipes import watch_pipes
 
 # name -> (press, attention, where it evicts)
 CASES = {
@@ -136,4 +137,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

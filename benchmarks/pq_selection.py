@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.select import best
+from kvexp.pipes import watch_pipes
 from kvexp.retrieval.asked import combined
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 from kvexp.retrieval.pqcache import dots
@@ -174,4 +175,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

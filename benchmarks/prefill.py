@@ -25,6 +25,7 @@ from benchmarks.shapes import Shape, ours, prompt_of, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 from benchmarks.variants import Variant, variant
+from kvexp.pipes import watch_pipes
 
 METHODS = ("h2o", "keyformer", "keyformer_quiet", "a2sf", "snapkv")
 DEFAULT = ["hf", "full", *(f"{method}@0.2" for method in METHODS)]
@@ -122,4 +123,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.command import printed
 from benchmarks.store import RESULTS, Cell
 from benchmarks.table import Line, table
+from kvexp.pipes import watch_pipes
 
 
 def tables(folder: Path, tiny: bool = False) -> tuple[list[str], list[Line]]:
@@ -61,4 +62,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -24,6 +24,7 @@ from kvexp.generate import Decoding, generate, receipts
 from kvexp.methods import H2O, Full
 from kvexp.models import random_model
 from kvexp.models.retrieval import head_dim, kv_heads, layer_seconds
+from kvexp.pipes import watch_pipes
 from kvexp.retrieval import InfLLM, PQCache, SparQ
 from kvexp.retrieval.adaptive import clustering_seconds
 from kvexp.retrieval.layout import Layout
@@ -157,4 +158,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

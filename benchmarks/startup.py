@@ -19,6 +19,7 @@ from benchmarks.command import Command, error_of
 from benchmarks.processes import command as run_command
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
+from kvexp.pipes import watch_pipes
 
 ALLOWED = {"run.py --help": 2.0, "import kvexp.core, above torch": 1.5, "run.py limit=1": 10.0}
 
@@ -99,4 +100,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

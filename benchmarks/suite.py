@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.store import RESULTS
+from kvexp.pipes import watch_pipes
 
 MINUTES = 10
 
@@ -163,4 +164,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

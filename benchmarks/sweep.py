@@ -23,6 +23,7 @@ from benchmarks.processes import command as run_command
 from benchmarks.shapes import SHAPES
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
+from kvexp.pipes import watch_pipes
 
 VARIANTS = ("method=h2o,keyformer,a2sf", "kv_ratio=0.2,0.5,0.7")
 TARGETS = {"testbed": 4.0, "100m": 5.0}
@@ -119,4 +120,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

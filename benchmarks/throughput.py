@@ -21,6 +21,7 @@ from benchmarks.store import Cell
 from benchmarks.table import Line
 from benchmarks.variants import Variant, variant
 from benchmarks.whole import joined, windows
+from kvexp.pipes import watch_pipes
 
 
 def largest(fits: Callable[[int], bool], most: int, fine: float = 0.0) -> int:
@@ -119,4 +120,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -23,6 +23,7 @@ from benchmarks.shapes import ours, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 from benchmarks.variants import Variant, variant
+from kvexp.pipes import watch_pipes
 
 # Speed-up of tokens per second over full attention in Keyformer's Table 1 and Fig. 9 (arXiv:2403.09054), MPT-7B on an
 # A100 80GB with 4 beams: what the same ratio was there.
@@ -146,4 +147,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

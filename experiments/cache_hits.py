@@ -16,6 +16,7 @@ from typing import Any, Literal
 from experiments.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
+from kvexp.pipes import watch_pipes
 from kvexp.retrieval import PQCache
 
 POLICIES: tuple[Literal["lru", "lfu"], ...] = ("lru", "lfu")
@@ -75,4 +76,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -20,6 +20,7 @@ from experiments.generated import write_or_check
 from experiments.index import TITLES, status
 from experiments.workers import MEASURED
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 
 FINDINGS, WORDS = HERE / "FINDINGS.md", HERE / "findings.yaml"
 WAITING, NOT_RUN = "waits for a GPU", "not run"
@@ -95,4 +96,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -16,6 +16,7 @@ from experiments.generated import write_or_check
 from experiments.make import VERDICT
 from experiments.speed import WAITS
 from experiments.workers import MEASURED
+from kvexp.pipes import watch_pipes
 
 README = HERE / "README.md"
 TITLES = {
@@ -83,4 +84,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -23,6 +23,7 @@ from experiments.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate
 from kvexp.models.retrieval import head_dim
+from kvexp.pipes import watch_pipes
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.asked import Asked, Chosen, combined
 from kvexp.retrieval.base import Prompt
@@ -100,4 +101,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -18,6 +18,7 @@ from experiments.exhibits import SCALES, load, name_of, names, sweeps
 from experiments.make import VERDICT, Asked, Made, markdown
 from experiments.workers import MEASURED, results
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 
 
 def record(made: Made, scale: str, fresh: bool) -> None:
@@ -107,4 +108,5 @@ def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

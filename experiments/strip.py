@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvexp.pipes import watch_pipes
+
 METADATA = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 METADATA["language_info"] = {"name": "python"}
 
@@ -42,4 +44,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.training.export import card
 from kvexp.training.families import NAMES as MODELS
@@ -144,4 +145,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

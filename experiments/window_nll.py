@@ -25,6 +25,7 @@ from kvexp.generate.logprobs import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.models import load_model, load_tokenizer
 from kvexp.models.families import longest
+from kvexp.pipes import watch_pipes
 
 # label -> method, and where its paper's positions need saying, how the cache is set up
 METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
@@ -173,4 +174,5 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

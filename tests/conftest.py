@@ -32,7 +32,8 @@ def stories260k() -> str:
 
 @pytest.fixture(autouse=True)
 def own_interrupt():
-    """run.py, run in this process, takes over what an interrupt does."""
-    before = signal.getsignal(signal.SIGINT)
+    """run.py, run in this process, takes over what an interrupt and a broken pipe do."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGPIPE)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, action in before.items():
+        signal.signal(number, action)

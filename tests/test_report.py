@@ -221,7 +221,7 @@ def test_what_cannot_be_shown_is_one_clear_error(
 
 
 def test_a_choice_that_leaves_nothing_and_a_file_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has the labels of --where"):
+    with pytest.raises(ConfigError, match="has method=nobody; there are method="):
         read(folder, {"method": "nobody"})
     (tmp_path / "file").touch()
     assert main([str(folder), str(tmp_path / "file" / "page.html"), "--where", "model=old"]) == 2

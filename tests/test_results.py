@@ -651,7 +651,7 @@ def test_no_folder_and_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no folder" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 1
-    assert "no runs under" in capsys.readouterr().out
+    assert "no run under" in capsys.readouterr().out
     assert table(tmp_path).empty
 
 

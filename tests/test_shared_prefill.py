@@ -141,7 +141,7 @@ def test_a_run_that_cannot_be_fails_alone(tmp_path):
     words = small("limit=2", "task.max_new_tokens=4", f"outputs_dir={out}")
     done = command("-m", *words, "method=h2o,streaming_llm,a2sf", "budget=tokens", "budget.tokens=4,40")
     assert done.returncode == 1
-    assert "1 run(s) failed" in done.stdout and "cannot hold sink=4" in done.stdout
+    assert "1 run(s) failed" in done.stdout and "cannot hold sink=4" in done.stderr
     rows = {(run.labels["method"], run.labels["setting"]): len(run.rows()) for run in runs(out)}
     assert (
         rows.pop(("streaming_llm", next(s for m, s in rows if m == "streaming_llm" and "budget.tokens=4 " in s))) == 0

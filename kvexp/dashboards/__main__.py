@@ -14,6 +14,7 @@ import kvexp.dashboards
 from kvexp.errors import ConfigError
 from kvexp.log import check
 from kvexp.log.mode import PROJECT, has_account
+from kvexp.pipes import watch_pipes
 from kvexp.results import table
 
 from .build import report, workspace
@@ -85,4 +86,5 @@ def check_reachable(address: str, seconds: float = 10.0) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvexp.errors import CacheError, ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.runner.guard import type_words
 
 # May stand anywhere: a run's own files cannot ask for this. See docs/scaling.md, What is trusted.
@@ -102,7 +103,7 @@ def _show(args: argparse.Namespace, console: Console) -> None:
         show(seen, console)
         return
     args.html.write_text(page(seen, title_of(run)), encoding="utf-8")
-    console.print(f"wrote {args.html}", highlight=False)
+    console.print(f"wrote {args.html}", highlight=False, markup=False)
 
 
 def _prompt(args: argparse.Namespace, console: Console) -> None:
@@ -134,7 +135,7 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
     for name, figure in (("heatmap", heatmaps(frame, title)), ("curves", curves(frame, title))):
         file = folder / f"{name}.{args.format}"
         save(figure, file)
-        console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+        console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _replay(args: argparse.Namespace, console: Console) -> None:
@@ -167,10 +168,10 @@ def _gap(args: argparse.Namespace, console: Console) -> None:
     show(frame, console)
     if args.draw is not None:
         save(draw(frame), args.draw)
-        console.print(f"wrote {args.draw}", highlight=False)
+        console.print(f"wrote {args.draw}", highlight=False, markup=False)
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
-        console.print(f"wrote {args.csv}", highlight=False)
+        console.print(f"wrote {args.csv}", highlight=False, markup=False)
 
 
 def _diff(args: argparse.Namespace, console: Console) -> None:
@@ -181,4 +182,5 @@ def _diff(args: argparse.Namespace, console: Console) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

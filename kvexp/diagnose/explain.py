@@ -143,7 +143,7 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
             )
             console.print(f"{name}: {row['example']}: {what}", highlight=False, markup=False, soft_wrap=True)
         if len(logged) < len(rows):
-            console.print(f"{name}: {len(rows) - len(logged)} lost examples have no log", highlight=False)
+            console.print(f"{name}: {len(rows) - len(logged)} lost examples have no log", highlight=False, markup=False)
     console.print(table)
     console.print("lost: scored less than with the full cache. explained: undoing evictions brings it back, of those")
     console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")

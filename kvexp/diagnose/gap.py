@@ -96,7 +96,7 @@ def show(frame: pd.DataFrame, console: Console) -> None:
     """One table per model and task."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False):
         title = f"{model} / {task}: points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
-        console.print(title, style="bold", highlight=False)
+        console.print(title, style="bold", highlight=False, markup=False)
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
         for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
             table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
@@ -111,7 +111,8 @@ def show(frame: pd.DataFrame, console: Console) -> None:
     if (frame["n"] < stats.MIN_PAIRS).any():
         console.print(f"{TOO_FEW}: under {stats.MIN_PAIRS} examples an interval means nothing")
     if frame.attrs["missing"]:
-        console.print(f"no ideal run of the same budget: {', '.join(frame.attrs['missing'])}", highlight=False)
+        missing = ", ".join(frame.attrs["missing"])
+        console.print(f"no ideal run of the same budget: {missing}", highlight=False, markup=False)
 
 
 def _interval(row: Any, name: str) -> str:

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.results.read import folders
 
 
@@ -75,4 +76,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
+from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import shared_settings
 
@@ -147,4 +148,5 @@ def _where(pairs: Sequence[str]) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

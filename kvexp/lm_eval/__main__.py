@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvexp.errors import CacheError, ConfigError
+from kvexp.pipes import watch_pipes
 
 
 def main(arguments: list[str]) -> None:
@@ -98,6 +99,7 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
 
 
 if __name__ == "__main__":
+    watch_pipes()
     try:
         main(sys.argv[1:])
     except (ConfigError, CacheError) as error:

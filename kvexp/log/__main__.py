@@ -7,6 +7,7 @@ from pathlib import Path
 
 import kvexp.log
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.record import runs
 
 from . import check, publish
@@ -40,4 +41,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

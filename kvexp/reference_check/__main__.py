@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.reference_check.run import run
 
 
@@ -48,4 +49,5 @@ def _files(named: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.results.where import where
 
 from .page import page
@@ -45,4 +46,5 @@ def write(file: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

@@ -9,7 +9,7 @@ import pandas as pd
 
 from kvexp.errors import ConfigError
 from kvexp.results import table
-from kvexp.results.read import Folder, folders
+from kvexp.results.read import Folder, folders, unmatched
 from kvexp.results.render import groups
 
 
@@ -47,8 +47,7 @@ def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: i
         raise ConfigError(f"--samples must be 0 or more, got {samples}")
     frame = table(outputs, where)
     if frame.empty:
-        found = f"no run under {outputs}"
-        raise ConfigError(f"{found} has the labels of --where" if where else f"{found}; run: python run.py")
+        raise ConfigError(unmatched(outputs, where or {}))
     return Source(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
 
 

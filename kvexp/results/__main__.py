@@ -10,8 +10,10 @@ import pandas as pd
 from rich.console import Console
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 
 from . import print_table, table, to_markdown
+from .read import unmatched
 from .render import X_AXES
 from .where import where
 
@@ -23,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
         warnings.simplefilter("always")
         try:
-            df = table(args.outputs, where(args.where))
+            chosen = where(args.where)
+            df = table(args.outputs, chosen)
             if df.empty:
-                print(f"no runs under {args.outputs}{' match' if args.where else '; run: python run.py'}")
+                print(unmatched(args.outputs, chosen))
                 return 1
             write(df, args)
-            print_table(df, Console(), args.x)
+            print_table(df, Console(markup=False), args.x)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -70,4 +73,5 @@ def write(df: pd.DataFrame, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

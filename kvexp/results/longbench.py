@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 
 from .table import table
 from .units import fixed
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
-    Console().print(shown(frame))
+    Console(markup=False).print(shown(frame))
     for _, row in frame[frame["missing"] != ""].iterrows():
         print(f"{row['model']} {row['method']}: no average yet, missing: {row['missing']}")
     return 0
@@ -120,4 +121,5 @@ def shown(frame: pd.DataFrame) -> Table:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())

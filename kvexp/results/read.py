@@ -15,6 +15,7 @@ from kvexp.record import Refusal, Run, refusals, runs
 Row = dict[str, Any]
 
 BASELINE, EXPERIMENT = "full", "experiment"
+LISTED = 24  # values of a label that an error names
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,26 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
                 found.append(replace(folder, labels=_shown(folder.asked, labels)))
                 break
     return found
+
+
+def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
+    """Why no run was chosen: what there is for each label that none of them has with the value asked for."""
+    found = folders(outputs_dir)
+    if not found or not where:
+        return f"no run under {outputs_dir}; run: python run.py"
+    lines = []
+    for name, wanted in where.items():
+        if not chosen(found, {name: wanted}):
+            there = sorted({str(value) for folder in found for value in _values(folder, name) if value is not None})
+            some = ",".join(there[:LISTED]) + (",..." if len(there) > LISTED else "")
+            asked = ",".join(map(str, wanted)) if isinstance(wanted, list | tuple | set) else wanted
+            lines.append(f"no run under {outputs_dir} has {name}={asked}; there are {name}={some}")
+    return "; ".join(lines) or f"no run under {outputs_dir} has all of the labels of --where"
+
+
+def _values(folder: Folder, name: str) -> list[Any]:
+    own = {"hash": folder.run.hash, "status": folder.status}
+    return [(labels | own).get(name) for labels in folder.asked]
 
 
 def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:

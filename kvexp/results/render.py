@@ -24,7 +24,7 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
     """One table per (model, task), in several parts where the console is too narrow. x: order by kv_ratio or bytes."""
-    console = console or Console()
+    console = console or Console(markup=False)
     for title, rows, columns, keys in groups(df, x):
         console.print(Text(title, style="bold"))
         for part in _fit(columns, keys, rows, console.width):

@@ -124,7 +124,7 @@ def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None
             planned.append(_group(group, machine))
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
-            note_failure(_name(group[0]), str(error))
+            note_failure(_name(group[0]), str(error), told=True)
     _show(planned, len(jobs))
 
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from kvexp.build import typed
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, accept, identity, refuse
 from kvexp.runner.diagnosis import Diagnosis, diagnosis_of
 from kvexp.runner.guard import check
+from kvexp.runner.known import check_keys
 from kvexp.runner.labels import labels_as_asked, request
 from kvexp.runner.objective import objective
 from kvexp.runner.report import note, note_failure
 from kvexp.runner.sharing import free, in_turn
 from kvexp.runner.sweep import SWEEP
+from kvexp.runner.values import check_values
 
 if TYPE_CHECKING:
     from kvexp.runner.settings import Settings
@@ -62,7 +64,10 @@ def job(config: DictConfig) -> float | None:
     """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
-    one = Job(config, list(hydra.overrides.task), dict(hydra.runtime.choices), number)
+    overrides: Any = OmegaConf.to_container(
+        hydra.overrides.task, resolve=False
+    )  # as typed: never what ${...} stands for
+    one = Job(config, overrides, dict(hydra.runtime.choices), number)
     if SWEPT.jobs is not None:
         SWEPT.jobs.append(one)
         return None
@@ -155,7 +160,7 @@ def tell(one: Job, error: Exception) -> None:
         print(f"error: {_words(error)}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
-    note_failure(" ".join(one.overrides) or "(defaults)", _words(error))
+    note_failure(" ".join(one.overrides) or "(defaults)", _words(error), told=True)
 
 
 def parts_of(one: Job) -> list[Settings]:
@@ -176,9 +181,11 @@ def _words(error: Exception) -> str:
 
 
 def _settings(config: DictConfig, choices: dict[str, str], overrides: list[str]) -> Settings:
-    from kvexp.runner.settings import settings_of
+    plain = _resolved(config)
+    check_values(plain, choices)
+    from kvexp.runner.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
 
-    settings = settings_of(_resolved(config), choices, overrides)
+    settings = settings_of(plain, choices, overrides)
     diagnosis = diagnosis_of(config)
     if diagnosis is not None:
         diagnosis.check(settings)
@@ -198,10 +205,10 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         place = getattr(error, "full_key", None) or "a setting"
-        raise ConfigError(
-            f"{place}: {str(error).splitlines()[0]}; set it on the command line, {place}=VALUE"
-        ) from error
+        why = "has no value" if isinstance(error, MissingMandatoryValue) else f"cannot be: {str(error).splitlines()[0]}"
+        raise ConfigError(f"{place} {why}; set it on the command line, {place}=VALUE") from error
     check(plain)
+    check_keys(plain)
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
 
 

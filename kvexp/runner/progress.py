@@ -25,7 +25,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
             self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")

@@ -17,12 +17,21 @@ from kvexp.record import check_writable
 from kvexp.runner.sweep import SWEEP
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A job (its overrides) that failed; told: whether the reader of this command has been told why."""
+
+    job: str
+    why: str
+    told: bool
+
+
 @dataclass
 class _Command:
     """The runs of this process, in the order they were asked for."""
 
     hashes: list[str] = field(default_factory=list)
-    failures: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 COMMAND = _Command()
@@ -33,9 +42,9 @@ def note(*hashes: str | None) -> None:
     COMMAND.hashes += [h for h in hashes if h is not None and h not in COMMAND.hashes]
 
 
-def note_failure(job: str, why: str) -> None:
-    """This job (its overrides) is listed at the end, and the command fails."""
-    COMMAND.failures.append((job, why))
+def note_failure(job: str, why: str, *, told: bool) -> None:
+    """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
+    COMMAND.failures.append(Failure(job, why, told))
 
 
 def taken() -> _Command:
@@ -51,21 +60,22 @@ def exit_code() -> int:
     return 1 if COMMAND.failures else 0
 
 
-def show(outputs_dir: str | Path) -> None:
-    """Print the table of this command's runs and their baselines, then the failures."""
+def show(outputs_dir: str | Path, *, jobs: bool = False) -> None:
+    """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed."""
     from rich.console import Console
 
-    from kvexp.results import print_table, table
-
-    console = Console()
+    console = Console(markup=False)
     if COMMAND.hashes:
+        from kvexp.results import print_table, table  # late: a command that made nothing does not wait for pandas
+
         frame = table(outputs_dir, {"hash": COMMAND.hashes})
         print_table(frame, console)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
-    if COMMAND.failures:
-        console.print(f"\n{len(COMMAND.failures)} run(s) failed:", highlight=False)
-        for job, message in COMMAND.failures:
-            console.print(f"  {job}\n    {message}", highlight=False, markup=False)
+    if COMMAND.failures and jobs:
+        console.print(f"\n{len(COMMAND.failures)} run(s) failed, for the reasons told:", highlight=False)
+        for failure in COMMAND.failures:
+            why = "" if failure.told else f"\n    {failure.why}"
+            console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)
 
 
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
@@ -86,23 +96,23 @@ class SweepTable(Callback):
             SWEEP.deferring = True  # this sweeper asks for nothing back, so a job may come later
 
     def on_run_end(self, config: Any, **_: Any) -> None:
-        self._end(config)
+        self._end(config, jobs=False)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
         from kvexp.runner.job import finish_left
 
         finish_left()
-        self._end(config)
+        self._end(config, jobs=True)
 
-    def _end(self, config: Any) -> None:
+    def _end(self, config: Any, *, jobs: bool) -> None:
         try:
-            self._show_and_publish(config)
+            show(config.outputs_dir, jobs=jobs)
+            self._publish(config)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             print(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            note_failure("table and publishing", f"{type(error).__name__}: {error}")
+            note_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
 
-    def _show_and_publish(self, config: Any) -> None:
-        show(config.outputs_dir)
+    def _publish(self, config: Any) -> None:
         if config.log.wandb and COMMAND.hashes:
             from kvexp.log import publish
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvexp.runner.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.runner.model import ModelSpec
 from kvexp.runner.padding import check_padding
 from kvexp.runner.shard import Shard
+from kvexp.runner.values import check_values
 from kvexp.tasks import LMEval, Task
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
@@ -121,7 +121,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for group in ("cache", "task", "method", "budget", "generation", "model"):
         if not isinstance(config.get(group), dict):
             raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
-    typed(config["outputs_dir"], str, "outputs_dir")
+    check_values(config, choices)
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
@@ -158,12 +158,12 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         beyond_context=typed(beyond, bool, "cache.beyond_context"),
         task=task,
         decoding=_decoding(config["generation"], task),
-        seed=typed(config["seed"], int, "seed"),
-        limit=typed(config["limit"], int | None, "limit"),
+        seed=config["seed"],
+        limit=config["limit"],
         batch_size=min(batch_size, 1) if alone(model.dtype, model.resolved_device()) else batch_size,
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
-        retry=typed(config["retry"], bool, "retry"),
+        retry=config["retry"],
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
@@ -195,14 +195,6 @@ def _decoding(node: dict[str, Any], task: Task) -> Decoding:
 
 def _check(settings: Settings) -> None:
     """What can be wrong without a model or data at hand."""
-    if settings.seed < 0:
-        raise ConfigError(f"seed must be at least 0, got {settings.seed}")
-    if settings.batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {settings.batch_size}")
-    if settings.limit is not None and settings.limit < 1:
-        raise ConfigError(f"limit must be at least 1 example or null for all, got {settings.limit}")
-    if settings.timeout_s is not None and not 0 < settings.timeout_s < math.inf:
-        raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {settings.timeout_s:g}")
     view = settings.method.view
     if settings.batch_size > 1 and view is not None and view.batch == "sum_all":
         raise ConfigError(

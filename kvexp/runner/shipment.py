@@ -12,7 +12,7 @@ from omegaconf import open_dict
 from kvexp.errors import ConfigError
 from kvexp.record import Run, identity
 from kvexp.runner.job import Job, parts_of, perform, readable, run_job
-from kvexp.runner.report import note, note_failure, taken
+from kvexp.runner.report import Failure, note, note_failure, taken
 from kvexp.runner.sweep import SWEEP
 
 
@@ -29,10 +29,10 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """hashes: runs and baselines; failures: (job, why); values: each job's objective."""
+    """hashes: runs and baselines; values: each job's objective."""
 
     hashes: list[str]
-    failures: list[tuple[str, str]]
+    failures: list[Failure]
     values: dict[int, float | None]
 
 
@@ -54,8 +54,8 @@ def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]
     for done, (place, outcome) in enumerate(engine(work, shipments), start=1):
         if isinstance(outcome, Outcome):
             note(*outcome.hashes)
-            for failure in outcome.failures:
-                note_failure(*failure)
+            for failure in outcome.failures:  # told where its worker ran, which nobody may be looking at
+                note_failure(failure.job, failure.why, told=False)
             values |= outcome.values
         else:
             _lost(shipments[place], outcome)
@@ -71,7 +71,7 @@ def work(shipment: Shipment) -> Outcome:
     command = taken()
     note(*before.hashes)
     for failure in before.failures:
-        note_failure(*failure)
+        note_failure(failure.job, failure.why, told=failure.told)
     return Outcome(command.hashes, command.failures, dict(zip(map(_number, shipment.jobs), values, strict=True)))
 
 
@@ -113,7 +113,7 @@ def _lost(shipment: Shipment, error: BaseException) -> None:
                 note(run.baseline, run.hash)
             if run is None or not run.finished:
                 why = f"its worker ended ({type(error).__name__}: {error}); the same command goes on from its rows"
-                note_failure(" ".join(job.overrides) or "(defaults)", why)
+                note_failure(" ".join(job.overrides) or "(defaults)", why, told=False)
 
 
 def _number(job: Job) -> int:

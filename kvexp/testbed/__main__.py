@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from random import Random
 
+from kvexp.pipes import watch_pipes
 from kvexp.testbed.document import LONGEST, SPLITS, Shape, document
 from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
 from kvexp.testbed.needle import needle_document
@@ -57,4 +58,5 @@ def _wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     main()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.training.families import NAMES
 from kvexp.training.launch import several
 from kvexp.training.recipes import RECIPES
@@ -90,4 +91,5 @@ def say(trainer: Trainer) -> None:
 if __name__ == "__main__":
     # A training asked to end is to end its children too, which Python does only of an interrupt.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    watch_pipes()
     sys.exit(main())

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
 from kvexp.tasks.testbed.export import export
 from kvexp.testbed.document import SPLITS
 
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     try:
         main()
     except ConfigError as error:
