@@ -42,9 +42,7 @@ def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -
     if ratio is not None and tokens is not None:
         if option == "tokens":
             raise ConfigError(f"budget=tokens takes no ratio, got budget.kv_ratio={ratio}: leave out one of the two")
-        raise ConfigError(
-            f"budget.tokens={tokens} needs budget=tokens, budget={option or 'ratio'} takes a ratio: add it"
-        )
+        raise ConfigError(f"budget.tokens={tokens} needs budget=tokens; budget={option or 'ratio'} takes a ratio")
     if ratio is None:
         return
     name = "kv_ratio" if ratio == at_root else "budget.kv_ratio"
