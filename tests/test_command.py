@@ -89,7 +89,7 @@ def test_a_refused_job_is_recorded_shown_and_forgotten_once_it_runs(command, tmp
     assert "kv_ratio must be in (0, 1], got 1.5" in row["note"]
     assert set(shown["comparisons"]) == {1}, "what was never run is not among the comparisons"
     assert results([str(tmp_path / "out"), "-w", "status=refused"]) == 0
-    assert "refused: ConfigError: budget: kv_ratio must be" in capsys.readouterr().out.replace("\n", " ")
+    assert "refused: ConfigError: kv_ratio must be" in capsys.readouterr().out.replace("\n", " ")
 
     code, _, _ = command("method=h2o", "kv_ratio=0.3", "batch_size=0")
     assert code == 1 and len(list(refusals(tmp_path / "out"))) == 2

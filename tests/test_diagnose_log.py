@@ -305,8 +305,8 @@ def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsy
 def test_refused_with_a_reason_before_a_model_loads(tmp_path, command, monkeypatch, overrides, reason):
     monkeypatch.setattr(kvexp.runner.run, "load", None)
     run_job(job(tmp_path, "diagnose=log", *overrides))
-    ((_, why),) = command.failures
-    assert reason in why
+    (failure,) = command.failures
+    assert reason in failure.why
     assert not list(runs(tmp_path))
 
 

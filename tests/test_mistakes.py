@@ -76,7 +76,7 @@ def test_torch_is_not_imported_for_it(tmp_path):
 def test_a_sweep_tells_each_reason_once_and_lists_its_failed_jobs(monkeypatch, capsys, tmp_path):
     code, out, err = run_py(monkeypatch, capsys, "-m", "kv_ratio=20,30", f"outputs_dir={tmp_path}")
     assert code == 1 and err.count("got 20") == err.count("got 30") == 1
-    assert "2 run(s) failed, for the reasons told:" in out and "got " not in out
+    assert "2 run(s) failed:" in out and "got " not in out
     assert len(list(refusals(tmp_path))) == 2
 
 

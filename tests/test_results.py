@@ -633,7 +633,7 @@ def test_command_prints_and_writes(sweep: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--where", "method=none"], 1, "match"),
+        (["--where", "method=none"], 1, "has method=none; there are method=full,h2o,keyformer"),
         (["--where", "metod=h2o"], 2, "cannot choose runs by metod"),
         (["--where", "h2o"], 2, "LABEL=VALUE"),
         (["--csv", "/no/such/folder/t.csv"], 2, "cannot write /no/such/folder/t.csv"),

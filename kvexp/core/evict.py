@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvexp.core.budget import Budget
 from kvexp.core.method import Method, Moment
 from kvexp.core.plan import Plan
 from kvexp.core.select import keepers, victims
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
+
+PROTECTING = ("n_sinks", "recent_ratio", "protect_recent", "window")  # settings of methods
 
 
 @dataclass
@@ -29,19 +32,9 @@ class Quota:
 
     @classmethod
     def of(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> Quota:
-        recents = []
-        for k in slots:
-            recent = method.recent(k)
-            itself = 1 if counts_self and method.sinks and not recent else 0
-            if method.sinks + recent + itself > k:
-                raise ConfigError(
-                    f"budget of {k} slots cannot hold sink={method.sinks} + recent={recent}"
-                    + (" + the token being generated" if itself else "")
-                    + f" of {method.name}; raise kv_ratio (or tokens), or lower what the method protects "
-                    "(n_sinks, recent_ratio, protect_recent or window)"
-                )
-            # The token being generated is one of the recent ones where it is one of the budget.
-            recents.append(max(recent - 1, 0) if counts_self else recent)
+        # The token being generated is one of the recent ones where it is one of the budget.
+        windows = [window(method, k, counts_self=counts_self) for k in slots]
+        recents = [max(recent - 1, 0) if counts_self else recent for recent in windows]
         kept = [k - 1 if counts_self else k for k in slots]
         tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recents)]
         return cls(slots, kept, recents, *tensors)
@@ -53,9 +46,8 @@ class Quota:
         """What the plan's budget grants a layer for prompts of these lengths; `new`: max_new_tokens."""
         budget, method = plan.budget, plan.method
         assert budget is not None
-        slots = budget.resolve(lengths, padded, new, layer, layers)
-        granted = [method.allowance(k, length) for k, length in zip(slots, lengths, strict=True)]
-        return cls.of(method, granted, counts_self=budget.counts_self, device=device)
+        slots = granted(method, budget, lengths, padded, new, layer, layers)
+        return cls.of(method, slots, counts_self=budget.counts_self, device=device)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         if not same_prompts:
@@ -64,6 +56,32 @@ class Quota:
             self.recent = [self.recent[i] for i in rows.tolist()]
         rows = rows.to(self.slots_t.device)
         self.slots_t, self.kept_t, self.recent_t = self.slots_t[rows], self.kept_t[rows], self.recent_t[rows]
+
+
+def granted(
+    method: Method, budget: Budget, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int
+) -> list[int]:
+    """Slots per kv head of one layer for prompts of so many tokens; `new`: max_new_tokens. ConfigError where they
+    cannot hold what the method protects."""
+    slots = budget.resolve(lengths, padded, new, layer, layers)
+    slots = [method.allowance(k, length) for k, length in zip(slots, lengths, strict=True)]
+    for k in slots:
+        window(method, k, counts_self=budget.counts_self)
+    return slots
+
+
+def window(method: Method, slots: int, *, counts_self: bool) -> int:
+    """The newest tokens that are protected; ConfigError where the slots cannot hold them and the sinks."""
+    recent = method.recent(slots)
+    itself = 1 if counts_self and method.sinks and not recent else 0
+    if method.sinks + recent + itself > slots:
+        protects = [name for name in PROTECTING if hasattr(method, name)]
+        raise ConfigError(
+            f"budget of {slots} slots cannot hold sink={method.sinks} + recent={recent}"
+            + (" + the token being generated" if itself else "")
+            + f" of {method.name}; raise kv_ratio (or budget.tokens), or lower method.{' or method.'.join(protects)}"
+        )
+    return recent
 
 
 def protected(method: Method, now: Moment, quota: Quota) -> Tensor:

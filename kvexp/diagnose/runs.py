@@ -9,11 +9,11 @@ from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
 from kvexp.record import Run, identity
+from kvexp.runner.asking import prompt_of
 from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.guard import check_stored
 from kvexp.runner.model import load, tokenizer_of
 from kvexp.runner.padding import budget_of
-from kvexp.runner.run import prompt_of
 from kvexp.runner.seeds import noise_seed
 from kvexp.runner.settings import Settings, settings_of
 from kvexp.tasks import Example

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvexp.core import Budget, Method
+from kvexp.core.evict import granted
 from kvexp.errors import ConfigError
 from kvexp.generate import Decoding, Generation, generate
 from kvexp.lm_eval.asks import Ask, Judged, padded
@@ -16,8 +17,7 @@ from kvexp.lm_eval.encode import Encoder
 from kvexp.lm_eval.masked import Masked
 from kvexp.lm_eval.row_mask import check_row_mask
 from kvexp.lm_eval.stepwise import Stepwise, of_whole
-from kvexp.models import EvictionCache
-from kvexp.models.families import longest
+from kvexp.models.families import check_positions, layers_of, longest
 from kvexp.tasks.lm_eval import Protocol
 
 
@@ -96,11 +96,15 @@ class Bench:
         """Why a context is too short for its budget, None if none is. What no context could have is raised."""
         if self.masked or self.budget is None:
             return None
+        positions = self.plan.get("positions") or self.method.positions
+        check_positions(self.model.config, self.method.name, positions, bool(self.plan.get("beyond_context")))
+        layers = layers_of(self.model.config)
         for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
             budget = of_whole(self.budget) if whole else self.budget
-            cache = EvictionCache(self.model, self.method, budget, max_new_tokens=ahead, **self.plan)
+            assert budget is not None
             try:
-                cache.resolve([length], length)
+                for layer in range(layers):
+                    granted(self.method, budget, [length], length, ahead, layer, layers)
             except ConfigError as error:
                 return str(error)
         return None

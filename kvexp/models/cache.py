@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
-from kvexp.core.evict import Quota
+from kvexp.core.evict import granted
 from kvexp.core.ladder import Ladder
 from kvexp.core.shared import SharedScore
 from kvexp.core.simulate import RowMaskState
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention import NAME, TAG
-from kvexp.models.families import family_of, layers_of, longest, rotation_of
+from kvexp.models.families import check_positions, layers_of, longest, rotation_of
 from kvexp.models.retrieval import check_retrieval, prepare
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
@@ -97,21 +97,15 @@ class EvictionCache(Cache):  # type: ignore[misc]
         seeds: int | Sequence[int] = 0,
         beyond_context: bool = False,
     ) -> None:
-        config, family = model.config, family_of(model.config)
+        config = model.config
         if getattr(config, "_attn_implementation", None) != NAME:
             raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
         place = positions or method.positions
         if isinstance(method, Retrieval):
             check_retrieval(config, method)
-        if place == "renumbered" and family.position == "learned":
-            raise ConfigError(
-                f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
-                f"not to the cache. Set positions=original for method={method.name}"
-            )
+        check_positions(config, method.name, place, beyond_context)
         moves_keys = place == "renumbered" or (isinstance(method, Retrieval) and method.clamps)
         rotation = rotation_of(model) if moves_keys else None
-        if beyond_context and family.finite:
-            raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
         self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
         self.timeline = Timeline(
             prompt_columns=prompt_tokens,
@@ -217,9 +211,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if method.view is not None:
             method.view.check_lengths(prompt_lengths)
         for layer in range(len(self.layers)):
-            Quota.resolved(
-                self.plan, prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers), torch.device("cpu")
-            )
+            granted(method, budget, prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers))
 
     def logits_were_finite(self) -> bool:
         """False if a forward through this cache ended in NaN or inf. Waits for the device."""

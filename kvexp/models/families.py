@@ -57,6 +57,18 @@ def kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
+def check_positions(config: Any, method: str, positions: str, beyond_context: bool) -> None:
+    """ConfigError for what learned positions cannot do."""
+    family = family_of(config)
+    if positions == "renumbered" and family.position == "learned":
+        raise ConfigError(
+            f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
+            f"not to the cache. Set positions=original for method={method}"
+        )
+    if beyond_context and family.finite:
+        raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
+
+
 def longest(config: Any) -> int:
     """Positions the model holds."""
     return int(getattr(config, family_of(config).limit))

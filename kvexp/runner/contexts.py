@@ -57,7 +57,7 @@ def _parts(settings: Settings, batch: Items) -> list[Items]:
     """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many."""
     groups = defaultdict(list)
     for item in batch:
-        ahead = _ahead(settings, item[1]) if _counts_ahead(settings) else None
+        ahead = tokens_ahead(settings, item[1]) if _counts_ahead(settings) else None
         groups[bool(item[1].choices), ahead].append(item)
     return list(groups.values())
 
@@ -66,7 +66,7 @@ def _counts_ahead(settings: Settings) -> bool:
     return settings.budget is not None and settings.budget.of == "sequence"
 
 
-def _ahead(settings: Settings, prompt: Prompt) -> int:
+def tokens_ahead(settings: Settings, prompt: Prompt) -> int:
     """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
     return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
 
@@ -83,7 +83,7 @@ def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items
         key = (seed, tuple(prompt.ids), index if mixes_rows(settings) else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
-    ahead = _ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
+    ahead = tokens_ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
     prompts = [list(ids) for _, ids, _ in places]
     options: dict[str, Any] = {
         "max_new_tokens": ahead,  # not of the longest question: what is allocated shall not depend on the company
@@ -121,7 +121,7 @@ def _chosen(settings: Settings, model: Any, prompt: Prompt, contexts: Any, place
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
     from kvexp.generate import judge, receipts
 
-    words, ahead = prompt.choices, _ahead(settings, prompt)
+    words, ahead = prompt.choices, tokens_ahead(settings, prompt)
     at_once = 1 if mixes_rows(settings) else settings.batch_size
     logprobs: list[float] = []
     kept = []

@@ -18,7 +18,7 @@ from kvexp.runner.report import exit_code, note_failure
 from kvexp.runner.settings import Settings
 from kvexp.runner.sweep import duration
 from kvexp.runner.together import groups
-from kvexp.runner.workload import Workload, model_config, model_shape, workload
+from kvexp.runner.workload import Workload, check_workload, model_config, model_shape, workload
 
 LISTED = 40  # runs shown one by one; more are told in groups
 
@@ -111,9 +111,12 @@ def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None
                 config, _ = model_config(settings.model)
                 if config is not None and not settings.is_baseline:
                     check_fits(settings.model, settings.method, config)
+                check_workload(settings)
                 for one in (settings if settings.is_baseline else settings.baseline(), settings):
                     wanted.setdefault(identity(one.identity), one)
         except Exception as error:
+            if len(jobs) > 1:
+                print(" ".join(job.overrides), end=": ", file=sys.stderr)
             tell(job, error)
     together = groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}

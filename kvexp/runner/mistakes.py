@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -27,10 +28,19 @@ def told(words: Sequence[str]) -> Iterator[None]:
     os.environ[RAISES] = "1"
     try:
         yield
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:
+        if not _hydras(error):
+            raise
         _stop(explained(error, words))
     finally:
         del os.environ[RAISES]
+
+
+def _hydras(error: Exception) -> bool:
+    """Whether Hydra or OmegaConf raised it: what they raise is about the configuration."""
+    trace = list(traceback.walk_tb(error.__traceback__))
+    name = trace[-1][0].f_globals.get("__name__", "") if trace else ""
+    return isinstance(error, HydraException | OmegaConfBaseException) or name.startswith(("hydra.", "omegaconf."))
 
 
 def explained(error: Exception, words: Sequence[str]) -> str:

@@ -72,7 +72,7 @@ def show(outputs_dir: str | Path, *, jobs: bool = False) -> None:
         print_table(frame, console)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
     if COMMAND.failures and jobs:
-        console.print(f"\n{len(COMMAND.failures)} run(s) failed, for the reasons told:", highlight=False)
+        console.print(f"\n{len(COMMAND.failures)} run(s) failed:", highlight=False)
         for failure in COMMAND.failures:
             why = "" if failure.told else f"\n    {failure.why}"
             console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)

@@ -9,20 +9,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from kvexp.record import Run
+from kvexp.record import Run, identity
 from kvexp.runner.answers import UNTIMED, Answer, generated
+from kvexp.runner.asking import answerable, check_beforehand, prompts_of
 from kvexp.runner.attempts import TIME, Items, Patience, in_halves
 from kvexp.runner.batches import SHARED, Batch, due
 from kvexp.runner.blame import layer_named
 from kvexp.runner.contexts import asked, mixes_rows
 from kvexp.runner.deadline import start_anew
 from kvexp.runner.environment import environment
-from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
+from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.forced import forced
-from kvexp.runner.lm_eval import ItemAnswer, item_answers, item_prompt
+from kvexp.runner.lm_eval import ItemAnswer, item_answers
 from kvexp.runner.model import check_fits, commit_of, load, tokenizer_of
 from kvexp.runner.progress import Progress
-from kvexp.runner.prompts import Prompt, continuation, tokenise
+from kvexp.runner.prompts import Prompt
 from kvexp.runner.rows import check_commit, check_threads, recordable
 from kvexp.runner.settings import Settings
 from kvexp.runner.warm import warm_up
@@ -39,12 +40,20 @@ def run(settings: Settings) -> Run:
 
     Raises what went wrong, after recording it in the run's folder.
     """
-    baseline: Run | None = None
-    if settings.is_baseline:
-        settings.task.check()  # once for a run and its baseline, which comes first and has the same task
-    else:
-        check_fits(settings.model, settings.method)
-        baseline = run(settings.baseline())
+    settings.task.check()
+    _check(settings)
+    return _recorded(settings)
+
+
+def _check(settings: Settings) -> None:
+    """An impossible run is told before weights are made or read, its baseline's too. One that has rows is possible."""
+    check_fits(settings.model, settings.method)
+    if not (settings.outputs_dir / identity(settings.identity) / "examples.jsonl").exists():
+        check_beforehand(settings, tokenizer_of(settings.model), list(settings.task.examples()))
+
+
+def _recorded(settings: Settings) -> Run:
+    baseline = None if settings.is_baseline else _recorded(settings.baseline())
     record = Run.open(
         settings.outputs_dir,
         settings.identity,
@@ -96,11 +105,8 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
         print(f"{title}: {total - missing} of {total} rows are there already ({record.path})")
     if not work:
         return
-    # An impossible configuration is said before weights are made or read.
     check_threads(record, settings.model, environment()["threads"])
-    check_room(settings, [item for batch in work for item in batch])
     words = tokenizer_of(settings.model)
-    check_template(settings, words)
     work = [fitted(settings, words, batch) for batch in work]
     model, tokenizer = load(settings.model)
     settings = with_ends(settings, model, tokenizer)
@@ -137,39 +143,12 @@ def settled(settings: Settings, record: Run, examples: Sequence[Example]) -> set
 
 def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience: Patience) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
-    prompts, runnable = prompts_of(settings, model, tokenizer, batch)
+    prompts = prompts_of(settings, model, tokenizer, batch)
+    prompts, runnable = answerable(settings, model, tokenizer, prompts)
     make = functools.partial(_generate, settings, model, tokenizer)
     failed = functools.partial(lost, settings)
     made = in_halves(runnable, make, failed, patience) if runnable else {}
     return [made.get(index) or skipped(settings, index, prompt) for index, prompt in prompts]
-
-
-def prompts_of(
-    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Example]]
-) -> tuple[Numbered, Numbered]:
-    """The prompts of a batch, and those of them that can be answered."""
-    prompts = [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
-    return prompts, [(index, prompt) for index, prompt in prompts if prompt.skipped is None]
-
-
-def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
-    """The example's tokens, which leave room for its answer: what is generated, the longest choice, a continuation."""
-    from kvexp.models.families import longest
-
-    if isinstance(example, Item):
-        return item_prompt(settings, model, tokenizer, example)
-    holds = 1 << 40 if settings.beyond_context else longest(model.config)
-    alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
-    room = holds - max(alone, default=settings.decoding.max_new_tokens) + 1
-    prompt = tokenise(example, settings.task, tokenizer, room, chat=settings.model.chat)
-    given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
-    if prompt.skipped or not given:
-        return prompt
-    after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
-    if prompt.size + max(map(len, after)) > holds + 1:  # a choice may have more tokens where it stands than alone
-        why = "too long" if example.choices else "too long with its continuation"
-        return Prompt(example, "", [], skipped=why, tokens=prompt.tokens)
-    return dataclasses.replace(prompt, choices=after) if example.choices else prompt
 
 
 def _generate(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, dict[str, Any]]:

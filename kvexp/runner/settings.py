@@ -144,7 +144,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     )
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
-    batch_size = typed(config["batch_size"], int, "batch_size")
     settings = Settings(
         model=model,
         method=method,
@@ -160,7 +159,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
         limit=config["limit"],
-        batch_size=min(batch_size, 1) if alone(model.dtype, model.resolved_device()) else batch_size,
+        batch_size=1 if alone(model.dtype, model.resolved_device()) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
         retry=config["retry"],

@@ -17,18 +17,20 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.models.half import alone
 from kvexp.record import Run, identity
 from kvexp.runner.answers import UNTIMED, generated_together
+from kvexp.runner.asking import Numbered as Prompts
+from kvexp.runner.asking import answerable, check_beforehand, prompts_of
 from kvexp.runner.attempts import TIME, Items, Patience, Rows, reason, release
 from kvexp.runner.batches import SHARED, due
 from kvexp.runner.contexts import asked_together, mixes_rows
 from kvexp.runner.crew import Crew, hands
 from kvexp.runner.deadline import Overdue, start_anew
 from kvexp.runner.environment import environment
-from kvexp.runner.fitting import check_room, check_template, fitted, with_ends
+from kvexp.runner.fitting import fitted, with_ends
 from kvexp.runner.memory import at_once
 from kvexp.runner.model import commit_of, load, share_weights, tokenizer_of
 from kvexp.runner.progress import Progress
 from kvexp.runner.rows import check_commit, recordable
-from kvexp.runner.run import AHEAD, lost, prompts_of, row_of, settled, skipped, waiting
+from kvexp.runner.run import AHEAD, lost, row_of, settled, skipped, waiting
 from kvexp.runner.settings import Settings
 from kvexp.tasks import Example, LMEval
 
@@ -109,6 +111,13 @@ class Member:
         self.done = settled(settings, run, examples)
         self.broken = False  # left to its own turn, which will say what is wrong with it
 
+    def look(self, tokenizer: Any, examples: Sequence[Example]) -> None:
+        """Leave it to its own turn where it cannot be."""
+        try:
+            check_beforehand(self.settings, tokenizer, examples)
+        except ConfigError:
+            self.broken = True
+
     def lacks(self, batch: Numbered) -> bool:
         return not self.broken and any(example.id not in self.done for _, example in batch)
 
@@ -126,9 +135,9 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
     todo = [item for batch in work for item in batch]
     if sum(m.lacks(todo) for m in members) < 2:
         return
-    check_room(lead, todo)
     words = tokenizer_of(lead.model)
-    check_template(lead, words)
+    for member in members:
+        member.look(words, examples)
     work = [fitted(lead, words, batch) for batch in work]
     model, tokenizer = load(lead.model)
     commit = commit_of(model)
@@ -166,7 +175,7 @@ def _processes(members: list[Member], model: Any, tokenizer: Any, work: Sequence
     if several < 2 or rounds * several > BUSY * len(work) or settings[0].timeout_s is not None:
         return 1
     share_weights(model)
-    _, runnable = prompts_of(settings[0], model, tokenizer, work[0])
+    _, runnable = answerable(settings[0], model, tokenizer, prompts_of(settings[0], model, tokenizer, work[0]))
     return several if len(at_once(settings, model, runnable, several)) == 1 else 1
 
 
@@ -176,14 +185,27 @@ def _rows(
     """Rows of a batch, for every member that is not left to its own turn."""
     if not members:
         return
-    prompts, runnable = prompts_of(members[0].settings, model, tokenizer, batch)
-    if not runnable:
-        yield from ((member, [skipped(member.settings, *each) for each in prompts]) for member in members)
+    prompts = prompts_of(members[0].settings, model, tokenizer, batch)
+    held: dict[Member, Prompts] = {}
+    # A budget may be too small for some of the prompts: only runs that skip the same ones go on together.
+    alike: dict[tuple[int, ...], tuple[list[Member], Prompts]] = {}
+    for member in members:
+        held[member], runnable = answerable(member.settings, model, tokenizer, prompts)
+        alike.setdefault(tuple(index for index, _ in runnable), ([], runnable))[0].append(member)
+    for company, runnable in alike.values():
+        for member, made in _shared(company, model, tokenizer, runnable, patience, processes):
+            yield member, [made.get(index) or skipped(member.settings, index, prompt) for index, prompt in held[member]]
+
+
+def _shared(
+    members: list[Member], model: Any, tokenizer: Any, batch: Prompts, patience: Patience, processes: int
+) -> Iterable[tuple[Member, Rows]]:
+    """The answers of members to the same prompts, as many members at a time as memory allows."""
+    if not batch:
+        yield from ((member, {}) for member in members)
         return
-    for part in at_once([m.settings for m in members], model, runnable, processes):
-        some = [members[place] for place in part]
-        for member, made in _answers(some, model, tokenizer, runnable, patience):
-            yield member, [made.get(index) or skipped(member.settings, index, prompt) for index, prompt in prompts]
+    for part in at_once([member.settings for member in members], model, batch, processes):
+        yield from _answers([members[place] for place in part], model, tokenizer, batch, patience)
 
 
 def _answers(

@@ -49,5 +49,5 @@ def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise ConfigError(f"{name} must be a number in (0, 1], got {ratio!r}")
     if not 0 < ratio <= 1:
-        percent = f"; {ratio:g} % is {name}={ratio / 100:g}" if 1 < ratio <= 100 else ""
+        percent = f"; {ratio:g} % is {name}={ratio / 100:g}" if 2 <= ratio <= 100 else ""
         raise ConfigError(f"{name} must be in (0, 1], got {ratio:g}{percent}")

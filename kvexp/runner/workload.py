@@ -11,7 +11,9 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.models.shape import Shape, shape_of
+from kvexp.runner.asking import check_beforehand
 from kvexp.runner.fitting import fitted
+from kvexp.runner.holding import check_length
 from kvexp.runner.model import ModelSpec, config_of_spec, tokenizer_of
 from kvexp.runner.prompts import tokenise
 from kvexp.runner.published import DATA, MODELS
@@ -25,12 +27,13 @@ LETTERS = 4  # per token of English, where no tokenizer is at hand
 @dataclass(frozen=True)
 class Workload:
     """examples: ids, or None each where the data are not at hand; prompt_tokens, new_tokens: means per example, the
-    latter at most; source: how they are known."""
+    latter at most; source: how they are known; asked: the examples themselves, where they are at hand."""
 
     examples: tuple[str | None, ...]
     prompt_tokens: float
     new_tokens: float
     source: str
+    asked: tuple[Example, ...] = ()
 
 
 @functools.lru_cache
@@ -65,6 +68,20 @@ def workload(settings: Settings) -> Workload:
 _known: dict[Any, Workload] = {}  # by what the runs of a sweep have in common
 
 
+def check_workload(settings: Settings) -> None:
+    """ConfigError where none of the examples can be run, as far as data, tokenizer and configuration are at hand."""
+    work, config = workload(settings), model_config(settings.model)[0]
+    if not work.asked:
+        if config is not None and settings.budget is not None and settings.budget.tokens is not None:
+            check_length(settings, settings.budget, config, int(work.prompt_tokens), [int(work.new_tokens)])
+        return
+    try:
+        words, _ = tokenizer_of(settings.model), config_of_spec(settings.model)
+    except ConfigError:  # not at hand: the run will load it, and look then
+        return
+    check_beforehand(settings, words, work.asked)
+
+
 def _workload(settings: Settings) -> Workload:
     task = settings.task
     local = task.generated and not isinstance(task, LMEval)
@@ -83,7 +100,7 @@ def _workload(settings: Settings) -> Workload:
         some = [example for _, example in fitted(settings, words, list(enumerate(some)))]
     sizes = [_size(settings, example, words) for example in some]
     prompt, new = fmean(size[0] for size in sizes), fmean(size[1] for size in sizes)
-    return Workload(tuple(example.id for example in examples), prompt, new, how)
+    return Workload(tuple(example.id for example in examples), prompt, new, how, tuple(examples))
 
 
 def _size(settings: Settings, example: Example, words: Any) -> tuple[float, float]:

@@ -32,6 +32,8 @@ class Example:
     are compared instead of generating (Task.score_choices); like a continuation, each brings the white space it
     starts with, and so does a question, or the same characters become other tokens than they are inside one text.
 
+    `skipped`: why it cannot be asked ("" where it can), such as a text too short for the task; its row says so.
+
     `info`: plain values of this example for its row ("info"), such as a length and a depth to draw it by.
 
     Tokenise the whole prompt while it fits. Only a prompt that does not fit is to be cut, and then the body's text:
@@ -47,6 +49,7 @@ class Example:
     suffix: str = ""
     question: str = ""
     choices: tuple[str, ...] = ()
+    skipped: str = ""
     info: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +158,7 @@ class Task:
         return choice
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
-        """The example at its length in tokens, for tasks that set one; called once, before the model loads.
+        """The example at its length in tokens, for tasks that set one, or skipped; called once, before the model loads.
 
         count: tokens of a prompt of these words in this model's tokenizer, chat template included; room: how many
         positions the model has for prompt and answer.

@@ -71,10 +71,8 @@ class Perplexity(Task):
         first = longest_fit(tokens, self.prefill_tokens, len(ends) - 1)
         last = longest_fit(tokens, self.total_tokens, len(ends) - 1)
         if first < 1 or last <= first:
-            raise ConfigError(
-                f"{example.info['from']} has {tokens(len(ends) - 1)} tokens, too few to prefill "
-                f"task.prefill_tokens={self.prefill_tokens} and judge some: lower it, or set task.concatenate=true"
-            )
+            why = f"too short to prefill task.prefill_tokens={self.prefill_tokens} and judge some tokens"
+            return replace(example, skipped=f"{why}; lower it, or set task.concatenate=true")
         prompt, rest = words[: ends[first]], words[ends[first] : ends[last]]
         return replace(example, prompt=prompt, body=prompt, continuation=rest, info={"prefilled": tokens(first)})
 

@@ -46,7 +46,8 @@ class Stories(Task):
         story = text(row, self.text_field, where, "text_field").strip()
         ends = [word.end() for word in re.finditer(r"\S+", story)]
         if len(ends) < 2:
-            raise ConfigError(f"{where}: field {self.text_field!r} has one word, a story to continue needs at least 2")
+            name = row_id(row, self.id_field, story)
+            return Example(name, "", "", skipped="a story of one word has nothing to continue")
         words = min(max(1, int(self.prompt_share * len(ends))), len(ends) - 1)
         last = len(ends) if self.continuation_words is None else min(len(ends), words + self.continuation_words)
         prompt, continuation = story[: ends[words - 1]], story[ends[words - 1] : ends[last - 1]]

@@ -1,0 +1,171 @@
+"""Examples that cannot be run: rows that say why, and an error before weights load where none of them can."""
+
+import json
+
+import pytest
+from commands import run_py
+from tiny import tiny
+
+import kvexp.methods
+import kvexp.retrieval
+from kvexp.core import Budget, Method
+from kvexp.core.evict import granted
+from kvexp.errors import ConfigError
+from kvexp.generate import generate
+from kvexp.generate.decoding import Decoding
+from kvexp.record import refusals, runs
+from kvexp.results import table
+
+LONG = "Once there was a girl who lived in a house near the river with her dog and her cat, and {} came to see them."
+TEXTS = [LONG.format(name) for name in ("Tom", "Sam", "Ann")]
+SHORT = "Hi you"  # the first word is the prompt: two letters and the start token
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """command(texts, *words) -> (exit code, stdout, stderr) of run.py on a file of these texts."""
+
+    def called(texts, *words):
+        file = tmp_path / "texts.jsonl"
+        file.write_text("".join(json.dumps({"id": f"t{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
+        words = ["model=tiny", f"task.data_files={file}", f"outputs_dir={tmp_path / 'out'}", *words]
+        return run_py(monkeypatch, capsys, *words)
+
+    return called
+
+
+STORIES = ("task=stories", "task.max_new_tokens=4")
+
+
+def rows(tmp_path, method):
+    (run,) = (run for run in runs(tmp_path / "out") if run.labels["method"] == method)
+    assert run.finished
+    return {row["example"]: row for row in run.rows()}
+
+
+@pytest.mark.parametrize("launcher", ["shared_prefill", "basic"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_prompt_too_short_for_its_budget_is_a_skipped_row(command, tmp_path, launcher, batch):
+    words = ("-m", "method=h2o,streaming_llm", "kv_ratio=0.3", f"hydra/launcher={launcher}", f"batch_size={batch}")
+    code, out, err = command([TEXTS[0], SHORT, *TEXTS[1:]], *words, *STORIES)
+    assert code == 0, err
+    assert {name: row["skipped"] for name, row in rows(tmp_path, "full").items()} == dict.fromkeys(
+        ("t0", "t1", "t2", "t3")
+    )
+    for method, why in (
+        ("h2o", "the budget of layer 0 is 0 slots for a prompt of 3 tokens"),
+        ("streaming_llm", "the budget of layer 0 is 0 slots for a prompt of 3 tokens"),
+    ):
+        found = rows(tmp_path, method)
+        assert found["t1"]["skipped"].startswith(why) and found["t1"]["receipt"] is None
+        assert found["t1"]["metrics"] == {} and found["t1"]["prompt_tokens"] == 3
+        assert all(row["skipped"] is None and row["metrics"] for name, row in found.items() if name != "t1")
+    shown = table(tmp_path / "out", {"method": ["h2o", "streaming_llm"]})
+    assert list(shown["n"]) == list(shown["paired"]) == [3, 3] and list(shown["skipped"]) == [1, 1]
+    assert "without a score: the budget of layer 0 is 0 slots" in out
+
+
+def test_rows_do_not_depend_on_skipped_neighbours(command, tmp_path):
+    words = ("method=streaming_llm", "kv_ratio=0.2", "batch_size=4", *STORIES)
+    assert command([*TEXTS, SHORT], *words)[0] == 0
+    mixed = rows(tmp_path, "streaming_llm")
+    assert mixed.pop("t3")["skipped"]
+    (tmp_path / "out").rename(tmp_path / "mixed")
+    assert command(TEXTS, *words)[0] == 0
+    alone = rows(tmp_path, "streaming_llm")
+    for name, row in alone.items():
+        assert (row["output"], row["metrics"]) == (mixed[name]["output"], mixed[name]["metrics"])
+        assert row["receipt"]["kept_digest"] == mixed[name]["receipt"]["kept_digest"]
+
+
+def test_only_some_of_a_sweep_skip_a_prompt(command, tmp_path):
+    """Each run skips what its own budget cannot hold, whoever shares its prefill."""
+    middle = "Tom has a cat and a dog."
+    code, _, err = command([*TEXTS, middle], "-m", "method=streaming_llm,h2o,window", "kv_ratio=0.3", *STORIES)
+    assert code == 0, err
+    assert rows(tmp_path, "h2o")["t3"]["skipped"] is None and rows(tmp_path, "window")["t3"]["skipped"] is None
+    assert "cannot hold sink=4" in rows(tmp_path, "streaming_llm")["t3"]["skipped"]
+
+
+def test_a_story_of_one_word_is_a_skipped_row(command, tmp_path):
+    assert command([*TEXTS, "Alone"], "method=full", *STORIES)[0] == 0
+    found = rows(tmp_path, "full")
+    assert found["t3"]["skipped"] == "a story of one word has nothing to continue"
+    assert [row["skipped"] for row in found.values()].count(None) == 3
+
+
+def test_a_short_text_does_not_end_a_perplexity_run(command, tmp_path):
+    words = ("task=perplexity", "task.prefill_tokens=32", "task.total_tokens=48", "method=window", "kv_ratio=0.5")
+    code, _, err = command([TEXTS[0], "Too short.", TEXTS[1]], *words)
+    assert code == 0, err
+    for method in ("full", "window"):
+        found = rows(tmp_path, method)
+        assert found["t1"]["skipped"].startswith("too short to prefill task.prefill_tokens=32")
+        assert all(found[name]["metrics"]["nll"] > 0 for name in ("t0", "t2"))
+
+
+IMPOSSIBLE = [  # words, why no example can be run
+    (("method=snapkv", "kv_ratio=0.1"), "cannot hold sink=0 + recent=32 of snapkv"),
+    (("method=streaming_llm", "budget=tokens", "budget.tokens=4"), "cannot hold sink=4 + recent=0"),
+    (("method=streaming_llm", "budget=pyramid", "budget.pyramid=0.9", "kv_ratio=0.2"), "cannot hold sink=4"),
+    (("method=h2o", "kv_ratio=0.001"), "is 0 slots for a prompt"),
+    (("method=pqcache", "kv_ratio=0.05"), "cannot hold sink="),
+    (("method=h2o", "task.max_prompt_tokens=8"), "too long"),
+]
+
+
+@pytest.mark.parametrize(("words", "why"), IMPOSSIBLE, ids=[" ".join(words) for words, _ in IMPOSSIBLE])
+def test_what_no_example_can_be_is_told_before_weights_load_and_by_a_dry_run(
+    command, tmp_path, monkeypatch, words, why
+):
+    import kvexp.runner.run as module
+
+    monkeypatch.setattr(module, "load", lambda spec: pytest.fail("weights were loaded"))
+    said = []
+    for more in ((), ("--dry-run",)):
+        code, _, err = command(TEXTS, *words, *STORIES, *more)
+        assert code == 1 and why in err and err.count("error: ") == 1 and "Traceback" not in err
+        said.append(err.splitlines()[-1])
+    assert said[0] == said[1] and "none of the 3 examples can be run" in said[0]
+    assert not list(runs(tmp_path / "out")) and len(list(refusals(tmp_path / "out"))) == 1
+
+
+def test_one_impossible_run_of_a_sweep_leaves_the_others(command, tmp_path):
+    code, out, err = command(TEXTS, "-m", "method=h2o,snapkv", "kv_ratio=0.3", *STORIES)
+    assert code == 1 and "cannot hold sink=0 + recent=32 of snapkv" in err and "1 run(s) failed:" in out
+    assert "method.window" in err and "n_sinks" not in err, "what this method protects, and nothing else"
+    assert len(rows(tmp_path, "h2o")) == 3
+
+
+def test_a_dry_run_knows_a_budget_in_tokens_without_the_data(command, tmp_path):
+    words = ("method=streaming_llm", "budget=tokens", "model=llama2_7b", "task=xsum", "task.data_files=null")
+    code, _, err = command(TEXTS, "--dry-run", *words, "budget.tokens=4")
+    assert code == 1 and "budget of 4 slots cannot hold sink=4" in err
+    assert command(TEXTS, "--dry-run", *words, "budget.tokens=5")[0] == 0
+
+
+METHODS = [
+    cls
+    for package in (kvexp.methods, kvexp.retrieval)
+    for cls in map(package.__dict__.get, package.__all__)
+    if isinstance(cls, type) and issubclass(cls, Method) and cls.name and cls.evicts
+]
+
+
+@pytest.mark.parametrize("cls", METHODS, ids=lambda cls: cls.name)
+def test_what_is_granted_can_be_generated_with(cls):
+    """The check beforehand and the cache itself say the same of each budget: 33 slots hold all that any protects."""
+    method, prompt, allowed = cls(), [list(range(3, 40))], []
+    mask = method.needs_mask or getattr(method.view, "over", "") == "full"
+    plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions}
+    for slots in (1, 4, 5, 33):
+        budget = Budget(tokens=slots)
+        try:
+            granted(method, budget, [37], 37, 3, 0, 2)
+            allowed.append(slots)
+        except ConfigError as error:
+            with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):
+                generate(tiny("llama"), prompt, method, budget, decoding=Decoding(3), **plan)
+            continue
+        generate(tiny("llama"), prompt, method, budget, decoding=Decoding(3), **plan)
+    assert allowed[-1] == 33
