@@ -10,7 +10,6 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.models.families import check_positions
-from kvexp.runner.batches import Batch
 from kvexp.runner.fitting import check_room, check_template, fitted
 from kvexp.runner.holding import obstacle, within_budget
 from kvexp.runner.lm_eval import item_prompt
@@ -61,7 +60,7 @@ def _check_runnable(settings: Settings, config: Any, tokenizer: Any, examples: S
     raise ConfigError(why if len(examples) == 1 else f"none of the {len(examples)} examples can be run: {why}")
 
 
-def prompts_of(settings: Settings, model: Any, tokenizer: Any, batch: Batch) -> Numbered:
+def prompts_of(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Example]]) -> Numbered:
     """The prompts of a batch, the same for all methods and budgets."""
     return [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
 
