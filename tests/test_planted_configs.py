@@ -220,7 +220,7 @@ def test_hydras_own_logging_and_an_own_folder_go_on_working(command, place, tmp_
     "word",
     [
         *("seed=${oc.env:PLANTED_KEY}", "seed='${oc.env:PLANTED_KEY,1}'", "+x=${oc.env:PLANTED_KEY}"),
-        *("model.path=${oc.env:PLANTED_KEY}", "+a=oc|seed='${${a}.env:PLANTED_KEY}'"),
+        *("model.dtype=${oc.env:PLANTED_KEY}", "+a=oc|seed='${${a}.env:PLANTED_KEY}'"),
         *("seed='${oc.decode:${oc.env:PLANTED_KEY}}'", "hydra.sweep.dir=${oc.env:PLANTED_KEY}"),
         *("hydra.job.env_copy=[PLANTED_KEY]", "task=${oc.env:PLANTED_KEY}", "experiment=secret"),
     ],

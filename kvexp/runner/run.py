@@ -125,7 +125,8 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
         start_anew()
 
     patience = Patience(settings.timeout_s, stuck)
-    runnable = (some for batch in work if (some := prompts_of(settings, model, tokenizer, batch)[1]))
+    prompts = (prompts_of(settings, model, tokenizer, batch) for batch in work)
+    runnable = (some for each in prompts if (some := answerable(settings, model, tokenizer, each)[1]))
     warm_up(settings, model, tokenizer, next(runnable, []), patience)
     with Progress(title, total, total - missing) as progress:
         for batch in work:
