@@ -10,8 +10,8 @@ from kvexp.diagnose.folders import Row
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.errors import ConfigError
 from kvexp.record import Run
+from kvexp.runner.asking import prompt_of
 from kvexp.runner.model import config_of_spec, load, tokenizer_of
-from kvexp.runner.run import prompt_of
 from kvexp.tasks import LMEval
 
 
