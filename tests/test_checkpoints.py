@@ -397,6 +397,7 @@ DAMAGED = {
     "layers null": (config(num_hidden_layers=None), "configuration in .*num_hidden_layers|num_hidden_layers must be"),
     "layers -1": (config(num_hidden_layers=-1), "num_hidden_layers must be a whole number of at least 1, got -1"),
     "layers 0": (config(num_hidden_layers=0), "num_hidden_layers must be a whole number of at least 1, got 0"),
+    "layers without end": (config(num_hidden_layers=10**8), "asks for 100000000 layers, and its files hold 21 weights"),
     "layers a list": (config(num_hidden_layers=[2]), "num_hidden_layers"),
     "heads that do not divide": (config(num_attention_heads=7, head_dim=None), "hidden size|multiple of"),
     "groups that do not divide": (config(num_key_value_heads=4), "15 heads in 4 groups"),
@@ -429,6 +430,17 @@ DAMAGED = {
     ),
     "generation settings of garbage": (text("generation_config.json", "{"), "cannot load the generation settings in "),
 }
+
+
+PLANNED = ("layers without end", "activation", "rotation of a factor in words", "unknown rotation", "cut in half")
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_dry_run_says_it_too(command, folder, case):
+    DAMAGED[case][0](folder)
+    code, out, err = command("--dry-run")
+    assert code == 1
+    assert_one_line(out, err, "error: ")
 
 
 @pytest.mark.parametrize("case", DAMAGED)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
@@ -85,7 +86,7 @@ def test_models(model, tmp_path):
     config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
     if model == "local":
         (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-        save_file({}, tmp_path / "model.safetensors")
+        save_file({f"x{number}": torch.ones(1) for number in range(99)}, tmp_path / "model.safetensors")
     spec = ModelSpec.of(config["model"])
     assert spec.kind in ("pretrained", "random")
     assert spec.family in (None, *FAMILIES)

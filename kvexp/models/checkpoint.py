@@ -18,14 +18,23 @@ SHOWN = 4  # names of each kind in a message
 TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_emb\.inv_freq)$")
 
 
-def check_headers(folder: Path) -> None:
-    """ConfigError for a safetensors file that is cut short, empty or of wrong sizes. Weights are not read."""
+def check_headers(folder: Path, layers: int) -> None:
+    """ConfigError for a safetensors file that is cut short, empty or of wrong sizes. Weights are not read.
+
+    layers: of the configuration. More of them than there are weights would take an age to make before it is noticed.
+    """
+    held = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                opened.keys()
+                held += len(opened.keys())
         except Exception as error:  # safetensors' own and the system's: no common base
             raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
+    if held < layers and not any(folder.glob("*.index.json")):  # parts may lie deeper
+        raise ConfigError(
+            f"config.json of {folder} asks for {layers} layers, and its files hold {held} weights: correct "
+            "num_hidden_layers or fetch the checkpoint again"
+        )
 
 
 def check_complete(path: str, found: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from transformers import (
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
-from kvexp.models.families import FAMILIES, check_sizes, family_of
+from kvexp.models.families import FAMILIES, check_sizes, family_of, layers_of
 from kvexp.models.install import install
 from kvexp.paths import path_of
 
@@ -46,7 +46,7 @@ def load_model(
     check_device(device)
     check_device_map(device_map, device)
     config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
-    _check_folder(path, allow_pickle)
+    _check_folder(path, allow_pickle, layers_of(config))
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with without_report():
@@ -225,12 +225,12 @@ def _reason(error: Exception) -> str:
     return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {words}".strip()
 
 
-def _check_folder(path: str, allow_pickle: bool) -> None:
+def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
     folder = path_of(path, "model.path")
     if not folder.is_dir():
         return
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
-        check_headers(folder)
+        check_headers(folder, layers)
         return
     pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
     if not pickles:
@@ -247,5 +247,5 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
     """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
     if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return
-    config_of(path, trust_remote_code=trust_remote_code)
-    _check_folder(path, allow_pickle)
+    config = config_of(path, trust_remote_code=trust_remote_code)
+    _check_folder(path, allow_pickle, layers_of(config))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvexp.errors import ConfigError
 from kvexp.models.families import kv_heads, layers_of, longest
 from kvexp.models.load import dtype_of
 from kvexp.models.retrieval import head_dim
@@ -35,8 +36,12 @@ class Shape:
 
 def shape_of(config: Any) -> Shape:
     """Of a Hugging Face configuration. The model is made of tensors without memory, to count its parameters exactly."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # torch's and transformers' own, of values that no model has
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
     return Shape(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=layers_of(config),
