@@ -15,8 +15,8 @@ from experiments.exhibits import HERE, name_of
 from experiments.frame import KEYS, spelled, without
 from experiments.sweep import jobs
 from kvexp.record import identity
+from kvexp.runner.asking import prompt_of
 from kvexp.runner.model import load
-from kvexp.runner.run import prompt_of
 from kvexp.runner.settings import Settings
 
 
