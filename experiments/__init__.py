@@ -1,1 +1,1 @@
-"""One module per experiment; each prints what it found."""
+"""The papers' figures and tables made again, a folder per paper, and the commands that make, list and check them."""

@@ -13,7 +13,7 @@ import argparse
 import sys
 from typing import Any, Literal
 
-from experiments.long_texts import add_options, read
+from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate, receipts
 from kvexp.pipes import watch_pipes

@@ -7,7 +7,6 @@ python -m experiments.findings --check    exit 1 if what stands there is somethi
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,10 +14,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.exhibits import HERE, PAPERS, load, names
-from experiments.generated import write_or_check
-from experiments.index import TITLES, status
-from experiments.workers import MEASURED
+from experiments.lib.exhibits import HERE, PAPERS, load, names
+from experiments.lib.pages import TITLES, recorded, status, write_or_check
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 
@@ -53,7 +50,7 @@ def words(name: str) -> dict[str, str]:
 
 def text() -> str:
     """The whole file."""
-    known = json.loads(MEASURED.read_text("utf-8")).get("testbed", {}) if MEASURED.exists() else {}
+    known = recorded("testbed")
     outcome = {name: status(known[name]) if name in known else NOT_RUN for name in names()}
     parts = [HEAD, _count(outcome), _limits(outcome), _waiting(outcome, known)]
     for paper in PAPERS:

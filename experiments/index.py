@@ -6,24 +6,15 @@ python -m experiments.index --check    exit 1 if what stands there is something 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.exhibits import HERE, PAPERS, load, names
-from experiments.generated import write_or_check
-from experiments.make import VERDICT
-from experiments.speed import WAITS
-from experiments.workers import MEASURED
+from experiments.lib.exhibits import HERE, PAPERS, load, names
+from experiments.lib.pages import TITLES, recorded, status, write_or_check
 from kvexp.pipes import watch_pipes
 
 README = HERE / "README.md"
-TITLES = {
-    "keyformer": "Keyformer (arXiv:2403.09054)",
-    "a2sf": "A2SF (arXiv:2407.20485)",
-    "pqcache": "PQCache (arXiv:2407.12820)",
-}
 HEAD = """\
 # The papers' figures and tables, made again
 
@@ -46,7 +37,7 @@ COLUMNS = ("exhibit", "the paper's claim", "here", "our number", "command", "CPU
 
 def text() -> str:
     """The whole file."""
-    known = json.loads(MEASURED.read_text("utf-8")).get("testbed", {}) if MEASURED.exists() else {}
+    known = recorded("testbed")
     parts = [HEAD]
     by_paper: dict[str, list[str]] = {}
     for name in names():
@@ -72,11 +63,6 @@ def _row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
         command,
         "" if entry["seconds"] is None else str(entry["seconds"]),
     )
-
-
-def status(entry: dict[str, Any]) -> str:
-    """What became of a claim, from its entry in measured.json."""
-    return "waits for a GPU" if entry["words"].startswith(WAITS) else VERDICT[entry["holds"]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

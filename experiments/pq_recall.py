@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.long_texts import add_options, read
+from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import Decoding, generate
 from kvexp.models.retrieval import head_dim

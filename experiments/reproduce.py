@@ -9,29 +9,15 @@ python -m experiments.reproduce fig7 --scale paper --set keyformer_fig7:task.dat
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.exhibits import SCALES, load, name_of, names, sweeps
-from experiments.make import VERDICT, Asked, Made, markdown
-from experiments.workers import MEASURED, results
+from experiments.lib.exhibits import SCALES, load, name_of, names, sweeps
+from experiments.lib.pages import VERDICT, record
+from experiments.lib.runner import Asked, markdown, results
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-
-
-def record(made: Made, scale: str, fresh: bool) -> None:
-    """Keep what came out for the index: experiments/measured.json.
-
-    fresh: everything was made now; a run that found some of its rows there says nothing about the time.
-    """
-    known = json.loads(MEASURED.read_text("utf-8")) if MEASURED.exists() else {}
-    before = known.get(scale, {}).get(made.name, {})
-    seconds = round(made.seconds) if fresh else before.get("seconds")
-    known.setdefault(scale, {})[made.name] = {"holds": made.holds, "words": made.words, "seconds": seconds}
-    known = {one: dict(sorted(known[one].items())) for one in sorted(known)}
-    MEASURED.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(markdown(made.table))
         print(f"  {VERDICT[made.holds]}: {made.words}\n  {made.seconds:.0f} CPU s, {made.folder}", flush=True)
         if args.record:
-            record(made, args.scale, fresh)
+            record(made.name, args.scale, made.holds, made.words, made.seconds if fresh else None)
     if failed:
         print(f"\n{len(failed)} of {len(wanted)} could not be made: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -11,13 +11,13 @@ full attention.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.lib.long_texts import windows
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, color_of, marker_of
@@ -40,25 +40,6 @@ METHODS: dict[str, tuple[Method, dict[str, Any]]] = {
     "random": (Random(), {}),
     "ideal": (Ideal(), {"mode": "mask"}),
 }
-
-
-def windows(tokenizer: Any, path: Path, length: int, count: int) -> list[list[int]]:
-    """`count` windows of `length` tokens from the texts of a jsonl file laid end to end, each after a start token."""
-    stream: list[int] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            row = json.loads(line)
-            if "text" not in row:
-                raise ConfigError(f"{path}, line {number} has no field 'text' (fields: {', '.join(row)})")
-            ids = tokenizer(row["text"]).input_ids
-            if tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-                ids = [tokenizer.bos_token_id, *ids]
-            stream += ids
-            if len(stream) >= length * count:
-                break
-    if len(stream) < length * count:
-        raise ConfigError(f"{path} holds {len(stream) // length} windows of {length} tokens, {count} were asked for")
-    return [stream[i : i + length] for i in range(0, length * count, length)]
 
 
 def nll(model: Any, texts: list[list[int]], method: Method, slots: int | None, batch: int, **plan: Any) -> torch.Tensor:

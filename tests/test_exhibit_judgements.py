@@ -7,10 +7,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.exhibits import load
-from experiments.frame import ahead, option, points, spelled
-from experiments.paired import above, all_hold, better, difference, spread
-from experiments.theirs import beside
+from experiments.lib.data import ahead, option, paper_numbers_for, points, spelled
+from experiments.lib.exhibits import load
+from experiments.lib.stats import above, all_hold, better, mean_interval, paired_difference
 from kvexp.figures.style import MARK_COLOR
 
 
@@ -54,16 +53,16 @@ def two_models(**values):
 def test_a_paired_difference_of_a_constant_is_that_constant():
     ours = {str(i): {"rouge2": float(i) + 3} for i in range(30)}
     other = {str(i): {"rouge2": float(i)} for i in range(10, 40)}
-    assert difference(ours, other, "rouge2") == (3.0, 3.0, 3.0, 20)
-    assert np.isnan(difference({}, other, "rouge2")[0])
+    assert paired_difference(ours, other, "rouge2") == (3.0, 3.0, 3.0, 20)
+    assert np.isnan(paired_difference({}, other, "rouge2")[0])
 
 
 def test_a_spread_holds_the_mean_and_narrows_with_the_examples():
-    low, high = spread([0.0, 100.0] * 20)
+    low, high = mean_interval([0.0, 100.0] * 20)
     assert low < 50 < high and 25 < high - low < 40
-    wide = spread([0.0, 100.0] * 5)
+    wide = mean_interval([0.0, 100.0] * 5)
     assert wide[1] - wide[0] > high - low
-    assert all(np.isnan(spread([1.0])))
+    assert all(np.isnan(mean_interval([1.0])))
 
 
 def test_what_an_interval_decides():
@@ -192,7 +191,7 @@ def test_a_curve_has_full_in_black_the_mark_in_red_and_intervals():
 def test_the_papers_points_stand_beside_the_papers_models_alone():
     module, figure = load("fig7"), Figure()
     runs = two_models(runs=FIG7)
-    assert beside("keyformer_fig7", module.table(runs)).empty
+    assert paper_numbers_for("keyformer_fig7", module.table(runs)).empty
     theirs_too = runs.replace({"model": {"a": "gptj_6b"}, "task": {"testbed_summary": "cnn_dailymail"}})
     module.draw(module.table(theirs_too), figure)
     marked = [any("(paper)" in str(bars.get_label()) for bars in axes.containers) for axes in figure.axes]

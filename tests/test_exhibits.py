@@ -7,11 +7,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from experiments import index, make, reproduce, sweep
-from experiments.exhibits import ROOT, load, name_of, names, sweeps
-from experiments.frame import KEYS
-from experiments.smoke import smaller
-from experiments.theirs import COLUMNS, theirs
+from experiments import index, reproduce
+from experiments.lib import runner, sweep
+from experiments.lib.data import COLUMNS, KEYS, paper_numbers
+from experiments.lib.exhibits import ROOT, load, name_of, names, sweeps
+from experiments.lib.sweep import smaller
 from kvexp.errors import ConfigError
 from kvexp.runner.progress import Progress
 
@@ -82,7 +82,7 @@ def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "paper").glob("*.csv")), ids=lambda path: path.stem)
 def test_the_papers_numbers_are_read(path):
-    frame = theirs(path.stem)
+    frame = paper_numbers(path.stem)
     assert list(frame.columns[: len(COLUMNS)]) == COLUMNS and len(frame)
     assert frame["value"].notna().all() and frame["kind"].isin(["exact", "digitised", "text"]).all()
     assert frame.loc[frame["kind"].eq("digitised"), "reading_error"].gt(0).all()
@@ -93,7 +93,7 @@ def test_the_papers_numbers_are_read(path):
 
 
 def test_the_written_table_leaves_out_what_nobody_filled():
-    text = make.markdown(pd.DataFrame({"a": [1.23456, None], "b": ["x|y", "z"], "c": ["", ""], "d": [None, None]}))
+    text = runner.markdown(pd.DataFrame({"a": [1.23456, None], "b": ["x|y", "z"], "c": ["", ""], "d": [None, None]}))
     assert text.splitlines() == ["| a | b |", "| --- | --- |", "| 1.235 | x\\|y |", "|  | z |"]
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments import pqcache_fig7, pqcache_fig8
-from experiments.exhibits import ROOT, load, names, sweeps
-from experiments.means import better, gap, mean_of
-from experiments.pooled import of, pooled
+from experiments.lib.exhibits import ROOT, load, names, sweeps
+from experiments.lib.stats import mean_of, paired_gap, pooled_difference, positive, runs_of
+from experiments.pqcache import fig7, fig8
 from tests.exhibits import frame_of, run, whole
 
 MINE = [name for name in names() if name.startswith(("a2sf_", "pqcache_"))]
@@ -58,8 +57,8 @@ def test_pqcache_is_judged_against_every_rival(mine, wanted):
                 rows += [run(method, scores, ratio, metric=metric, task=task) for task, metric in tasks]
         assert whole(load(name), frame_of(*rows)) is wanted
     each = {**rivals, "pqcache": mine}
-    fig8 = [run("full", GOOD, metric="exact"), *(run(m, s, 0.2, metric="exact") for m, s in each.items())]
-    assert whole(pqcache_fig8, frame_of(*fig8)) is (False if mine is FAIR else wanted)
+    needles = [run("full", GOOD, metric="exact"), *(run(m, s, 0.2, metric="exact") for m, s in each.items())]
+    assert whole(fig8, frame_of(*needles)) is (False if mine is FAIR else wanted)
     fig9a = [run(m, s, ratio, metric="rouge2") for ratio in (0.1, 0.2) for m, s in each.items()]
     assert whole(load("pqcache_fig9a"), frame_of(run("full", GOOD, metric="rouge2"), *fig9a)) is wanted
 
@@ -104,29 +103,29 @@ def test_fig10d_wants_a_rise_and_a_fall():
 
 
 def test_speed_exhibits_say_that_no_gpu_hasrun(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.pqcache_fig10a.cells", lambda *_, **__: [])
+    monkeypatch.setattr("experiments.pqcache.fig10a.cells", lambda *_, **__: [])
     for name in ("pqcache_fig10a", "pqcache_fig10b"):
         assert load(name).holds(load(name).table(pd.DataFrame()))[1].startswith("no GPU result yet")
     cpu = tmp_path / "found.json"
     cpu.write_text(
         '{"options": {"device": "cpu"}, "one_layer": [{"length": 8, "prefill_s": 1, "offload_s": 0, "kmeans_s": 2}]}'
     )
-    assert pqcache_fig7.measured(cpu).empty and pqcache_fig7.holds(pqcache_fig7.measured(cpu))[0] is None
+    assert fig7.measured(cpu).empty and fig7.holds(fig7.measured(cpu))[0] is None
     cpu.write_text(cpu.read_text().replace('"cpu"', '"cuda"'))
-    assert pqcache_fig7.holds(pqcache_fig7.measured(cpu))[0] is True
+    assert fig7.holds(fig7.measured(cpu))[0] is True
 
 
 # -- the arithmetic underneath ---------------------------------------------------------------------------------
 
 
 def test_a_tie_is_no_win_and_a_document_counts_once():
-    assert better(0.0, 0.0) is None and better(0.1, 0.2) is True and better(-0.2, -0.1) is False
+    assert positive(0.0, 0.0) is None and positive(0.1, 0.2) is True and positive(-0.2, -0.1) is False
     assert math.isnan(mean_of([])[0]) and mean_of([1.0, math.nan, 3.0])[0] == 2.0
     rows = [run(m, s, 0.2, model=model) for model in ("a", "b") for m, s in (("a2sf", GOOD), ("h2o", FAIR))]
-    once = pooled(frame_of(*rows[:2]), of("a2sf"), of("h2o"), "acc")
-    assert pooled(frame_of(*rows), of("a2sf"), of("h2o"), "acc") == once and once[0] == 50.0
+    once = pooled_difference(frame_of(*rows[:2]), runs_of("a2sf"), runs_of("h2o"), "acc")
+    assert pooled_difference(frame_of(*rows), runs_of("a2sf"), runs_of("h2o"), "acc") == once and once[0] == 50.0
     frame = pd.DataFrame({"prompt": [0, 1, 0, 1], "side": [1, 1, 0, 0], "v": [3.0, 5.0, 1.0, 2.0]})
-    assert gap(frame, "v", frame["side"] == 1, frame["side"] == 0, ("prompt",))[0] == 2.5
+    assert paired_gap(frame, "v", frame["side"] == 1, frame["side"] == 0, ("prompt",))[0] == 2.5
 
 
 @pytest.mark.parametrize("name", MINE)

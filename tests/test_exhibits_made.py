@@ -8,34 +8,42 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments import collect, index, pqcache_fig10a, pqcache_fig10b, reproduce, sweep, workers
-from experiments.bars import bars
-from experiments.curves import curves
-from experiments.exhibits import load, names, sweeps
-from experiments.frame import frame_of, without
-from experiments.make import Asked, Made
-from experiments.speed import WAITS
+from experiments import reproduce
+from experiments.lib import measure, pages, runner, sweep
+from experiments.lib.bars import bars
+from experiments.lib.data import frame_of, without
+from experiments.lib.draw import curves
+from experiments.lib.exhibits import load, names, sweeps
+from experiments.lib.runner import Asked, Made
+from experiments.pqcache import fig10a, fig10b
 from kvexp.errors import ConfigError
 from kvexp.record import Run
 
-IMPORTS = ("from experiments.helper import x", "from experiments import helper", "import experiments.helper")
+IMPORTS = (
+    "from experiments.lib.helper import x",
+    "from experiments.lib import helper",
+    "import experiments.lib.helper",
+)
 
 
 @pytest.mark.parametrize("line", IMPORTS)
 def test_a_measurement_is_taken_again_when_a_module_it_uses_changes(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(collect, "HERE", tmp_path)
+    monkeypatch.setattr(measure, "HERE", tmp_path)
     (tmp_path / "mine.py").write_text(f"import json\n{line}\n")
-    (tmp_path / "helper.py").write_text("from experiments.deeper import y\nx = 1\n")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helper.py").write_text("from experiments.deeper import y\nx = 1\n")
     (tmp_path / "deeper.py").write_text("y = 1\n")
-    before = collect.sources("mine")
+    before = measure.sources("experiments.mine")
     assert len(before) == 3
     (tmp_path / "deeper.py").write_text("y = 2\n")
-    assert collect.sources("mine") != before
+    assert measure.sources("experiments.mine") != before
 
 
-def test_the_measurements_of_row_masks_are_keyed_by_it():
-    text = (collect.HERE / "row_masks.py").read_text()
-    users = [name for name in names() if hasattr(load(name), "COLLECT") and text in collect.sources(name)]
+def test_the_measurements_of_attention_are_keyed_by_its_module():
+    text = (measure.HERE / "lib" / "attention.py").read_text()
+    users = [
+        name for name in names() if hasattr(load(name), "COLLECT") and text in measure.sources(load(name).__name__)
+    ]
     assert {"keyformer_fig3a", "a2sf_fig4", "a2sf_table2"} <= set(users)
 
 
@@ -43,7 +51,7 @@ def paper(tmp_path, monkeypatch, *lines):
     (tmp_path / "paper").mkdir()
     head = "model,task,method,kv_ratio,setting,metric,value,source,kind,reading_error,note"
     (tmp_path / "paper" / "x.csv").write_text("\n".join([head, *lines]))
-    monkeypatch.setattr("experiments.theirs.HERE", tmp_path)
+    monkeypatch.setattr("experiments.lib.data.HERE", tmp_path)
 
 
 def points(*runs):
@@ -165,10 +173,10 @@ def test_overrides_reach_the_runs_and_leave_the_settings_alone(tmp_path, capsys)
 
 def test_seconds_are_those_of_a_run_that_found_nothing_there(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
-    monkeypatch.setattr(reproduce, "MEASURED", file)
+    monkeypatch.setattr(pages, "MEASURED", file)
 
     def kept(seconds, fresh):
-        reproduce.record(Made("a", pd.DataFrame(), True, "1 of 1", seconds, tmp_path), "testbed", fresh)
+        pages.record("a", "testbed", True, "1 of 1", seconds if fresh else None)
         return json.loads(file.read_text())["testbed"]["a"]["seconds"]
 
     assert kept(0.4, False) is None
@@ -176,9 +184,9 @@ def test_seconds_are_those_of_a_run_that_found_nothing_there(tmp_path, monkeypat
 
 
 def test_a_speed_exhibit_waits_for_a_gpu():
-    entry = {"holds": None, "words": f"{WAITS}: somewhere", "seconds": 0}
-    assert index.status(entry) == "waits for a GPU"
-    assert index.status(entry | {"words": "+1 (-1 … 2)"}) == "undecided"
+    entry = {"holds": None, "words": f"{pages.WAITS}: somewhere", "seconds": 0}
+    assert pages.status(entry) == "waits for a GPU"
+    assert pages.status(entry | {"words": "+1 (-1 … 2)"}) == "undecided"
 
 
 # -- one after the other, or side by side ----------------------------------------------------------------------
@@ -203,16 +211,16 @@ def test_what_goes_wrong_with_one_is_told_and_the_next_is_made(tmp_path, monkeyp
 def test_those_that_take_longest_come_first(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"testbed": {"a": {"seconds": 3}, "b": {"seconds": 9}, "c": {"seconds": None}}}))
-    monkeypatch.setattr(workers, "MEASURED", file)
-    assert workers.longest_first(["a", "b", "c", "new"], "testbed") == ["b", "a", "c", "new"]
+    monkeypatch.setattr(pages, "MEASURED", file)
+    assert runner.longest_first(["a", "b", "c", "new"], "testbed") == ["b", "a", "c", "new"]
 
 
 @pytest.mark.slow
 def test_two_processes_make_what_one_does(tmp_path):
     """Two exhibits that share runs, at once: the tables are those of one process."""
     wanted = ["keyformer_fig3c", "keyformer_fig5", "keyformer_fig1"]
-    alone = dict(workers.results(wanted, Asked("testbed", tmp_path / "one", smoke=True), 1))
-    both = dict(workers.results(wanted, Asked("testbed", tmp_path / "two", smoke=True), 2))
+    alone = dict(runner.results(wanted, Asked("testbed", tmp_path / "one", smoke=True), 1))
+    both = dict(runner.results(wanted, Asked("testbed", tmp_path / "two", smoke=True), 2))
     for name in wanted:
         assert isinstance(alone[name], Made) and isinstance(both[name], Made), both[name]
         pd.testing.assert_frame_equal(alone[name].table, both[name].table)
@@ -241,11 +249,11 @@ def cell(**seconds):
 def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
     seconds = {"h2o": (0.01, 0.02), "infllm": (0.05, 0.07), "pqcache": (0.04, 0.05), "sparq": (0.1, 0.12)} | change
     found = cell(**seconds)
-    for module in (pqcache_fig10a, pqcache_fig10b):
+    for module in (fig10a, fig10b):
         monkeypatch.setattr(module, "cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
-    table = pqcache_fig10b.table(pd.DataFrame())
-    assert pqcache_fig10b.holds(table)[0] is verdict
-    pqcache_fig10b.draw(table, Figure())
+    table = fig10b.table(pd.DataFrame())
+    assert fig10b.holds(table)[0] is verdict
+    fig10b.draw(table, Figure())
 
 
 @pytest.mark.parametrize("scale", ["testbed", "paper"])

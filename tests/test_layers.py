@@ -144,7 +144,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("kvexp.results", "import torch.nn as nn"),
         ("kvexp.figures", "from kvexp.core import slots"),
         ("kvexp.runner", "import transformers"),
-        ("kvexp.runner", "import experiments.keyformer_fig7"),
+        ("kvexp.runner", "import experiments.keyformer.fig7"),
         ("kvexp", "import torch"),
         ("kvexp.newcomer", "import json"),
     ],

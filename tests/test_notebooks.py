@@ -8,9 +8,9 @@ import pytest
 from nbclient import NotebookClient
 
 from experiments import findings, strip
-from experiments.exhibits import PAPERS, ROOT, names
-from experiments.index import status
-from experiments.workers import MEASURED
+from experiments.lib import pages
+from experiments.lib.exhibits import PAPERS, ROOT, names
+from experiments.lib.pages import recorded, status
 
 FOLDER = ROOT / "notebooks"
 FILES = sorted(FOLDER.glob("*.ipynb"))
@@ -47,10 +47,10 @@ def test_outputs_and_counts_are_taken_out(tmp_path, capsys):
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_exhibit_is_told_and_shown_and_no_more(paper):
     """Thin: a cell calls show() with an exhibit's name; the prose before it ends in the outcome that is on record."""
-    known = json.loads(MEASURED.read_text("utf-8"))["testbed"]
+    known = recorded("testbed")
     own = [name for name in names() if name.startswith(f"{paper}_")]
     _, parameters, setup, *rest = cells(paper)
-    assert parameters.metadata.tags == ["parameters"] and "experiments.show" in setup.source
+    assert parameters.metadata.tags == ["parameters"] and "experiments.notebook" in setup.source
     assert [cell.source for cell in rest[1::2]] == [f'show("{name}")' for name in own]
     for cell, name in zip(rest[::2], own, strict=True):
         assert cell.source.startswith("## ") and cell.source.endswith(f"*Recorded: {status(known[name])}.*"), name
@@ -101,11 +101,11 @@ def test_reasons_hold_no_numbers_that_were_measured():
 
 
 def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys):
-    known = json.loads(MEASURED.read_text("utf-8"))
+    known = json.loads(pages.MEASURED.read_text("utf-8"))
     known["testbed"]["keyformer_fig7"] |= {"holds": True, "words": "otherwise"}
     del known["testbed"]["a2sf_fig5"]
-    monkeypatch.setattr(findings, "MEASURED", tmp_path / "measured.json")
-    findings.MEASURED.write_text(json.dumps(known))
+    monkeypatch.setattr(pages, "MEASURED", tmp_path / "measured.json")
+    pages.MEASURED.write_text(json.dumps(known))
     assert findings.main(["--check"]) == 1
     assert "### keyformer_fig7: holds" in findings.text() and "make reproduce-a2sf_fig5" in findings.text()
     monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from experiments.exhibits import HERE, ROOT, names
-from experiments.theirs import COLUMNS, KINDS, theirs
+from experiments.lib.data import COLUMNS, KINDS, paper_numbers
+from experiments.lib.exhibits import HERE, ROOT, names
 
 CSVS = sorted(path.stem for path in (HERE / "paper").glob("*.csv"))
 RANGES = {"acc": (0, 100), "score": (0, 100), "cosine": (0, 1), "cache_hit_rate": (0, 1), "search_share": (0, 1)}
@@ -20,7 +20,7 @@ RANGES |= {
 
 @pytest.mark.parametrize("name", CSVS)
 def test_a_papers_numbers_have_the_schema_and_possible_values(name):
-    read = theirs(name)
+    read = paper_numbers(name)
     assert list(read.columns)[: len(COLUMNS)] == COLUMNS and len(read)
     assert read["value"].map(math.isfinite).all() and (read["value"] >= 0).all()
     assert set(read["kind"]) <= set(KINDS) and read["source"].str.len().gt(5).all()
@@ -51,7 +51,7 @@ def test_printed_averages_are_those_of_their_columns():
         ("pqcache_table2", 0.011),
         ("pqcache_table3", 0.011),
     ):
-        read = theirs(name)
+        read = paper_numbers(name)
         read = read[read["metric"].ne("points_over_best") & read["source"].str.contains("Table")].assign(
             kv_ratio=read["kv_ratio"].fillna(1.0)
         )
@@ -68,7 +68,7 @@ def test_printed_averages_are_those_of_their_columns():
 
 def test_pqcaches_printed_gains_are_over_the_best_of_the_three():
     for name in ("pqcache_table2", "pqcache_table3"):
-        read = theirs(name)
+        read = paper_numbers(name)
         means = read[read["task"].eq("mean of the fourteen") & read["metric"].eq("score")].set_index(
             ["method", "kv_ratio"]
         )

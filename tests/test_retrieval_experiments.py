@@ -7,7 +7,7 @@ from tiny import prompts_of, tiny
 from benchmarks.pq_selection import main as selection
 from experiments.cache_hits import main as cache_hits
 from experiments.cache_hits import rates
-from experiments.long_texts import long_text
+from experiments.lib.long_texts import long_text
 from experiments.pq_recall import main as pq_recall
 from experiments.pq_recall import recall
 from kvexp.models import load_tokenizer

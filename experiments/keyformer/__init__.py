@@ -1,0 +1,1 @@
+"""Keyformer (arXiv:2403.09054): one module per figure or table."""

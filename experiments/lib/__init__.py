@@ -1,0 +1,1 @@
+"""What the exhibits share: data, intervals, drawings, measurements, and how they are made."""

@@ -1,0 +1,81 @@
+"""Measurements inside the model, which no score can show: each job of a sweep hands over its model and prompts."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+
+import kvexp
+from experiments.lib.data import KEYS, spelled, without
+from experiments.lib.exhibits import HERE, name_of
+from experiments.lib.sweep import jobs
+from kvexp.record import identity
+from kvexp.runner.asking import prompt_of
+from kvexp.runner.model import load
+from kvexp.runner.settings import Settings
+
+
+def collected(
+    module: ModuleType, experiments: Sequence[str], overrides: Sequence[str], folder: Path, given: Sequence[str] = ()
+) -> pd.DataFrame:
+    """COLLECT of every job, one below the other, with the job's labels in front; what is in the folder is read.
+
+    given: those of the overrides that are no setting of the exhibit's own, as in `experiments.lib.data.frame_of`.
+    """
+    frames = []
+    for experiment in experiments:
+        for settings in jobs(experiment, overrides):
+            path = folder / f"{name_of(module)}-{_key(module, settings)}.csv"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                draft = path.with_suffix(".draft")
+                _collect(module, settings).to_csv(draft, index=False)
+                draft.replace(path)
+            frame = pd.read_csv(path)
+            labels = {key: settings.labels.get(key) for key in KEYS}
+            labels |= {"setting": without(spelled(settings.labels.get("setting")), given)}
+            frames.append(pd.concat([pd.DataFrame([labels] * len(frame), columns=KEYS), frame], axis=1))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _key(module: ModuleType, settings: Settings) -> str:
+    """Changes with whatever can change a number: the run, its length, the module that measures and those it uses."""
+    parts = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(module.__name__))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sources(module: str) -> list[str]:
+    """The text of a module of `experiments` and of all those it imports, directly or not, by name."""
+    found: dict[str, str] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        path = HERE.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        if name not in found and path.exists():
+            found[name] = path.read_text(encoding="utf-8")
+            wanted += _imports(found[name])
+    return [found[name] for name in sorted(found)]
+
+
+def _imports(source: str) -> list[str]:
+    """What may be a module of `experiments`: A.B and A.B.NAME of `from A.B import NAME`, A.B of `import A.B`."""
+    words: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            words += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.Import):
+            words += [each.name for each in node.names]
+    return [word for word in words if word.startswith("experiments.")]
+
+
+def _collect(module: ModuleType, settings: Settings) -> pd.DataFrame:
+    settings.task.check()
+    model, tokenizer = load(settings.model)
+    prompts = [prompt_of(settings, model, tokenizer, example) for example in settings.task.examples()]
+    frame: pd.DataFrame = module.COLLECT(model, [p.ids for p in prompts if p.skipped is None], settings)
+    return frame

@@ -1,0 +1,103 @@
+"""An experiment of conf/experiment, run in this process as run.py runs it; made small; its jobs without a run."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from collections.abc import Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from experiments.lib.exhibits import ROOT
+from kvexp.errors import ConfigError
+from kvexp.runner.job import SWEPT
+from kvexp.runner.report import COMMAND
+from kvexp.runner.settings import Settings, settings_of
+
+QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
+
+
+def sweep(experiment: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Run it, resuming what exists; the hashes of its runs and their baselines. ConfigError if a job failed.
+
+    Once per process: exhibits that show the same runs need not look for them again.
+    """
+    return list(_hashes(experiment, tuple(overrides)))
+
+
+@functools.cache
+def _hashes(experiment: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    COMMAND.hashes.clear()
+    COMMAND.failures.clear()
+    _command([f"experiment={experiment}", *overrides, QUIET])
+    if COMMAND.failures:
+        job, why = COMMAND.failures[0]
+        raise ConfigError(f"{len(COMMAND.failures)} job(s) of experiment={experiment} failed, the first: {job}: {why}")
+    return tuple(COMMAND.hashes)
+
+
+def late(override: str) -> str:
+    """An override as a sweep over its one value: its key may be of an option that the sweep itself brings.
+
+    Of `task.data_files=x` Hydra would look for the key in the default task, before it takes the experiment's.
+    """
+    parsed = OverridesParser.create().parse_override(override)
+    key, _, value = override.partition("=")
+    return override if parsed.is_sweep_override() or parsed.is_delete() else f"{key}=choice({value})"
+
+
+def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
+    """How many examples its runs are asked for; None: all."""
+    words = [word.partition("=")[2] for word in overrides if word.startswith("limit=")]
+    if words:
+        return None if words[-1] in ("null", "None") else int(words[-1])
+    found: int | None = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").get("limit")
+    return found
+
+
+def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
+    """Every job of the sweep as checked settings; nothing is loaded or run."""
+    SWEPT.begin()
+    try:
+        _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET])
+    finally:
+        collected = SWEPT.end()
+    found = []
+    for one in collected:
+        plain = OmegaConf.to_container(one.config, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        config = {str(key): value for key, value in plain.items() if key not in ("log", "experiment")}
+        found.append(settings_of(config, one.choices, one.overrides))
+    return found
+
+
+def _command(overrides: list[str]) -> None:
+    """`python run.py -m OVERRIDES` in this process, so that many sweeps load torch and a model once."""
+    before, sys.argv = sys.argv, [str(ROOT / "run.py"), "-m", *overrides]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code and not COMMAND.failures:
+            raise ConfigError(
+                f"python run.py -m {' '.join(overrides)} did not begin: its message is in sweep.log"
+            ) from end
+    finally:
+        sys.argv = before
+
+
+EXAMPLES = 2
+
+
+def smaller(experiment: str) -> list[str]:
+    """Overrides for the first of its models, the first and the last of its budgets, and two examples."""
+    path = ROOT / "conf" / "experiment" / f"{experiment}.yaml"
+    params = OmegaConf.load(path).hydra.sweeper.params
+    found = [f"limit={EXAMPLES}"]
+    if "model" in params:
+        found.append(f"model={str(params.model).split(',')[0]}")
+    if "kv_ratio" in params:
+        ratios = str(params.kv_ratio).split(",")
+        found.append(f"kv_ratio={','.join(dict.fromkeys([ratios[0], ratios[-1]]))}")
+    return found

@@ -1,0 +1,83 @@
+"""PQCache, Fig. 8: a needle in a haystack, by the length of the haystack and the depth of the needle."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from experiments.lib.draw import METHODS, in_order
+from experiments.lib.stats import (
+    above,
+    all_hold,
+    ends,
+    estimate,
+    interval_columns,
+    mean_columns,
+    pooled_difference,
+    positive,
+    runs_of,
+)
+from kvexp.figures.heatmap import heatmap
+
+CLAIM = (
+    "With a fifth of the tokens PQCache finds the needle in nearly all places, while H2O(C), SPARQ and InfLLM miss "
+    "it in "
+    "a substantial part of them (arXiv:2407.12820, Fig. 8)"
+)
+SWEEPS = ("pqcache_fig8", "pqcache_fig8_infllm")
+RIVALS = ("h2o_c", "sparq", "infllm")
+NEARLY_ALL = 95.0  # percent of the needles
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row per method, length and depth: percent found, mean over texts; and what pqcache finds more than each."""
+    metric = str(frame["headline"].iloc[0])
+    cells = [
+        {"model": run["model"], "method": run["method"], "length": place[0], "depth": place[1], "found": scored[metric]}
+        for _, run in frame.iterrows()
+        for example, scored in run["scores"].items()
+        if (place := _place(example)) is not None
+    ]
+    keys = ["model", "method", "length", "depth"]
+    made = pd.DataFrame(cells).groupby(keys, as_index=False).agg(found=("found", "mean"), n=("found", "size"))
+    found = [scored[metric] for scored in frame[frame["method"].eq("pqcache")].iloc[0]["scores"].values()]
+    made = made.assign(metric=metric, **mean_columns("pqcache", found))
+    for rival in RIVALS:
+        made = made.assign(
+            **interval_columns(f"over_{rival}", pooled_difference(frame, runs_of("pqcache"), runs_of(rival), metric))
+        )
+    return made
+
+
+def _place(example: str) -> tuple[float, float] | None:
+    """(length, depth) of an example's name: split-length-depth-repeat."""
+    words = example.split("-")
+    try:
+        return float(words[1]), float(words[2])
+    except (IndexError, ValueError):
+        return None
+
+
+def draw(table: pd.DataFrame, figure: Figure) -> None:
+    """A heat-map per method, greener is better."""
+    methods = in_order(table["method"].tolist(), METHODS)
+    figure.set_layout_engine("constrained")
+    figure.set_size_inches(2.7 * len(methods), 2.6)
+    for place, method in enumerate(methods):
+        axes = figure.add_subplot(1, len(methods), place + 1)
+        cells = table[table["method"].eq(method)].pivot_table("found", "depth", "length", aggfunc="mean")
+        cells.attrs["metric"] = f"{table['metric'].iloc[0]} (%)"
+        heatmap(cells, axes, f"{method}, mean {table[table['method'].eq(method)]['found'].mean():.0f}")
+
+
+def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
+    """Pqcache finds nearly all, and more than every rival."""
+    first = table.iloc[0]
+    each = {name: ends(first, name) for name in ("pqcache", *(f"over_{rival}" for rival in RIVALS))}
+    verdicts = [above(each["pqcache"][1], each["pqcache"][2], NEARLY_ALL)]
+    verdicts += [positive(each[f"over_{rival}"][1], each[f"over_{rival}"][2]) for rival in RIVALS]
+    means = table.groupby("method")["found"].mean()
+    over = ", ".join(
+        f"{estimate(*each[f'over_{rival}'], sign=True)} over {rival} ({means[rival]:.0f})" for rival in RIVALS
+    )
+    return all_hold(verdicts), f"pqcache finds {estimate(*each['pqcache'])} %; {over}"
