@@ -22,7 +22,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOU
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -37,7 +37,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@echo 'installing torch $(TORCH)'
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
-	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,eval,scale,search]'
+	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,scale,search]'
 	@touch $@
 
 demo: $(VENV)/.stamp ## a sweep of three methods at three budgets, ending in a table and a figure (outputs/demo.png)
@@ -113,6 +113,9 @@ reproduce-%: $(VENV)/.stamp
 
 report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
 	@$(BIN)/python -m kvexp.report $(ARGS)
+
+docs: $(VENV)/.stamp ## the documentation as a site in build/site; a link that leads nowhere is an error
+	@$(BIN)/mkdocs build --quiet
 
 notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
 	@$(PYTEST) --timeout=0 tests/test_notebooks.py $(ARGS)

@@ -1,4 +1,4 @@
-"""A path as somebody typed it."""
+"""Where kvexp's own configurations lie, and a path as somebody typed it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvexp.errors import ConfigError
 
+CONF = Path(__file__).with_name("conf")  # in a checkout a link to conf/, in a wheel the folder
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the file systems of Linux and macOS
 
 

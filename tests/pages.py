@@ -8,14 +8,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvexp.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "experiments/EXHIBITS.md"))]
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "experiments/EXHIBITS.md", "benchmarks/README.md")
+PAGES = [*DOCS, *(ROOT / name for name in OUTSIDE)]
 NEEDS = ("hub", "gpu")  # what `<!-- needs: ... -->` in front of a block may say; `<!-- slow -->` stands there alone
 MARK = re.compile(r"<!-- *(needs: *(?P<needs>\S+)|(?P<slow>slow)) *-->")
 FENCE = re.compile(r"^```(?P<kind>\w*)")
 SCRIPTS = ("#!", "for ")  # how the first line of a script begins
-INLINE = re.compile(r"(?:^ {4}|`|^|\$\w+ )(?P<command>(?:python run\.py|python -m|make) [^`\n]+)", re.MULTILINE)
+OURS = rf"kvexp (?:{'|'.join(COMMANDS)})\b[^`\n]*"
+INLINE = re.compile(
+    rf"(?:^ {{4}}|`|^|\$\w+ )(?P<command>(?:python run\.py|python -m|make) [^`\n]+|{OURS})", re.MULTILINE
+)
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLANK = re.compile(r"…|\.\.\.|\||<|NAME")  # to be filled in by the reader
 LINK = re.compile(r"\]\((?P<file>[^)#:\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
@@ -76,7 +83,19 @@ def mentioned(page: Path) -> list[str]:
 
 
 def words_of(command: str) -> list[str]:
-    return shlex.split(command)
+    """A command's words; one of `kvexp` as the `python` command that it stands for."""
+    words = shlex.split(command)
+    if words[0] != "kvexp":
+        return words
+    if words[1] == "run":
+        return ["python", "run.py", *words[2:]]
+    module, *options = ["kvexp", "methods"] if words[1] == "methods" else [COMMANDS[words[1]][0]]
+    return ["python", "-m", module, *options, *words[2:]]
+
+
+def scripts(page: Path) -> list[str]:
+    """The Python blocks of a page, which follow one another in one program."""
+    return PYTHON.findall(page.read_text("utf-8"))
 
 
 def first_of(override: str) -> str:

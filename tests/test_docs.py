@@ -3,14 +3,16 @@
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, first_of, mentioned, words_of
+from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, first_of, mentioned, scripts, words_of
 
 from kvexp.runner import report
 from kvexp.runner.sweep import SWEEP, Sweep
@@ -127,6 +129,42 @@ def test_links_lead_somewhere(page):
         target = (page.parent / link["file"]).resolve() if link["file"] else page
         assert target.exists(), f"{page.name}: {link['file']}"
         assert not link["anchor"] or link["anchor"] in anchors(target), f"{page.name}: #{link['anchor']}"
+
+
+# The block of EXHIBITS.md is the outline of a module.
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if scripts(page) and page.name != "EXHIBITS.md"], ids=lambda page: page.name
+)
+def test_python_of_a_page_runs(page, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    known = {}
+    for script in scripts(page):
+        exec(compile(script, str(page), "exec"), known)
+    assert capsys.readouterr().out
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_first_page_is_read_in_minutes():
+    assert len(README.split()) <= 1200
+    prose = [line for line in README.splitlines() if not line.startswith(("|", "    "))]
+    assert max(map(len, prose)) <= 100
+
+
+def test_the_result_on_the_first_page_is_the_recorded_one():
+    found = re.search(r"<!-- measured: (\w+) -->\n((?:> .*\n)+)", README)
+    measured = json.loads((ROOT / "experiments" / "measured.json").read_text("utf-8"))["testbed"]
+    assert " ".join(found[2].replace("> ", "").split()) == measured[found[1]]["words"]
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed (the extra docs)")
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert built.returncode == 0, built.stderr
+    pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "concepts/index.html", "experiments/index.html", "CONTRIBUTING/index.html"} <= pages
 
 
 def test_there_is_something_to_run():

@@ -50,6 +50,9 @@ ALLOWED: dict[str, set[str]] = {
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
+    "cli": {".paths", ".pipes", ".run", ".runner"},
+    "__main__": {".cli"},  # kvexp/__main__.py
+    "run": {".paths", ".pipes", ".runner", "hydra", "omegaconf"},
     "runner": {
         *(".errors", ".paths", ".digests", ".build"),
         *(".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),

@@ -120,8 +120,8 @@ def test_whatever_way_it_comes_in(command, place, tmp_path, way):
     refused(command(*words), marker, tmp_path, "job_logging" if way == "logging" else "hydra.callbacks")
 
 
-@pytest.mark.parametrize("way", ["searchpath", "file", "config_path", "module"])
-def test_no_package_is_imported_for_its_configurations(command, place, tmp_path, monkeypatch, way):
+@pytest.mark.parametrize("way", ["searchpath", "file", "config_path"])
+def test_no_package_is_imported_for_its_configurations(command, place, tmp_path, way):
     marker, conf, module = place
     (conf / "main.yaml").write_text(
         f"defaults: [config, _self_]\nhydra: {{searchpath: ['pkg://{module}', 'file://{CONF}']}}\n"
@@ -130,11 +130,16 @@ def test_no_package_is_imported_for_its_configurations(command, place, tmp_path,
         "searchpath": (f"hydra.searchpath=[pkg://{module}]",),
         "file": ("--config-path", str(conf), "--config-name", "main"),
         "config_path": ("--config-path", f"pkg://{module}"),
-        "module": (),
     }[way]
-    if way == "module":
-        monkeypatch.setenv("HYDRA_MAIN_MODULE", f"{module}.run")
     refused(command(*words), marker, tmp_path, f"pkg://{module}")
+
+
+def test_the_environment_names_no_package_of_configurations(command, place, monkeypatch):
+    """Hydra reads the name of the main module there, and looks for configurations beside it; kvexp says where they are."""
+    marker, _, module = place
+    monkeypatch.setenv("HYDRA_MAIN_MODULE", f"{module}.run")
+    code, out, err = command()
+    assert code == 0 and not marker.exists() and "full" in out, err
 
 
 def test_a_pickled_job_is_not_taken_up(command, place, tmp_path):

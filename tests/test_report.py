@@ -1,12 +1,9 @@
 """The report's page as text: what is in it, and that nothing from a run can be markup."""
 
-import importlib.metadata
 import json
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -232,31 +229,3 @@ def test_a_section_is_a_python_file_a_script_and_a_line() -> None:
         assert f'kvexp.section("{section.name}"' in asset(f"{section.name}.js")
     python = {path.stem for path in (ROOT / "kvexp" / "report" / "sections").glob("*.py")} - {"__init__"}
     assert python == {section.name for section in SECTIONS}
-
-
-@pytest.mark.slow
-def test_an_installed_package_has_its_data_files(tmp_path: Path) -> None:
-    if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
-        pytest.skip("pyproject.toml needs setuptools 77, and this environment has an older one")
-    source = tmp_path / "source"
-    for name in ("kvexp", "hydra_plugins"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(source),
-    ]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    data = [*(ROOT / "kvexp/report/assets").iterdir(), *(ROOT / "kvexp/articles").rglob("*.json")]
-    assert {str(path.relative_to(ROOT)) for path in data} <= set(names)

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvexp.errors import ConfigError
+from kvexp.paths import CONF
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = ("method", "budget", "task", "generation", "diagnose")  # kvexp.build makes these, within their own packages
 TABLE = {"_target_": "kvexp.runner.report.SweepTable"}  # the one callback there is
 LOGGING = ("job_logging", "hydra_logging")

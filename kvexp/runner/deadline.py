@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -57,6 +58,7 @@ def start_anew() -> None:
     """End this process, whatever its other threads do; the command line begins again in its place, if it was one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(Path(word).name == "run.py" for word in sys.orig_argv[:3]):
+    line = [Path(word).name for word in sys.orig_argv[:4]]
+    if "run.py" in line[:3] or ("kvexp", "run") in itertools.pairwise(line):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     os._exit(HUNG)

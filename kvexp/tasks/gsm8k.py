@@ -42,7 +42,7 @@ class GSM8K(Asked):
     hub_id: str = "openai/gsm8k"
     hub_config: str | None = "main"
     split: str = "test"
-    prompt_file: str = "conf/task/gsm8k_cot.txt"
+    prompt_file: str = "kvexp/conf/task/gsm8k_cot.txt"
     shots: int = 8
     separator: str = "\n\n"
     signed: bool = True

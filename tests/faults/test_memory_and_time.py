@@ -200,9 +200,15 @@ def test_a_command_line_that_is_stuck_begins_again(tmp_path):
         "    threading.Thread(target=start_anew).start()\n"
         "    time.sleep(60)\n"
     )
-    for name, lines, status in (("run.py", 2, 0), ("other.py", 1, 124)):
-        (tmp_path / name).write_text(code)
-        line = [sys.executable, str(tmp_path / name), str(tmp_path / f"{name}.was"), "kv_ratio=0.5"]
+    for name, words, lines, status in (
+        ("run.py", [], 2, 0),
+        ("kvexp", ["run"], 2, 0),
+        ("kvexp", ["diagnose"], 1, 124),
+        ("other.py", [], 1, 124),
+    ):
+        (tmp_path / name).write_text(code.replace("argv[1]", f"argv[{len(words) + 1}]"))
+        was = tmp_path / "-".join([name, *words, "was"])
+        line = [sys.executable, str(tmp_path / name), *words, str(was), "kv_ratio=0.5"]
         env = os.environ | ENV | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
         said = done.stdout.splitlines()

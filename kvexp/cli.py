@@ -1,0 +1,104 @@
+"""The command `kvexp`: `kvexp run` is `python run.py`, every other command the `python -m` form of its module.
+
+Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt command waits for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import runpy
+import sys
+from typing import NoReturn
+
+from kvexp.paths import CONF
+from kvexp.pipes import watch_pipes
+
+COMMANDS = {  # name: the module that does it, what it does
+    "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
+    "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
+    "report": ("kvexp.report", "one HTML page of everything that was run"),
+    "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
+    "longbench": ("kvexp.results.longbench", "LongBench's averages over its data sets"),
+    "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
+    "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),
+    "log": ("kvexp.log", "publish finished runs to Weights & Biases"),
+    "dashboards": ("kvexp.dashboards", "the report's panels in Weights & Biases"),
+    "lm-eval": ("kvexp.lm_eval", "lm-eval's own command line with the model kvexp"),
+    "check-reference": ("kvexp.reference_check", "compare with numbers recorded from the authors' code"),
+    "testbed": ("kvexp.testbed", "show a document of the synthetic language"),
+    "export-testbed": ("kvexp.tasks.testbed", "the testbed as lm-eval task, LongBench rows and haystack"),
+    "train-testbed": ("kvexp.training", "train the models of the testbed"),
+}
+
+
+def main() -> NoReturn:
+    """Do what the command line says; the exit code is the command's, 2 for a command that does not exist."""
+    watch_pipes()
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0)
+    if words[0] == "--version":
+        from kvexp import __version__
+
+        print(__version__)
+        sys.exit(0)
+    name = words[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
+        print(f"error: kvexp has no command {name!r}; {asked}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"kvexp {name}", *words[1:]]
+    if name == "run":
+        run()
+    if name == "methods":
+        sys.exit(methods(words[1:]))
+    runpy.run_module(COMMANDS[name][0], run_name="__main__")
+    sys.exit(0)
+
+
+def usage() -> str:
+    """All commands, a line each."""
+    lines = [f"  {name:<16}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: kvexp COMMAND ...", "", *lines, "", "kvexp COMMAND --help says more of one."])
+
+
+def run() -> NoReturn:
+    """`kvexp run` and `python run.py`, from sys.argv."""
+    from kvexp.runner.interrupt import watch
+
+    watch()  # first: the imports take their time too
+    from kvexp.run import main as run_hydra
+
+    run_hydra()
+
+
+def methods(names: list[str]) -> int:
+    """Print what each method is, or for each of `names` its file in conf/method: every setting with its default."""
+    files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
+    unknown = [name for name in names if name not in files]
+    if unknown:
+        print(f"error: no method {unknown[0]!r}; one of {', '.join(files)}", file=sys.stderr)
+        return 2
+    for name, text in files.items():
+        if not names:
+            print(f"{name:<20} {_title(name, text)}")
+        elif name in names:
+            print(f"method={name}\n{text}")
+    return 0
+
+
+def _title(name: str, options: str) -> str:
+    """A method's title: its module's first line, or the first comment of options that vary another method."""
+    for package in ("methods", "retrieval"):
+        source = CONF.parent / package / f"{name}.py"
+        if source.exists():
+            return (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
+    return options.partition("\n")[0].lstrip("# ")
+
+
+if __name__ == "__main__":
+    main()

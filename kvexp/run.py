@@ -1,0 +1,54 @@
+"""`kvexp run`: Hydra's command line over the configurations in conf/, for one run, a sweep or its plan."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from kvexp.paths import CONF
+from kvexp.pipes import watch_pipes
+from kvexp.runner.guard import guard
+from kvexp.runner.interrupt import interruptible
+from kvexp.runner.mistakes import told
+
+# Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
+ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+def compose_and_run(config: DictConfig) -> None:
+    """Run the job or jobs that Hydra composes of sys.argv."""
+    from kvexp.runner.job import job  # late: --help must not wait for torch
+
+    job(config)
+
+
+def own_launchers() -> None:
+    """Let conf/hydra/launcher count where Hydra's plugins of the same names are installed too; they know no groups."""
+    Plugins.instance()  # registers them
+    known = ConfigStore.instance().repo["hydra"]["launcher"]
+    for file in (CONF / "hydra" / "launcher").glob("*.yaml"):
+        known.pop(file.name, None)
+
+
+def main() -> NoReturn:
+    """The whole command, from sys.argv; the exit code is 1 where a job failed."""
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
+    watch_pipes()
+    guard(sys.argv[1:])
+    own_launchers()
+    planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
+    with interruptible(), told(sys.argv[1:]):
+        if planning:
+            from kvexp.runner.dry_run import dry_run
+
+            sys.exit(dry_run(compose_and_run, planning[-1]))
+        compose_and_run()
+    from kvexp.runner.report import exit_code
+
+    sys.exit(exit_code())
