@@ -18,9 +18,11 @@ NEEDS = ("hub", "gpu")  # what `<!-- needs: ... -->` in front of a block may say
 MARK = re.compile(r"<!-- *(needs: *(?P<needs>\S+)|(?P<slow>slow)) *-->")
 FENCE = re.compile(r"^```(?P<kind>\w*)")
 SCRIPTS = ("#!", "for ")  # how the first line of a script begins
-OURS = rf"kvexp (?:{'|'.join(COMMANDS)})\b[^`\n]*"
-INLINE = re.compile(
-    rf"(?:^ {{4}}|`|^|\$\w+ )(?P<command>(?:python run\.py|python -m|make) [^`\n]+|{OURS})", re.MULTILINE
+OURS = "|".join(COMMANDS)
+INLINE = re.compile(  # a line of prose may begin with "make"
+    rf"(?:(?:^ {{4}}|`|^|\$\w+ )(?=python)|(?:^ {{4}}|`)(?=make|kvexp))"
+    rf"(?P<command>(?:python run\.py|python -m|make) [^`\n]+|kvexp (?:{OURS})\b[^`\n]*)",
+    re.MULTILINE,
 )
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLANK = re.compile(r"…|\.\.\.|\||<|NAME")  # to be filled in by the reader

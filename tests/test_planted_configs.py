@@ -135,7 +135,7 @@ def test_no_package_is_imported_for_its_configurations(command, place, tmp_path,
 
 
 def test_the_environment_names_no_package_of_configurations(command, place, monkeypatch):
-    """Hydra reads the name of the main module there, and looks for configurations beside it; kvexp says where they are."""
+    """Hydra takes the main module's name from there and looks beside it; kvexp says itself where its own are."""
     marker, _, module = place
     monkeypatch.setenv("HYDRA_MAIN_MODULE", f"{module}.run")
     code, out, err = command()
