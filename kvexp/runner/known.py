@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from kvexp.errors import ConfigError
+from kvexp.paths import CONF
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
 MOST = 4  # suggestions
 
