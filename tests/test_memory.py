@@ -1,0 +1,92 @@
+"""Free memory is the least of what the computer, the process's limit and the control groups around it leave."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvexp.models import memory
+from kvexp.models.memory import UNKNOWN, available
+
+GIB = 1 << 30
+V1, V2 = "1:name=systemd:/\n4:cpu,memory:/jobs/mine\n", "0::/jobs/mine\n"
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """write(path, text) under a /proc and a /sys/fs/cgroup of our own; the computer has 64 GiB left."""
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+
+    def write(path, text):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(str(text))
+
+    write("proc/meminfo", f"MemTotal: {99 << 20} kB\nMemAvailable: {64 << 20} kB\n")
+    return write
+
+
+def group(write, version, path, limit, taken, cached=0):
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
+    root = "cgroup" + ("/memory" if version == 1 else "") + path
+    write(f"{root}/{names[0]}", f"{limit}\n")
+    write(f"{root}/{names[1]}", f"{taken}\n")
+    write(f"{root}/memory.stat", f"anon 5\n{'total_' * (version == 1)}inactive_file {cached}\n")
+
+
+def test_the_computer_alone(system):
+    assert available() == 64 * GIB
+
+
+def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "PROC", tmp_path / "none")
+    assert available() == UNKNOWN
+
+
+@pytest.mark.parametrize(("version", "said"), [(1, V1), (2, V2)])
+def test_a_control_group(system, version, said):
+    system("proc/self/cgroup", said)
+    group(system, version, "/jobs/mine", 8 * GIB, 5 * GIB)
+    assert available() == 3 * GIB
+    group(system, version, "/jobs/mine", 8 * GIB, 5 * GIB, cached=GIB)
+    assert available() == 4 * GIB, "pages of files go first"
+    group(system, version, "/jobs", 10 * GIB, 9 * GIB)
+    assert available() == GIB, "the group around it is fuller"
+    group(system, version, "", 10 * GIB, 11 * GIB)
+    assert available() == 0
+
+
+@pytest.mark.parametrize(("version", "said", "none"), [(1, V1, 9223372036854771712), (2, V2, "max")])
+def test_a_control_group_without_a_limit(system, version, said, none):
+    system("proc/self/cgroup", said)
+    group(system, version, "/jobs/mine", none, 5 * GIB)
+    assert available() == 64 * GIB
+
+
+def test_a_container_that_sees_the_path_of_its_host(system):
+    system("proc/self/cgroup", "0::/../kubepods/pod7\n")
+    group(system, 2, "", 2 * GIB, GIB)
+    assert available() == GIB
+
+
+def test_a_limit_of_another_controller_is_none_of_memory(system):
+    system("proc/self/cgroup", "3:pids:/jobs/mine\n")
+    group(system, 1, "/jobs/mine", GIB, 0)
+    assert available() == 64 * GIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_the_limit_of_the_process():
+    """In a process of its own, with room for 300 MiB of addresses more than it has."""
+    code = (
+        "import resource, runpy\n"
+        f"available = runpy.run_path({memory.__file__!r})['available']\n"  # without all that the package imports
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), resource.RLIM_INFINITY))\n"
+        "print(available() >> 20)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 200 < int(done.stdout) <= 300
