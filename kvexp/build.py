@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from kvexp.errors import ConfigError
+
+TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
 def build(node: Mapping[str, Any], where: str, *, within: str | tuple[str, ...]) -> Any:
@@ -54,6 +57,8 @@ def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
 
 def typed(value: Any, hint: Any, where: str) -> Any:
     """`value` if it fits `hint`, whole numbers passing for floats and lists for tuples."""
+    if isinstance(value, int) and abs(value) >= TOO_LARGE:
+        raise ConfigError(f"{where} must be below 2**62, got a whole number of {_digits(value)} digits")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
@@ -82,6 +87,11 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     if not fits:
         raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
     return value
+
+
+def _digits(value: int) -> int:
+    """Nearly: Python writes out no number of thousands of digits."""
+    return int(value.bit_length() * math.log10(2)) + 1
 
 
 def _words(hint: Any) -> str:

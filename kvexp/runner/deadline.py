@@ -15,6 +15,7 @@ from typing import Any
 from kvexp.errors import ConfigError
 
 GRACE_S = 10.0  # for Python code to notice the alarm, before the work counts as stuck inside a library
+LONGEST_S = 1e9  # thirty years: clocks take no number much larger
 HUNG = 124  # exit status of a process that could not be brought back: that of timeout(1)
 
 
@@ -34,6 +35,7 @@ def deadline(seconds: float | None, stuck: Callable[[], None]) -> Iterator[None]
         return
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("timeout_s needs a run to have its process's main thread, which this launcher does not give")
+    seconds = min(seconds, LONGEST_S)
     inside = True
 
     def ring(*_: Any) -> None:
