@@ -78,13 +78,13 @@ def _waiting(outcome: dict[str, str], known: dict[str, Any]) -> str:
     lines = ["## What waits\n"]
     for name in (name for name in names() if outcome[name] in (WAITING, NOT_RUN)):
         why = known[name]["words"] if name in known else f"not run: `make reproduce-{name}`"
-        lines.append(f"- **{name}**: {load(name).CLAIM}. {words(name)['why']} ({why})")
+        lines.append(f"- **{name}**: {load(name).claim}. {words(name)['why']} ({why})")
     return "\n".join([*lines, ""])
 
 
 def _section(name: str, came_out: str, number: str) -> str:
     said = words(name)
-    lines = [f"### {name}: {came_out}\n", f"Claim: {load(name).CLAIM}.\n", f"Here: {number}\n", f"{said['why']}\n"]
+    lines = [f"### {name}: {came_out}\n", f"Claim: {load(name).claim}.\n", f"Here: {number}\n", f"{said['why']}\n"]
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def text() -> str:
 
 
 def _row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
-    claim, command = load(name).CLAIM.replace("|", "\\|"), f"`make reproduce-{name}`"
+    claim, command = load(name).claim.replace("|", "\\|"), f"`make reproduce-{name}`"
     if entry is None:
         return name, claim, "not run", "", command, ""
     return (

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lib.exhibits import SCALES, load, name_of, names, sweeps
+from experiments.lib.exhibits import SCALES, full_name, load, names, sweeps
 from experiments.lib.pages import VERDICT, record
 from experiments.lib.runner import Asked, markdown, results
 from kvexp.errors import ConfigError
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not."""
     args = parser().parse_args(arguments)
     try:
-        wanted = [name_of(load(name)) for name in (names() if args.names == ["all"] else args.names)]
+        wanted = [full_name(name) for name in (names() if args.names == ["all"] else args.names)]
         _check(args, wanted)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _title(name: str, scale: str) -> str:
-    return f"\n{name} ({scale}): {load(name).CLAIM}"
+    return f"\n{name} ({scale}): {load(name).claim}"
 
 
 def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
@@ -83,7 +83,7 @@ def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
         raise ConfigError("--record keeps numbers of the sweeps as they stand, and --set changes them")
     if args.workers < 1:
         raise ConfigError(f"--workers must be 1 or more, got {args.workers}")
-    known = {sweep.rpartition("/")[2] for name in wanted for sweep in sweeps(load(name), args.scale)}
+    known = {sweep.rpartition("/")[2] for name in wanted for sweep in sweeps(name, args.scale)}
     for word in args.given:
         key, equals, _ = word.partition("=")
         of, colon, _ = key.partition(":")

@@ -1,10 +1,14 @@
 """Lines of a table of runs with scores that are known, and an exhibit gone through from table to picture."""
 
+import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+
+from experiments.lib.exhibits import full_name, load, module_of
 
 
 def run(method, scores, kv_ratio=None, setting="", metric="acc", task="t", model="m", **own):
@@ -27,6 +31,13 @@ def frame_of(*rows):
     frame = pd.DataFrame(rows)
     # As runs of one sweep: full attention's setting is the part that is not the method's.
     return frame.assign(setting=frame["setting"].fillna(""))
+
+
+def changed(monkeypatch, name, **fields):
+    """The exhibit of this name with other fields, for one test."""
+    name = full_name(name)
+    known = importlib.import_module(module_of(name)).EXHIBITS
+    monkeypatch.setitem(known, name.partition("_")[2], replace(load(name), **fields))
 
 
 def whole(module, frame):

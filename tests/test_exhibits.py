@@ -1,5 +1,6 @@
 """Exhibits: each composes at both scales, and its table, picture and judgement work on numbers that are known."""
 
+import importlib
 import re
 
 import pandas as pd
@@ -10,10 +11,11 @@ from omegaconf import OmegaConf
 from experiments import index, reproduce
 from experiments.lib import runner, sweep
 from experiments.lib.data import COLUMNS, KEYS, paper_numbers
-from experiments.lib.exhibits import ROOT, load, name_of, names, sweeps
+from experiments.lib.exhibits import ROOT, full_name, load, module_of, names, sweeps
 from experiments.lib.sweep import smaller
 from kvexp.errors import ConfigError
 from kvexp.runner.progress import Progress
+from tests.exhibits import changed
 
 CONF = ROOT / "conf"
 SWEPT = [(name, scale) for name in names() for scale in ("testbed", "paper")]
@@ -22,7 +24,7 @@ SWEPT = [(name, scale) for name in names() for scale in ("testbed", "paper")]
 @pytest.mark.parametrize(("name", "scale"), SWEPT)
 def test_every_sweep_composes(name, scale):
     """The first of each value, with every key set as a sweep sets it: wrong keys and options fail here."""
-    for experiment in sweeps(load(name), scale):
+    for experiment in sweeps(name, scale):
         params = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
         first = [f"{key}={str(value).split(',')[0]}" for key, value in params.items() if "[" not in str(value)]
         with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -36,13 +38,13 @@ def test_every_sweep_composes(name, scale):
 
 @pytest.mark.parametrize("name", names())
 def test_a_claim_is_a_sentence_with_its_source(name):
-    module = load(name)
-    assert re.search(r"arXiv:\d{4}\.\d{5}", module.CLAIM) and (module.__doc__ or "").strip()
-    assert all(callable(getattr(module, part)) for part in ("table", "draw", "holds"))
+    exhibit, module = load(name), importlib.import_module(module_of(name))
+    assert re.search(r"arXiv:\d{4}\.\d{5}", exhibit.claim) and (module.__doc__ or "").strip()
+    assert all(callable(part) for part in (exhibit.table, exhibit.draw, exhibit.holds))
 
 
 def test_names_carry_their_paper_and_fig7_is_short_for_keyformers():
-    assert load("fig7") is load("keyformer_fig7") and name_of(load("fig7")) == "keyformer_fig7"
+    assert load("fig7") is load("keyformer_fig7") and full_name("fig7") == "keyformer_fig7"
     found = names()
     assert found.index("keyformer_fig7") < found.index("keyformer_fig10") < found.index("keyformer_table1")
     assert not {"pq_recall", "window_nll", "long_texts"} & set(found)
@@ -124,12 +126,12 @@ def test_a_measurement_inside_the_model_is_taken_once(tmp_path, capsys, monkeypa
     arguments = ["keyformer_fig3b", "--smoke", "--outputs", str(tmp_path)]
     assert reproduce.main(arguments) == 0
     assert len(list((tmp_path / "collected").glob("keyformer_fig3b-*.csv"))) == 1
-    monkeypatch.setattr(load("keyformer_fig3b"), "COLLECT", None)
+    changed(monkeypatch, "keyformer_fig3b", measure=lambda *_: pytest.fail("measured again"))
     assert reproduce.main(arguments) == 0, "what was collected is read"
     assert "40 % of the tokens hold testbed_rope" in capsys.readouterr().out
 
 
 def test_a_missing_sweep_of_a_scale_is_said(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(load("keyformer_fig3c"), "SWEEPS", ("nowhere",), raising=False)
+    changed(monkeypatch, "keyformer_fig3c", sweeps=("nowhere",))
     assert reproduce.main(["keyformer_fig3c", "--outputs", str(tmp_path)]) == 1
     assert "has no sweep at this scale (conf/experiment/nowhere.yaml)" in capsys.readouterr().err

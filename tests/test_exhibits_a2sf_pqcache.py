@@ -8,7 +8,7 @@ import pytest
 
 from experiments.lib.exhibits import ROOT, load, names, sweeps
 from experiments.lib.stats import mean_of, paired_gap, pooled_difference, positive, runs_of
-from experiments.pqcache import fig7, fig8
+from experiments.pqcache import fig7
 from tests.exhibits import frame_of, run, whole
 
 MINE = [name for name in names() if name.startswith(("a2sf_", "pqcache_"))]
@@ -58,7 +58,7 @@ def test_pqcache_is_judged_against_every_rival(mine, wanted):
         assert whole(load(name), frame_of(*rows)) is wanted
     each = {**rivals, "pqcache": mine}
     needles = [run("full", GOOD, metric="exact"), *(run(m, s, 0.2, metric="exact") for m, s in each.items())]
-    assert whole(fig8, frame_of(*needles)) is (False if mine is FAIR else wanted)
+    assert whole(load("pqcache_fig8"), frame_of(*needles)) is (False if mine is FAIR else wanted)
     fig9a = [run(m, s, ratio, metric="rouge2") for ratio in (0.1, 0.2) for m, s in each.items()]
     assert whole(load("pqcache_fig9a"), frame_of(run("full", GOOD, metric="rouge2"), *fig9a)) is wanted
 
@@ -131,5 +131,5 @@ def test_a_tie_is_no_win_and_a_document_counts_once():
 @pytest.mark.parametrize("name", MINE)
 def test_both_scales_have_their_sweeps(name):
     for scale in ("testbed", "paper"):
-        for experiment in sweeps(load(name), scale):
+        for experiment in sweeps(name, scale):
             assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists()

@@ -13,11 +13,12 @@ from experiments.lib import measure, pages, runner, sweep
 from experiments.lib.bars import bars
 from experiments.lib.data import frame_of, without
 from experiments.lib.draw import curves
-from experiments.lib.exhibits import load, names, sweeps
+from experiments.lib.exhibits import load, module_of, names, sweeps
 from experiments.lib.runner import Asked, Made
 from experiments.pqcache import fig10a, fig10b
 from kvexp.errors import ConfigError
 from kvexp.record import Run
+from tests.exhibits import changed
 
 IMPORTS = (
     "from experiments.lib.helper import x",
@@ -41,9 +42,7 @@ def test_a_measurement_is_taken_again_when_a_module_it_uses_changes(tmp_path, mo
 
 def test_the_measurements_of_attention_are_keyed_by_its_module():
     text = (measure.HERE / "lib" / "attention.py").read_text()
-    users = [
-        name for name in names() if hasattr(load(name), "COLLECT") and text in measure.sources(load(name).__name__)
-    ]
+    users = [name for name in names() if load(name).measure and text in measure.sources(module_of(name))]
     assert {"keyformer_fig3a", "a2sf_fig4", "a2sf_table2"} <= set(users)
 
 
@@ -199,8 +198,8 @@ def test_what_goes_wrong_with_one_is_told_and_the_next_is_made(tmp_path, monkeyp
     def broken(table):
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(load("keyformer_fig1"), "holds", refused)
-    monkeypatch.setattr(load("keyformer_fig9"), "holds", broken)
+    changed(monkeypatch, "keyformer_fig1", holds=refused)
+    changed(monkeypatch, "keyformer_fig9", holds=broken)
     wanted = ["keyformer_fig1", "keyformer_fig9", "keyformer_fig10"]
     assert reproduce.main([*wanted, "--outputs", str(tmp_path)]) == 1
     out, error = capsys.readouterr()
@@ -259,7 +258,7 @@ def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
 @pytest.mark.parametrize("scale", ["testbed", "paper"])
 def test_the_sweeps_of_an_exhibit_have_one_limit(scale):
     for name in names():
-        wanted = sweeps(load(name), scale)
+        wanted = sweeps(name, scale)
         assert len({sweep.limit_of(each, []) for each in wanted}) <= 1, name
     assert sweep.limit_of("keyformer_fig7", []) == 120 and sweep.limit_of("keyformer_fig7", ["limit=2"]) == 2
     assert sweep.limit_of("paper/pqcache_fig8", []) is None

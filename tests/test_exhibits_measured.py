@@ -57,14 +57,14 @@ class Settings:
 
 
 def test_the_ideal_choice_is_like_itself_and_others_less(model):
-    own = table2.collect(model, [IDS], Settings(Ideal())).iloc[0]
+    own = table2.measure(model, [IDS], Settings(Ideal())).iloc[0]
     assert own["cosine"] == pytest.approx(1.0, abs=0.01) and own["overlap"] == 1.0
-    other = table2.collect(model, [IDS], Settings(A2SF())).iloc[0]
+    other = table2.measure(model, [IDS], Settings(A2SF())).iloc[0]
     assert 0 < other["overlap"] < 1 and other["cosine_pruned"] < other["cosine"] < own["cosine"]
 
 
 def test_maps_show_the_largest_attention_of_each_cell(model):
-    frame = fig4.collect(model, [IDS, IDS], Settings(H2O()))
+    frame = fig4.measure(model, [IDS, IDS], Settings(H2O()))
     maps = frame[frame["map"].notna()]
     lines = [line.split() for line in maps["map"].iloc[0].split(";")]
     assert len(maps) == 2 and len(lines) == len(IDS) == len(lines[0])
@@ -90,7 +90,7 @@ def test_measurements_become_tables_verdicts_and_figures(model, name):
     prompts = [[random.Random(i).randrange(5, 60) for _ in range(40)] for i in range(3)]
     frames = []
     for setting, method in JOBS[name]:
-        found = load(name).COLLECT(model, prompts, Settings(method))
+        found = load(name).measure(model, prompts, Settings(method))
         labels = {"model": "m", "task": "t", "method": method.name, "setting": setting, "kv_ratio": 0.25}
         frames.append(pd.DataFrame([labels] * len(found)).join(found))
     whole(load(name), pd.concat(frames, ignore_index=True))

@@ -10,22 +10,18 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.lib.attention import accumulated, full_attention
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
 from kvexp.methods import A2SF
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "Accumulated attention compares tokens of a decoder unfairly, since old ones were counted more often; with a "
-    "forgetting factor scores are spread evenly over old and new tokens (arXiv:2407.20485, Fig. 1; its panel of an "
-    "encoder has no counterpart here)"
-)
 BINS = 16  # parts of the prompt, oldest first
 EVEN = 50.0  # percent of the score that the older half would hold if age did not matter
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """Percent of the score, and of the tokens a budget would keep by it, in each of BINS parts of the prompt.
 
     Mean over layers and heads, each of which shares out 100. The first token, the sink, is left out: it is kept by any
@@ -43,9 +39,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
             parts = (100 * values / values.sum(-1, keepdim=True)).mean((0, 1)).tensor_split(BINS)
             rows += [{"prompt": number, "of": name, "bin": i, "percent": float(p.sum())} for i, p in enumerate(parts)]
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -108,3 +101,18 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
             if column == 0:
                 axes.set_ylabel("% of score", fontsize=8)
     figure.supxlabel("sixteenths of the prompt; red: tokens a fifth of the cache would keep; dotted: even", fontsize=8)
+
+
+EXHIBITS = {
+    "fig1": Exhibit(
+        claim=(
+            "Accumulated attention compares tokens of a decoder unfairly, since old ones were counted more often; "
+            "with a forgetting factor scores are spread evenly over old and new tokens (arXiv:2407.20485, Fig. "
+            "1; its panel of an encoder has no counterpart here)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

@@ -13,22 +13,18 @@ from torch import Tensor
 from torch.nn.functional import adaptive_max_pool2d
 
 from experiments.lib.attention import attention
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from kvexp.errors import ConfigError
 from kvexp.lm_eval import check_row_mask
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "H2O's mask is lambda-shaped: the middle of the past disappears from it, while A2SF's looks like the ideal one and "
-    "keeps the first token, the sink, unprotected (arXiv:2407.20485, Fig. 4 and section 4.3)"
-)
-SWEEPS = ("a2sf_fig4", "a2sf_fig4_alpha")
 CELLS = 72  # a map is drawn with so many cells on a side
 ORDER = (("ideal", ""), ("window", ""), ("h2o", ""), ("a2sf", "method.alpha=0.1"), ("a2sf", "method.alpha=0.5"))
 SINK_KEPT = 95.0  # percent of pruned rows that see the first token, for it to count as a sink, and as kept
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """Per prompt, over pruned rows, all layers and heads, in percent: rows that see the first token, attention to the
     middle half of a row's past. Of the first prompt also the maps of the first and the last layer, mean over heads."""
     check_row_mask(settings.method, settings.budget, "local", settings.plan())
@@ -44,9 +40,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
         if number == 0:
             rows += [{"prompt": 0, "layer": i + 1, "map": _map(held[i])} for i in (0, len(layers) - 1)]
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def _middle(held: Tensor) -> Tensor:
@@ -123,3 +116,19 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
             if row == len(layers) - 1:
                 axes.set_xlabel("key", fontsize=8)
     figure.suptitle(str(maps["model"].iloc[0]), fontsize=9)
+
+
+EXHIBITS = {
+    "fig4": Exhibit(
+        claim=(
+            "H2O's mask is lambda-shaped: the middle of the past disappears from it, while A2SF's looks like the "
+            "ideal one and keeps the first token, the sink, unprotected (arXiv:2407.20485, Fig. 4 and section "
+            "4.3)"
+        ),
+        sweeps=("a2sf_fig4", "a2sf_fig4_alpha"),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

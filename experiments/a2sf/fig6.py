@@ -10,22 +10,19 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.lib.attention import accumulated, full_attention
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "A late token that is attended to strongly has a small accumulated score, so that pruning by A2S removes it; A2SF "
-    "keeps it (arXiv:2407.20485, Fig. 6): of the next queries' attention, more lies on what A2SF would keep"
-)
 NEXT = 16  # rows after the pruning point whose attention is to be foreseen
 TOKENS = 3  # followed besides the first token
 SCORES = ("attention", "A2S", "A2SF")
 COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73")
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """Per prompt and score: percent of the attention of the NEXT rows, to tokens born before, that its top B hold.
 
     Mean over layers and heads; the first token counts like any other. Of the first prompt also the curves, in the head
@@ -45,9 +42,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
         if number == 0:
             rows += _curves(now, each, at, keep)
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def _foreseen(now: Tensor, score: Tensor, at: int, keep: int) -> Tensor:
@@ -113,3 +107,18 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"{first['model']}, layer {first['layer'] + 1:.0f}, head {first['head'] + 1:.0f}", fontsize=9)
+
+
+EXHIBITS = {
+    "fig6": Exhibit(
+        claim=(
+            "A late token that is attended to strongly has a small accumulated score, so that pruning by A2S "
+            "removes it; A2SF keeps it (arXiv:2407.20485, Fig. 6): of the next queries' attention, more lies on "
+            "what A2SF would keep"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib.attention import attention
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap
 from kvexp.core.rowmask import row_cosine, window_mask
 from kvexp.figures.style import color_of
@@ -17,12 +18,6 @@ from kvexp.lm_eval import check_row_mask
 from kvexp.methods import Ideal, Window
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "A2SF's attention is more like the ideal choice's than H2O's or a local window's: mean cosine 0.991 (alpha "
-    "0.1) and "
-    "0.989 (0.5) against 0.967 and 0.318 at a fifth of the cache (arXiv:2407.20485, Table 2)"
-)
-SWEEPS = ("a2sf_table2", "a2sf_table2_alpha")
 ORDER = ("window", "h2o", "a2sf")
 SHOWN = (
     ("cosine", "all rows, as the paper"),
@@ -31,7 +26,7 @@ SHOWN = (
 )
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """One row per prompt, means over layers, heads and query rows.
 
     cosine: over all rows, of which those before the budget is full are equal by construction; cosine_pruned: over the
@@ -39,9 +34,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
     """
     check_row_mask(settings.method, settings.budget, "local", settings.plan())
     return pd.DataFrame([{"prompt": i, **_alike(model, ids, settings)} for i, ids in enumerate(prompts)])
-
-
-COLLECT = collect
 
 
 def _alike(model: Any, ids: Sequence[int], settings: Settings) -> dict[str, float]:
@@ -128,3 +120,19 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         axes.set_ylabel("mean cosine to ideal" if name.startswith("cosine") else "share of the ideal keys", fontsize=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(series), fontsize=8)
+
+
+EXHIBITS = {
+    "table2": Exhibit(
+        claim=(
+            "A2SF's attention is more like the ideal choice's than H2O's or a local window's: mean cosine 0.991 "
+            "(alpha 0.1) and 0.989 (0.5) against 0.967 and 0.318 at a fifth of the cache (arXiv:2407.20485, Table "
+            "2)"
+        ),
+        sweeps=("a2sf_table2", "a2sf_table2_alpha"),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

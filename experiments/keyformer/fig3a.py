@@ -11,25 +11,19 @@ from matplotlib.figure import Figure
 from experiments.lib.attention import full_attention, near_zero_share
 from experiments.lib.data import paper_numbers
 from experiments.lib.draw import model_lines
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, mean_columns
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "Attention is sparse by itself, and how sparse varies with the model and from layer to layer (arXiv:2403.09054, "
-    "Fig. 3a and section 2.2; its threshold is not stated, ours counts weights below 1 % of their row's largest)"
-)
 BELOW = 0.01
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     rows = []
     for number, ids in enumerate(prompts):
         shares = near_zero_share(full_attention(model, ids), BELOW).tolist()
         rows += [{"prompt": number, "layer": layer, "sparsity": share} for layer, share in enumerate(shares, 1)]
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -60,3 +54,18 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
         edges = [estimate(*ends(row, "sparsity")) for row in (least, most)]
         found.append(f"{model} from {edges[0]} % (layer {least['layer']}) to {edges[1]} % (layer {most['layer']})")
     return all_hold(verdicts), "; ".join(found)
+
+
+EXHIBITS = {
+    "fig3a": Exhibit(
+        claim=(
+            "Attention is sparse by itself, and how sparse varies with the model and from layer to layer "
+            "(arXiv:2403.09054, Fig. 3a and section 2.2; its threshold is not stated, ours counts weights below 1 "
+            "% of their row's largest)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

@@ -11,23 +11,20 @@ from matplotlib.figure import Figure
 from experiments.lib.attention import attention_mass, full_attention
 from experiments.lib.data import paper_numbers
 from experiments.lib.draw import model_lines
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, estimate, mean_columns
 from kvexp.runner.settings import Settings
 
-CLAIM = "Around 40 % of the tokens, the key tokens, hold 90 % of the attention score (arXiv:2403.09054, Fig. 3b)"
 SHARES = [share / 10 for share in range(1, 10)]
 KEY, MOST = 0.4, 90.0
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     rows = []
     for number, ids in enumerate(prompts):
         held = attention_mass(full_attention(model, ids), SHARES)
         rows += [{"prompt": number, "share": s, "mass": m} for s, m in zip(SHARES, held, strict=True)]
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -56,3 +53,16 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     verdicts = [above(low, high, MOST) for low, high in zip(rows["mass_low"], rows["mass_high"], strict=True)]
     cells = [f"{r.model} {estimate(r.mass, r.mass_low, r.mass_high)} %" for r in rows.itertuples()]
     return all_hold(verdicts), f"40 % of the tokens hold {'; '.join(cells)} of the score"
+
+
+EXHIBITS = {
+    "fig3b": Exhibit(
+        claim=(
+            "Around 40 % of the tokens, the key tokens, hold 90 % of the attention score (arXiv:2403.09054, Fig. 3b)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

@@ -11,21 +11,18 @@ from matplotlib.figure import Figure
 
 from experiments.lib.attention import full_attention
 from experiments.lib.draw import MODELS, in_order
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, mean_columns
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "Dropping half the tokens spreads their attention unevenly over those that stay, so that scores are no longer what "
-    "full attention would give (arXiv:2403.09054, Fig. 4, equations 2 and 3)"
-)
 AFTER = 32  # query rows after the reduction, as many as tokens of an answer
 RANKS = 20  # parts of the tokens that stay, best first
 UNEVEN = 1.0  # percent of the kept tokens' score that must change hands for the gain to be called uneven
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """Scores of the kept tokens over the last AFTER rows, as percent of those rows' attention, and what changes hands.
 
     Tokens are chosen by the attention accumulated before those rows; "before" is full attention, "after" the softmax
@@ -63,9 +60,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
                 for place, piece in enumerate(ranked)
             ]
     return pd.DataFrame(found)
-
-
-COLLECT = collect
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -114,3 +108,17 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
             f"{estimate(*ends(row, 'uneven'))} % of what stays changes hands"
         )
     return all_hold(verdicts), "; ".join(found)
+
+
+EXHIBITS = {
+    "fig4": Exhibit(
+        claim=(
+            "Dropping half the tokens spreads their attention unevenly over those that stay, so that scores are "
+            "no longer what full attention would give (arXiv:2403.09054, Fig. 4, equations 2 and 3)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import pandas as pd
-from matplotlib.figure import Figure
+from functools import partial
 
-from experiments.lib.data import ahead, option, points
+import pandas as pd
+
+from experiments.lib.data import points
 from experiments.lib.draw import best_of, settings_curves
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate
 
-CLAIM = (
-    "Keyformer works best when the recent window is 20 to 30 % of the budget (arXiv:2403.09054, section 4.4.4 and "
-    "appendix A.4; the appendix' numbers are not in the text we hold)"
-)
 KEY = "method.recent_ratio"
-BEST = ("0.2", "0.3")
-
-
-def table(frame: pd.DataFrame) -> pd.DataFrame:
-    """`over_0.2` and `over_0.3`: the paired differences to these two ratios."""
-    made = points(frame, "rouge2")
-    ratio = pd.to_numeric(made["setting"].map(lambda text: option(text, KEY)), errors="coerce")
-    for best in BEST:
-        made = made.assign(**ahead(frame, "rouge2", "keyformer", f"{KEY}={best}", f"over_{best}"))
-    return made.assign(recent=ratio).sort_values(["model", "recent"], na_position="first", ignore_index=True)
-
-
-def draw(table: pd.DataFrame, figure: Figure) -> None:
-    settings_curves(table, figure, "recent", "recent window (share of the budget)")
 
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
@@ -45,3 +29,21 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
         return False, f"better than both 0.2 and 0.3, ROUGE-2 points: {'; '.join(cells)}. Best ratio: {best}"
     sentence = f"no other ratio is better than both; worse than one of them: {int(lost.sum())} of {int(outside.sum())}"
     return (True if lost.sum() == outside.sum() else None), f"{sentence}. Best ratio: {best}"
+
+
+EXHIBITS = {
+    "recent_ratio": Exhibit(
+        claim=(
+            "Keyformer works best when the recent window is 20 to 30 % of the budget (arXiv:2403.09054, section "
+            "4.4.4 and appendix A.4; the appendix' numbers are not in the text we hold)"
+        ),
+        table=partial(
+            points,
+            metric="rouge2",
+            over={f"over_{best}": ("keyformer", f"{KEY}={best}") for best in ("0.2", "0.3")},
+            numbers={"recent": KEY},
+        ),
+        draw=partial(settings_curves, x="recent", xlabel="recent window (share of the budget)"),
+        holds=holds,
+    ),
+}

@@ -7,12 +7,9 @@ from matplotlib.figure import Figure
 
 from experiments.lib.bars import bars
 from experiments.lib.data import option, points
-from experiments.lib.stats import all_hold, better, estimate
-
-CLAIM = (
-    "In few-shot choice with half the KV cache Keyformer surpasses H2O in all tasks and shot settings "
-    "(arXiv:2403.09054, section 4.3; its own Table 2 has three losses and one tie in 16 cells)"
-)
+from experiments.lib.exhibits import Exhibit
+from experiments.lib.stats import better
+from experiments.lib.verdicts import each_row
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -30,12 +27,20 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     bars(shown.sort_values(["task", "shots"], kind="stable"), figure, "keyformer_table2", columns=2, full_as_bar=True)
 
 
-def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
-    """Keyformer's paired difference to H2O above 0 in every cell."""
-    runs = table[table["method"].eq("keyformer")].sort_values(["model", "task", "shots"], kind="stable")
-    verdicts = [better(low, high) for low, high in zip(runs["ahead_low"], runs["ahead_high"], strict=True)]
-    cells = [
-        f"{r.model} {r.task} {r.shade} {estimate(r.ahead, r.ahead_low, r.ahead_high, sign=True)}"
-        for r in runs.itertuples()
-    ]
-    return all_hold(verdicts), "keyformer less H2O, accuracy points: " + "; ".join(cells)
+EXHIBITS = {
+    "table2": Exhibit(
+        claim=(
+            "In few-shot choice with half the KV cache Keyformer surpasses H2O in all tasks and shot settings "
+            "(arXiv:2403.09054, section 4.3; its own Table 2 has three losses and one tie in 16 cells)"
+        ),
+        table=table,
+        draw=draw,
+        holds=each_row(
+            lambda table: table[table["method"].eq("keyformer")].sort_values(["model", "task", "shots"], kind="stable"),
+            "ahead",
+            better,
+            "{model} {task} {shade} {number}",
+            "keyformer less H2O, accuracy points: {}",
+        ),
+    ),
+}

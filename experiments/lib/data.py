@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +62,36 @@ def option(setting: str, key: str, default: str = "") -> str:
     return words.get(key, default)
 
 
-def points(frame: pd.DataFrame, metric: str, rival: str | None = None, setting: str | None = None) -> pd.DataFrame:
+def points(
+    frame: pd.DataFrame,
+    metric: str,
+    rival: str | None = None,
+    setting: str | None = None,
+    over: Mapping[str, tuple[str, str]] | None = None,
+    numbers: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
     """One row per run: value, low, high in the metric's unit, of_full and its interval in percent, and n.
 
     A run's interval is the paired one of its percentage, times the full cache's mean: it is made to be held against
     the full cache's line. Full's own interval is of its mean over examples. rival: a method; ahead, ahead_low,
     ahead_high are then the paired difference to its run of the same model, task and kv_ratio, and of this `setting`
-    (None: of the run's own setting, or else the one with none).
+    (None: of the run's own setting, or else the one with none). over: column -> (method, setting), the paired
+    differences to several runs. numbers: column -> option of the setting, its value as a number (NaN for full), by
+    which the rows are then sorted.
     """
     full = frame[frame["verdict99"].eq("baseline")]
     rows = [_point(run, _baseline(full, run), metric) for _, run in frame.iterrows()]
     made = pd.DataFrame(rows)
-    return made if rival is None else made.assign(**ahead(frame, metric, rival, setting))
+    if rival is not None:
+        made = made.assign(**ahead(frame, metric, rival, setting))
+    for name, (method, fixed) in (over or {}).items():
+        made = made.assign(**ahead(frame, metric, method, fixed, name))
+    if not numbers:
+        return made
+    for name, key in numbers.items():
+        values = [option(words, key) for words in made["setting"]]
+        made = made.assign(**{name: pd.to_numeric(pd.Series(values, index=made.index), errors="coerce")})
+    return made.sort_values(["model", *numbers], na_position="first", ignore_index=True)
 
 
 def ahead(frame: pd.DataFrame, metric: str, rival: str, setting: str | None = None, name: str = "ahead") -> Columns:

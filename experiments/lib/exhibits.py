@@ -1,15 +1,20 @@
-"""The exhibits there are: every experiments/<paper>/<exhibit>.py with a CLAIM; EXHIBITS.md says how one is made."""
+"""What an exhibit is, and which there are: the EXHIBITS of every experiments/PAPER/*.py (EXHIBITS.md says more)."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from kvexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parents[1]  # experiments/
 ROOT = HERE.parent
@@ -18,18 +23,51 @@ PAPERS = ("keyformer", "a2sf", "pqcache")  # in the order of the index
 ALIASES = {"fig7": "keyformer_fig7"}  # the one that started it all; every other name carries its paper
 
 
+@dataclass(frozen=True)
+class Exhibit:
+    """One figure or table of a paper: what is claimed, the runs that show it, and how they are drawn and judged.
+
+    claim: what the paper says, with its source.
+    table: the runs (`lib.data.frame_of`), or what `measure` found -> one row per mark of the figure.
+    draw: draws that table.
+    holds: that table -> whether our numbers support the claim (True), contradict it (False) or leave it open (None),
+        and a sentence with those numbers.
+    sweeps: the options of `experiment=` whose runs it shows; None: the one of its own name; (): it has no runs.
+    measure: of one job's model, prompts (token ids) and settings a frame, where scores cannot show the claim.
+    """
+
+    claim: str
+    table: Callable[[pd.DataFrame], pd.DataFrame]
+    draw: Callable[[pd.DataFrame, Figure], None]
+    holds: Callable[[pd.DataFrame], tuple[bool | None, str]]
+    sweeps: tuple[str, ...] | None = None
+    measure: Callable[[Any, Sequence[Sequence[int]], Any], pd.DataFrame] | None = None
+
+
+@functools.cache
+def _modules() -> dict[str, str]:
+    """Every exhibit's name -> its module, without importing any."""
+    found = {}
+    for paper in PAPERS:
+        for path in HERE.glob(f"{paper}/*.py"):
+            for exhibit in _declared(path):
+                found[f"{paper}_{exhibit}"] = f"experiments.{paper}.{path.stem}"
+    return found
+
+
+def _declared(path: Path) -> list[str]:
+    """The keys of a file's EXHIBITS."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    for node in (node for node in body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
+        if ast.unparse(node.targets[0]) == "EXHIBITS":
+            return [ast.literal_eval(key) for key in node.value.keys if key is not None]
+    return []
+
+
 @functools.cache
 def names() -> tuple[str, ...]:
     """Every exhibit, by paper, then figures and tables in their order."""
-    found = [f"{paper}_{path.stem}" for paper in PAPERS for path in HERE.glob(f"{paper}/*.py") if _claims(path)]
-    return tuple(sorted(found, key=_place))
-
-
-def _claims(path: Path) -> bool:
-    """Whether a module has a CLAIM, without importing it."""
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
-    return any(isinstance(target, ast.Name) and target.id == "CLAIM" for target in targets)
+    return tuple(sorted(_modules(), key=_place))
 
 
 def _place(name: str) -> tuple[int, int, int, str]:
@@ -40,21 +78,27 @@ def _place(name: str) -> tuple[int, int, int, str]:
     return PAPERS.index(paper), kind, int(digits or 0), rest
 
 
-def load(name: str) -> ModuleType:
-    """The module of an exhibit or its alias; ConfigError with the list of names for any other word."""
+def full_name(name: str) -> str:
+    """An exhibit's name, of it or of its alias; ConfigError with the list of names for any other word."""
     name, known = ALIASES.get(name, name), names()
     if name not in known:
         raise ConfigError(f"no exhibit {name!r}; there are {', '.join(known)}, and fig7 for keyformer_fig7")
-    paper, _, exhibit = name.partition("_")
-    return importlib.import_module(f"experiments.{paper}.{exhibit}")
+    return name
 
 
-def name_of(module: ModuleType) -> str:
-    _, paper, exhibit = module.__name__.split(".")
-    return f"{paper}_{exhibit}"
+def module_of(name: str) -> str:
+    """The module that declares an exhibit: "experiments.keyformer.fig7"."""
+    return _modules()[full_name(name)]
 
 
-def sweeps(module: ModuleType, scale: str) -> list[str]:
+def load(name: str) -> Exhibit:
+    """The exhibit of a name or alias; ConfigError for any other word."""
+    name = full_name(name)
+    found: Exhibit = importlib.import_module(module_of(name)).EXHIBITS[name.partition("_")[2]]
+    return found
+
+
+def sweeps(name: str, scale: str) -> list[str]:
     """The options of `experiment=` whose runs the exhibit shows; empty for one that has no runs of its own."""
-    own: Sequence[str] = getattr(module, "SWEEPS", (name_of(module),))
-    return [name if scale == "testbed" else f"{scale}/{name}" for name in own]
+    own = load(name).sweeps
+    return [each if scale == "testbed" else f"{scale}/{each}" for each in ((full_name(name),) if own is None else own)]

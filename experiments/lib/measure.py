@@ -6,46 +6,45 @@ import ast
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pandas as pd
 
 import kvexp
 from experiments.lib.data import KEYS, spelled, without
-from experiments.lib.exhibits import HERE, name_of
+from experiments.lib.exhibits import HERE, Exhibit, load, module_of
 from experiments.lib.sweep import jobs
 from kvexp.record import identity
 from kvexp.runner.asking import prompt_of
-from kvexp.runner.model import load
+from kvexp.runner.model import load as load_model
 from kvexp.runner.settings import Settings
 
 
-def collected(
-    module: ModuleType, experiments: Sequence[str], overrides: Sequence[str], folder: Path, given: Sequence[str] = ()
+def measured(
+    name: str, experiment: str, overrides: Sequence[str], folder: Path, given: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """COLLECT of every job, one below the other, with the job's labels in front; what is in the folder is read.
+    """What an exhibit's `measure` finds of every job of a sweep, with the job's labels in front.
 
-    given: those of the overrides that are no setting of the exhibit's own, as in `experiments.lib.data.frame_of`.
+    folder: where it is kept, and read if it is there. given: those of the overrides that are no setting of the
+    exhibit's own, as in `experiments.lib.data.frame_of`.
     """
     frames = []
-    for experiment in experiments:
-        for settings in jobs(experiment, overrides):
-            path = folder / f"{name_of(module)}-{_key(module, settings)}.csv"
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                draft = path.with_suffix(".draft")
-                _collect(module, settings).to_csv(draft, index=False)
-                draft.replace(path)
-            frame = pd.read_csv(path)
-            labels = {key: settings.labels.get(key) for key in KEYS}
-            labels |= {"setting": without(spelled(settings.labels.get("setting")), given)}
-            frames.append(pd.concat([pd.DataFrame([labels] * len(frame), columns=KEYS), frame], axis=1))
+    for settings in jobs(experiment, overrides):
+        path = folder / f"{name}-{_key(name, settings)}.csv"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            _measure(load(name), settings).to_csv(draft, index=False)
+            draft.replace(path)
+        frame = pd.read_csv(path)
+        labels = {key: settings.labels.get(key) for key in KEYS}
+        labels |= {"setting": without(spelled(settings.labels.get("setting")), given)}
+        frames.append(pd.concat([pd.DataFrame([labels] * len(frame), columns=KEYS), frame], axis=1))
     return pd.concat(frames, ignore_index=True)
 
 
-def _key(module: ModuleType, settings: Settings) -> str:
+def _key(name: str, settings: Settings) -> str:
     """Changes with whatever can change a number: the run, its length, the module that measures and those it uses."""
-    parts = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(module.__name__))
+    parts = (identity(settings.identity), str(settings.limit), str(kvexp.NUMERICS), *sources(module_of(name)))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -73,9 +72,9 @@ def _imports(source: str) -> list[str]:
     return [word for word in words if word.startswith("experiments.")]
 
 
-def _collect(module: ModuleType, settings: Settings) -> pd.DataFrame:
+def _measure(exhibit: Exhibit, settings: Settings) -> pd.DataFrame:
+    assert exhibit.measure is not None
     settings.task.check()
-    model, tokenizer = load(settings.model)
+    model, tokenizer = load_model(settings.model)
     prompts = [prompt_of(settings, model, tokenizer, example) for example in settings.task.examples()]
-    frame: pd.DataFrame = module.COLLECT(model, [p.ids for p in prompts if p.skipped is None], settings)
-    return frame
+    return exhibit.measure(model, [p.ids for p in prompts if p.skipped is None], settings)

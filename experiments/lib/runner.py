@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.lib.exhibits import ROOT, load, name_of, sweeps
+from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
 from experiments.lib.pages import VERDICT, recorded
 from experiments.lib.sweep import smaller
 from kvexp.errors import ConfigError
@@ -57,33 +56,32 @@ class Made:
     folder: Path
 
 
-def make(module: ModuleType, asked: Asked) -> Made:
+def make(name: str, asked: Asked) -> Made:
     """ConfigError where a job fails or the yaml of this scale is missing."""
-    start, name = time.process_time(), name_of(module)
+    start, name, exhibit = time.process_time(), full_name(name), load(name)
     folder = asked.outputs / "exhibits" / (name if asked.scale == "testbed" else f"{name}_{asked.scale}")
     folder.mkdir(parents=True, exist_ok=True)
-    frame = _frame(module, asked, folder)
-    table = module.table(frame)
-    holds, words = module.holds(table)
-    write(module, table, folder, holds, words)
+    table = exhibit.table(_frame(name, exhibit, asked, folder))
+    holds, words = exhibit.holds(table)
+    write(name, exhibit, table, folder, holds, words)
     return Made(name, table, holds, words, time.process_time() - start, folder)
 
 
-def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
+def _frame(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> pd.DataFrame:
     """What the exhibit's table is made of. What the sweep prints goes to sweep.log in the folder."""
     from experiments.lib.data import frame_of
-    from experiments.lib.measure import collected
+    from experiments.lib.measure import measured
     from experiments.lib.sweep import late, limit_of, sweep
 
-    wanted = sweeps(module, asked.scale)
+    wanted = sweeps(name, asked.scale)
     for experiment in wanted:
         if not (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists():
-            raise ConfigError(f"{name_of(module)} has no sweep at this scale (conf/experiment/{experiment}.yaml)")
+            raise ConfigError(f"{name} has no sweep at this scale (conf/experiment/{experiment}.yaml)")
     hashes: list[str] = []
     parts: list[pd.DataFrame] = []
     given = [word for experiment in wanted for word in asked.overrides(experiment)]
-    small = {name: smaller(name) if asked.smoke else [] for name in wanted}
-    limits = {limit_of(name, [*small[name], *asked.overrides(name)]) for name in wanted}
+    small = {each: smaller(each) if asked.smoke else [] for each in wanted}
+    limits = {limit_of(each, [*small[each], *asked.overrides(each)]) for each in wanted}
     if len(limits) > 1:
         raise ConfigError(f"the sweeps {', '.join(wanted)} need one limit, got {sorted(map(str, limits))}")
     with (
@@ -94,22 +92,22 @@ def _frame(module: ModuleType, asked: Asked, folder: Path) -> pd.DataFrame:
         for experiment in wanted:
             own = asked.overrides(experiment)
             overrides = [f"outputs_dir={asked.outputs}", *small[experiment], *map(late, own)]
-            if hasattr(module, "COLLECT"):
-                parts.append(collected(module, [experiment], overrides, asked.outputs / "collected", own))
+            if exhibit.measure is not None:
+                parts.append(measured(name, experiment, overrides, asked.outputs / "collected", own))
                 continue
-            hashes += [name for name in sweep(experiment, overrides) if name not in hashes]
+            hashes += [each for each in sweep(experiment, overrides) if each not in hashes]
     if parts:
         return pd.concat(parts, ignore_index=True)
     return frame_of(asked.outputs, hashes, wanted, *limits, given=given) if hashes else pd.DataFrame()
 
 
-def write(module: ModuleType, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:
+def write(name: str, exhibit: Exhibit, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:
     """table.csv, table.md, figure.png, figure.pdf; an exhibit with nothing to draw leaves no figure."""
     table.to_csv(folder / "table.csv", index=False)
-    lines = [f"# {name_of(module)}", "", module.CLAIM, "", f"**{VERDICT[holds]}**: {words}", "", markdown(table), ""]
+    lines = [f"# {name}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", "", markdown(table), ""]
     (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
     figure = Figure()
-    module.draw(table, figure)
+    exhibit.draw(table, figure)
     for ending in ("png", "pdf"):
         # Without a date the same table gives the same file.
         about = {"CreationDate": None} if ending == "pdf" else None
@@ -147,7 +145,7 @@ def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[
 def attempt(name: str, asked: Asked) -> Made | str:
     """One exhibit. A defect of one, told in full, keeps no other from being made."""
     try:
-        return make(load(name), asked)
+        return make(name, asked)
     except ConfigError as error:
         return f"error: {error}"
     except Exception:

@@ -8,16 +8,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.speed import NONE_YET, cells, found_of, ours, samples
 from experiments.lib.stats import all_hold
 from experiments.pqcache.fig10a import LENGTHS, NAMES, drawn, faster, lengths, said, timed
 
-CLAIM = (
-    "Per token SPARQ is the slowest, as it searches and fetches one after the other; PQCache is faster than it and "
-    "faster than people read, 333 tokens a minute, at a fifth of the tokens (arXiv:2407.12820, Fig. 10b and section "
-    "4.3.2; no number of it is printed)"
-)
-SWEEPS = ()
 METRIC = "tpot_s"
 SECONDS = "seconds_per_token"
 READING = 60 / 333  # seconds per token of a reader, as the paper counts
@@ -51,3 +46,18 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     found = [(at, row) for at, row in plain if row is not None]
     told = ", ".join(f"{row['value']:.3f} ({row['low']:.3f} to {row['high']:.3f}) at {at}" for at, row in found)
     return all_hold(verdicts), f"{said(table, METRIC)}; pqcache takes {told} seconds a token, a reader {READING:.2f}"
+
+
+EXHIBITS = {
+    "fig10b": Exhibit(
+        claim=(
+            "Per token SPARQ is the slowest, as it searches and fetches one after the other; PQCache is faster "
+            "than it and faster than people read, 333 tokens a minute, at a fifth of the tokens "
+            "(arXiv:2407.12820, Fig. 10b and section 4.3.2; no number of it is printed)"
+        ),
+        sweeps=(),
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

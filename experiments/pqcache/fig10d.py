@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.data import option, paper_numbers
 from experiments.lib.draw import finish, legend
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap
 from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, color_of
@@ -17,16 +18,12 @@ from kvexp.generate import Decoding, generate, receipts
 from kvexp.retrieval import PQCache
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "LRU and LFU have alike hit rates of around 0.5, and 0.6 at best; as more blocks are noted per step the rate rises "
-    "first and then falls (arXiv:2407.12820, Fig. 10d and section 4.3.4)"
-)
 NEW = 48  # tokens decoded after each document
 ALIKE = 0.05  # the difference between policies up to which they count as alike
 LEVEL = 0.5  # "around 0.5", and 0.6 at the paper's best: what the best number of blocks must reach
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """One row per prompt: the share of chosen (kv head, token) pairs that were in the cache, all steps and layers."""
     if not isinstance(settings.method, PQCache):
         raise ConfigError(f"only method=pqcache has this block cache, got {settings.method.name}")
@@ -39,9 +36,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
         assert account is not None
         rows.append({"prompt": number, "rate": account["cache_hit_rate"], "prompt_tokens": len(ids)})
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
@@ -108,3 +102,17 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
 def _turns(found: list[float]) -> bool | None:
     """A best that stands at an end has nothing to rise from, or to fall to: its gap is exactly 0."""
     return True if found[1] > 0 else False if found[0] == 0 else None
+
+
+EXHIBITS = {
+    "fig10d": Exhibit(
+        claim=(
+            "LRU and LFU have alike hit rates of around 0.5, and 0.6 at best; as more blocks are noted per step "
+            "the rate rises first and then falls (arXiv:2407.12820, Fig. 10d and section 4.3.4)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

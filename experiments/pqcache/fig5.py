@@ -12,21 +12,17 @@ from matplotlib.figure import Figure
 
 from experiments.lib.attention import full_attention
 from experiments.lib.draw import legend
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, ends, estimate, mean_columns
 from kvexp.runner.settings import Settings
 
-CLAIM = (
-    "Attention scores generally follow a power law: few tokens matter much more than all others, which is why a "
-    "query can "
-    "do with some of them (arXiv:2407.12820, Figs. 1b and 5, section 3.1)"
-)
 PLACES = 16  # (layer, head, query) drawn from every prompt
 SHOWN = 4  # of them are drawn, as in the paper
 TOP = 0.1  # of the tokens
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # of the places that are drawn
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
+def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """One row per place, drawn from the later half of each prompt; `top`: the percent that the TOP tokens hold.
 
     How well a power law and an exponential fit the sorted scores: R2 of a line in log-log and in semi-log axes.
@@ -44,9 +40,6 @@ def collect(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
                 row["scores"] = " ".join(f"{score:.3g}" for score in scores)
             rows.append(row)
     return pd.DataFrame(rows)
-
-
-COLLECT = collect
 
 
 def _fits(scores: np.ndarray) -> dict[str, float]:
@@ -102,3 +95,17 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
         )
     verdict = None if None in verdicts else all(verdicts)
     return verdict, "; ".join(found)
+
+
+EXHIBITS = {
+    "fig5": Exhibit(
+        claim=(
+            "Attention scores generally follow a power law: few tokens matter much more than all others, which is "
+            "why a query can do with some of them (arXiv:2407.12820, Figs. 1b and 5, section 3.1)"
+        ),
+        measure=measure,
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

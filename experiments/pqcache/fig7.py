@@ -11,15 +11,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.store import RESULTS
 from experiments.lib.draw import finish, legend
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.pages import WAITS
 
-CLAIM = (
-    "One layer's prefill grows with the square of the prompt and sending its keys and values home only in "
-    "proportion, so "
-    "that on long prompts the copy hides behind it; clustering on the CPU takes longer than both "
-    "(arXiv:2407.12820, Fig. 7)"
-)
-SWEEPS = ()
 FILE = RESULTS / "retrieval_latency.json"
 NONE_YET = f"{WAITS}: python -m benchmarks.retrieval_latency --json benchmarks/results/{FILE.name}, on a GPU"
 TIMES = (
@@ -64,3 +58,18 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     verdict = bool(last["offload_s"] < last["prefill_s"] < last["kmeans_s"])
     each = ", ".join(f"{label} {1000 * last[name]:.1f} ms" for name, label, _ in TIMES)
     return verdict, f"one layer of {last['length']:.0f} tokens: {each}; measured once each, without an interval"
+
+
+EXHIBITS = {
+    "fig7": Exhibit(
+        claim=(
+            "One layer's prefill grows with the square of the prompt and sending its keys and values home only in "
+            "proportion, so that on long prompts the copy hides behind it; clustering on the CPU takes longer "
+            "than both (arXiv:2407.12820, Fig. 7)"
+        ),
+        sweeps=(),
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

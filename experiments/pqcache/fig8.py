@@ -6,6 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib.draw import METHODS, in_order
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import (
     above,
     all_hold,
@@ -19,12 +20,6 @@ from experiments.lib.stats import (
 )
 from kvexp.figures.heatmap import heatmap
 
-CLAIM = (
-    "With a fifth of the tokens PQCache finds the needle in nearly all places, while H2O(C), SPARQ and InfLLM miss "
-    "it in "
-    "a substantial part of them (arXiv:2407.12820, Fig. 8)"
-)
-SWEEPS = ("pqcache_fig8", "pqcache_fig8_infllm")
 RIVALS = ("h2o_c", "sparq", "infllm")
 NEARLY_ALL = 95.0  # percent of the needles
 
@@ -81,3 +76,17 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
         f"{estimate(*each[f'over_{rival}'], sign=True)} over {rival} ({means[rival]:.0f})" for rival in RIVALS
     )
     return all_hold(verdicts), f"pqcache finds {estimate(*each['pqcache'])} %; {over}"
+
+
+EXHIBITS = {
+    "fig8": Exhibit(
+        claim=(
+            "With a fifth of the tokens PQCache finds the needle in nearly all places, while H2O(C), SPARQ and "
+            "InfLLM miss it in a substantial part of them (arXiv:2407.12820, Fig. 8)"
+        ),
+        sweeps=("pqcache_fig8", "pqcache_fig8_infllm"),
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

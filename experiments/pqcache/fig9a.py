@@ -7,13 +7,9 @@ from matplotlib.figure import Figure
 
 from experiments.lib.data import points
 from experiments.lib.draw import curves
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, interval_columns, pooled_difference, positive, runs_of
 
-CLAIM = (
-    "PQCache is better than H2O(C), SPARQ and InfLLM at every share of the tokens, but for H2O(C) at 1/10, which may "
-    "attend to more (arXiv:2407.12820, Fig. 9a and section 4.2.3, GSM8K; summaries stand for it here)"
-)
-SWEEPS = ("pqcache_fig9a", "pqcache_fig9a_infllm")
 RIVALS = ("h2o_c", "sparq", "infllm")
 METRICS = ("rouge2", "accuracy")  # of the testbed's task, of GSM8K
 EXCEPT = ("h2o_c", 0.1)
@@ -47,3 +43,18 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
                 verdicts.append(positive(each[1], each[2]))
         found.append(f"over {rival} {', '.join(cells)}")
     return all_hold(verdicts), "pqcache is " + "; ".join(found)
+
+
+EXHIBITS = {
+    "fig9a": Exhibit(
+        claim=(
+            "PQCache is better than H2O(C), SPARQ and InfLLM at every share of the tokens, but for H2O(C) at "
+            "1/10, which may attend to more (arXiv:2407.12820, Fig. 9a and section 4.2.3, GSM8K; summaries stand "
+            "for it here)"
+        ),
+        sweeps=("pqcache_fig9a", "pqcache_fig9a_infllm"),
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}

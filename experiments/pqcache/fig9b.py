@@ -7,16 +7,9 @@ from matplotlib.figure import Figure
 
 from experiments.lib.data import points
 from experiments.lib.draw import curves
+from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, interval_columns, pooled_difference, positive
 
-CLAIM = (
-    "With little extra communication PQCache is the best; from 1/128 to 1/16 of the keys it and InfLLM stay as "
-    "they are, "
-    "while SPARQ gains steadily (arXiv:2407.12820, Fig. 9b; in heads of 32 components, as here, the same choices "
-    "read four "
-    "times that share)"
-)
-SWEEPS = ("pqcache_fig9b", "pqcache_fig9b_sparq", "pqcache_fig9b_infllm")
 METRICS = ("rouge2", "score")
 RIVALS = ("sparq", "infllm")
 
@@ -73,3 +66,18 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
 def _less(one: list[float], other: list[float]) -> bool | None:
     """Whether a gain is below another: only intervals that are apart say so."""
     return True if one[2] < other[1] else False if one[1] > other[2] else None
+
+
+EXHIBITS = {
+    "fig9b": Exhibit(
+        claim=(
+            "With little extra communication PQCache is the best; from 1/128 to 1/16 of the keys it and InfLLM "
+            "stay as they are, while SPARQ gains steadily (arXiv:2407.12820, Fig. 9b; in heads of 32 components, "
+            "as here, the same choices read four times that share)"
+        ),
+        sweeps=("pqcache_fig9b", "pqcache_fig9b_sparq", "pqcache_fig9b_infllm"),
+        table=table,
+        draw=draw,
+        holds=holds,
+    ),
+}
