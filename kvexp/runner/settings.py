@@ -125,7 +125,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
-    limit = typed(config["limit"], int | None, "limit")
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
     budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
     cache = dict(config["cache"])
