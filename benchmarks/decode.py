@@ -72,9 +72,9 @@ class Prefilled:
         """One turn: decode `batch` rows from a copy."""
         if v.theirs:
             return decoded(self.theirs, copied(self.of(v), batch), batch, self.prompt, self.new, self.device)
-        from kvexp.generate import Decoding, ask
+        from kvexp.generate import GenerationParams, ask
 
-        rows, decoding = self.of(v).fork([0] * batch), Decoding(self.new, eos=None)
+        rows, decoding = self.of(v).fork([0] * batch), GenerationParams(self.new, eos=None)
         made, wall, cpu = spent(lambda: ask(self.mine, rows, [[0]] * batch, decoding=decoding), self.device)
         return {"tpot_s": made.timing.tpot_s, "wall_s": wall / self.new, "cpu_s": cpu / self.new}
 

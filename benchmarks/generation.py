@@ -35,9 +35,9 @@ def one(
 
 
 def _kvexp(v: Variant, model: Any, prompts: list[list[int]], beams: int, new: int, budget_of: int) -> Any:
-    from kvexp.generate import Decoding, generate
+    from kvexp.generate import GenerationParams, generate
 
-    decoding = Decoding(new, num_beams=beams, eos=None)
+    decoding = GenerationParams(new, num_beams=beams, eos=None)
     return generate(model, prompts, *v.plan(budget_of), decoding=decoding, beyond_context=True)
 
 

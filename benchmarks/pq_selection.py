@@ -27,9 +27,9 @@ from torch import Tensor
 
 from kvexp.core.select import best
 from kvexp.pipes import watch_pipes
-from kvexp.retrieval.asked import combined
 from kvexp.retrieval.kmeans import lloyd, starting_rows
 from kvexp.retrieval.pqcache import dots
+from kvexp.retrieval.query import combined
 
 FEW, MORE = 2, 6  # iterations timed; the difference leaves out what is done once
 _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")

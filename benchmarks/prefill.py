@@ -38,11 +38,11 @@ def prefill(v: Variant, models: dict[str, Any], shape: Shape, prompt: int, obser
     if v.theirs:
         sample, wall, cpu = spent(lambda: one(v, models, shape, prompt, 1, 1, 1, prompt), device)
         return {"ttft_s": sample["ttft_s"], "peak_bytes": sample["peak_bytes"], "wall_s": wall, "cpu_s": cpu}
-    from kvexp.generate import Decoding, generate
+    from kvexp.generate import GenerationParams, generate
 
     ids, plan = prompt_of(shape, prompt).tolist(), v.plan(prompt)
     said = {} if v.kind in ("full", "short") else {"observe": observe}
-    run = functools.partial(generate, models["kvexp"], ids, *plan, decoding=Decoding(1, eos=None), **said)
+    run = functools.partial(generate, models["kvexp"], ids, *plan, decoding=GenerationParams(1, eos=None), **said)
     (made, took, _), wall, cpu = spent(lambda: peak(lambda: run(beyond_context=True), device), device)
     return {"ttft_s": made.timing.ttft_s, "peak_bytes": took, "wall_s": wall, "cpu_s": cpu}
 

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from kvexp.core import Budget, Method
-from kvexp.generate import Decoding, generate, receipts
+from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.methods import H2O, Full
 from kvexp.models import random_model
-from kvexp.models.retrieval import head_dim, kv_heads, layer_seconds
+from kvexp.models.retrieval_calibration import head_dim, kv_heads, layer_seconds
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import InfLLM, PQCache, SparQ
-from kvexp.retrieval.adaptive import clustering_seconds
-from kvexp.retrieval.layout import Layout
+from kvexp.retrieval.kmeans_schedule import clustering_seconds
 from kvexp.retrieval.offload import Memory
+from kvexp.retrieval.offload_config import Layout
 
 METHODS: dict[str, Method] = {
     "full": Full(),
@@ -51,7 +51,9 @@ def one(model: Any, method: Method, length: int, options: argparse.Namespace) ->
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if cuda else 0
     try:
-        made = generate(model, prompt, method, budget, decoding=Decoding(options.new, eos=None), beyond_context=True)
+        made = generate(
+            model, prompt, method, budget, decoding=GenerationParams(options.new, eos=None), beyond_context=True
+        )
     except torch.OutOfMemoryError:
         return {"error": "out of memory"}
     receipt = receipts(made.cache)[0]

@@ -89,13 +89,13 @@ def _entry(path: Path) -> Entry:
 
 def text() -> str:
     """The whole page."""
-    from kvexp.core import Attention
+    from kvexp.core import AttentionScoreSpec
     from kvexp.retrieval.base import Retrieval
 
     found = entries()
     evicting = [entry for entry in found if not entry.cls.keeps_everything]  # type: ignore[attr-defined]
     retrieving = [entry for entry in found if entry not in evicting]
-    parts = [HEAD, _index(found), EVICTING.format(equation=inspect.getdoc(Attention))]
+    parts = [HEAD, _index(found), EVICTING.format(equation=inspect.getdoc(AttentionScoreSpec))]
     parts += [_section(entry) for entry in evicting]
     about = (inspect.getdoc(Retrieval) or "").partition("\n\n")[2]  # the first paragraph is for who writes one
     parts += [RETRIEVING.format(base=_prose(about))]

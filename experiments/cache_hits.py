@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate, receipts
+from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import PQCache
 
@@ -41,7 +41,9 @@ def rates(
             )
             seen = []
             for text in texts:
-                made = generate(model, [text], method, Budget(kv_ratio=kv_ratio), decoding=Decoding(new, eos=None))
+                made = generate(
+                    model, [text], method, Budget(kv_ratio=kv_ratio), decoding=GenerationParams(new, eos=None)
+                )
                 account = receipts(made.cache)[0].retrieval
                 assert account is not None
                 seen.append(account["cache_hit_rate"])

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate
-from kvexp.models.retrieval import head_dim
+from kvexp.generate import GenerationParams, generate
+from kvexp.models.retrieval_calibration import head_dim
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import Oracle, PQCache
-from kvexp.retrieval.asked import Asked, Chosen, combined
 from kvexp.retrieval.base import Prompt
-from kvexp.retrieval.index import Index
+from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.pqcache import dots
+from kvexp.retrieval.query import Asked, Chosen, combined
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def recall(
     method = Watching(rivals=rivals)
     for text in texts:
         method.indices.clear()
-        generate(model, [text], method, Budget(kv_ratio=kv_ratio), decoding=Decoding(new, eos=None))
+        generate(model, [text], method, Budget(kv_ratio=kv_ratio), decoding=GenerationParams(new, eos=None))
     return {name: hits / asked for name, (hits, asked) in method.found.items()}
 
 

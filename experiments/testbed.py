@@ -24,8 +24,8 @@ import pandas as pd
 
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
-from kvexp.training.export import card
-from kvexp.training.families import NAMES as MODELS
+from kvexp.training.export_model import card
+from kvexp.training.layouts import NAMES as MODELS
 
 FOLDER = Path(__file__).resolve().parents[1] / "kvexp" / "testbed" / "models"
 SIZE = 120

@@ -21,7 +21,7 @@ from experiments.lib.long_texts import windows
 from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, color_of, marker_of
-from kvexp.generate.logprobs import continuation_logprobs
+from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.models import load_model, load_tokenizer
 from kvexp.models.families import longest

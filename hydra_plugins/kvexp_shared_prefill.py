@@ -30,7 +30,7 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
     """Runs the jobs of a sweep in this process."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from kvexp.runner.job import SWEPT
+        from kvexp.sweep.hydra_job import SWEPT
 
         SWEPT.begin()
         try:
@@ -43,7 +43,7 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
 
     def perform(self, jobs: list[Any]) -> list[float | None]:
         """Each job's objective."""
-        from kvexp.runner.job import perform
+        from kvexp.sweep.hydra_job import perform
 
         return perform(jobs)
 

@@ -31,7 +31,7 @@ class ShippingLauncher(SharedPrefillLauncher):
         self.options = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in options.items()}
 
     def perform(self, jobs: list[Any]) -> list[float | None]:
-        from kvexp.runner.shipment import ship
+        from kvexp.sweep.remote_jobs import ship
 
         try:
             _check_lines(self.options, "hydra.launcher")
@@ -42,7 +42,7 @@ class ShippingLauncher(SharedPrefillLauncher):
             sys.exit(1)
 
     def engine(self, work: Any, shipments: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """See `kvexp.runner.shipment.ship`."""
+        """See `kvexp.sweep.remote_jobs.ship`."""
         raise NotImplementedError
 
     def package(self) -> Any:

@@ -20,7 +20,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "report": ("kvexp.report", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
-    "longbench": ("kvexp.results.longbench", "LongBench's averages over its data sets"),
+    "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
     "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),
     "log": ("kvexp.log", "publish finished runs to Weights & Biases"),
@@ -68,7 +68,7 @@ def usage() -> str:
 
 def run() -> NoReturn:
     """`kvexp run` and `python run.py`, from sys.argv."""
-    from kvexp.runner.interrupt import watch
+    from kvexp.sweep.signals import watch
 
     watch()  # first: the imports take their time too
     from kvexp.run import main as run_hydra

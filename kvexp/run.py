@@ -10,11 +10,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
+from kvexp.config.compose_errors import told
+from kvexp.config.target_allowlist import guard
 from kvexp.paths import CONF
 from kvexp.pipes import watch_pipes
-from kvexp.runner.guard import guard
-from kvexp.runner.interrupt import interruptible
-from kvexp.runner.mistakes import told
+from kvexp.sweep.signals import interruptible
 
 # Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
 ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
@@ -23,7 +23,7 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> None:
     """Run the job or jobs that Hydra composes of sys.argv."""
-    from kvexp.runner.job import job  # late: --help must not wait for torch
+    from kvexp.sweep.hydra_job import job  # late: --help must not wait for torch
 
     job(config)
 
@@ -45,10 +45,10 @@ def main() -> NoReturn:
     planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
     with interruptible(), told(sys.argv[1:]):
         if planning:
-            from kvexp.runner.dry_run import dry_run
+            from kvexp.dry_run.planner import dry_run
 
             sys.exit(dry_run(compose_and_run, planning[-1]))
         compose_and_run()
-    from kvexp.runner.report import exit_code
+    from kvexp.sweep.sweep_summary import exit_code
 
     sys.exit(exit_code())

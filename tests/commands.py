@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvexp.runner import report
-from kvexp.runner.sweep import SWEEP, Sweep
+from kvexp.sweep import sweep_summary
+from kvexp.sweep.sweep_progress import SWEEP, Sweep
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 
@@ -15,7 +15,7 @@ RUN = Path(__file__).resolve().parents[1] / "run.py"
 def run_py(monkeypatch, capsys, *words):
     """(exit code, stdout, stderr) of `python run.py WORDS`."""
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(report, "COMMAND", report._Command())
+    monkeypatch.setattr(sweep_summary, "COMMAND", sweep_summary._Command())
     for name, value in vars(Sweep()).items():
         monkeypatch.setattr(SWEEP, name, value)
     monkeypatch.setattr(sys, "argv", ["run.py", *words])

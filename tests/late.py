@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvexp.retrieval.lanes import Lanes
+from kvexp.retrieval.copy_streams import Lanes
 
 
 class Reached:

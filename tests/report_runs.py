@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import kvexp
-from kvexp.evictions.files import EVICTIONS, Told, write_table, write_told
+from kvexp.evictions.eviction_files import EVICTIONS, Told, write_table, write_told
 from kvexp.record import Run, refuse
 
 EVIL = "<script>alert(1)</script>"

@@ -9,8 +9,8 @@ from tiny import CONFIGS, tiny
 from kvexp.core import Budget, Cadence, Noise
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import generate
-from kvexp.generate.decoding import Decoding
-from kvexp.generate.logprobs import continuation_logprobs
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, DilatedWindow, Full, Ideal, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, install, load_model, random_model
 
@@ -33,11 +33,11 @@ SETTINGS = {
     "key window": (lambda: Keyformer(key_window="new"), "paper or release_frozen, got 'new'"),
     "dilation": (lambda: DilatedWindow(dilation=0), "dilation must be at least 1"),
     "kernel": (lambda: SnapKV(kernel=4), "kernel must be odd"),
-    "new tokens": (lambda: Decoding(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
-    "min above max": (lambda: Decoding(5, min_new_tokens=6), "between 0 and max_new_tokens=5, got 6"),
-    "beams": (lambda: Decoding(num_beams=0), "num_beams must be at least 1, got 0"),
-    "sampling beams": (lambda: Decoding(num_beams=2, sample=True), "set sample=false or num_beams=1"),
-    "temperature": (lambda: Decoding(sample=True, temperature=0), "temperature must be positive, got 0"),
+    "new tokens": (lambda: GenerationParams(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    "min above max": (lambda: GenerationParams(5, min_new_tokens=6), "between 0 and max_new_tokens=5, got 6"),
+    "beams": (lambda: GenerationParams(num_beams=0), "num_beams must be at least 1, got 0"),
+    "sampling beams": (lambda: GenerationParams(num_beams=2, sample=True), "set sample=false or num_beams=1"),
+    "temperature": (lambda: GenerationParams(sample=True, temperature=0), "temperature must be positive, got 0"),
     "family": (lambda: random_model("bert"), "'bert' is not supported; supported: .*llama"),
     "dtype": (lambda: load_model("x", dtype="int8"), "float32, bfloat16, float16, got 'int8'"),
     "no folder": (lambda: load_model("./nowhere"), "folder ./nowhere does not exist"),
@@ -62,7 +62,10 @@ CALLS = {
     "full rows": (dict(method=A2SF(score_source="full"), budget=Budget(tokens=8)), "set mode=mask"),
     "mode": (dict(method=H2O(), budget=Budget(tokens=8), mode="drop"), "overwrite, compact, mask, got 'drop'"),
     "positions": (dict(method=H2O(), budget=Budget(tokens=8), positions="new"), "original, renumbered, got 'new'"),
-    "too long": (dict(method=Full(), decoding=Decoding(300)), "17 tokens and max_new_tokens=300, the model holds 211"),
+    "too long": (
+        dict(method=Full(), decoding=GenerationParams(300)),
+        "17 tokens and max_new_tokens=300, the model holds 211",
+    ),
     "seeds": (dict(method=Full(), seeds=[1, 2]), "got 2 seeds for a batch of 1 rows"),
     "frozen": (
         dict(method=Keyformer(recent_ratio=0, key_window="release_frozen"), budget=Budget(tokens=8)),
@@ -75,7 +78,7 @@ CALLS = {
 def test_calls(case):
     options, message = CALLS[case]
     with pytest.raises(ConfigError, match=message):
-        generate(tiny("llama"), PROMPT, **{"decoding": Decoding(4), **options})
+        generate(tiny("llama"), PROMPT, **{"decoding": GenerationParams(4), **options})
 
 
 def test_empty_prompts():
@@ -193,6 +196,6 @@ def test_a_saved_folder_loads(tmp_path):
     from tiny import stock
 
     stock("gpt2").save_pretrained(tmp_path)
-    ours = generate(load_model(str(tmp_path)), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=Decoding(5))
-    again = generate(tiny("gpt2"), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=Decoding(5))
+    ours = generate(load_model(str(tmp_path)), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(5))
+    again = generate(tiny("gpt2"), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(5))
     assert ours.tokens == again.tokens

@@ -9,10 +9,10 @@ import transformers
 from tiny import CONFIGS, LAYERS, tiny
 from transformers.cache_utils import CacheLayerMixin
 
-from kvexp.core import Budget, LayerState
+from kvexp.core import Budget, EvictionLayer
 from kvexp.methods import H2O
 from kvexp.models import EvictionCache
-from kvexp.models.cache import SlotLayer
+from kvexp.models.cache import EvictionCacheLayer
 
 TESTED = ((5, 3), (5, 23))  # first and last minor version the whole suite was run with
 
@@ -34,16 +34,16 @@ def test_version_is_one_that_was_tested():
 
 
 def test_layer_implements_everything_abstract():
-    assert not inspect.isabstract(SlotLayer)
-    assert CacheLayerMixin in SlotLayer.__mro__
+    assert not inspect.isabstract(EvictionCacheLayer)
+    assert CacheLayerMixin in EvictionCacheLayer.__mro__
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_layer_is_asked_once_per_forward(family, num_beams, monkeypatch):
     calls = []
-    forward = LayerState.forward
-    monkeypatch.setattr(LayerState, "forward", lambda self, *a: (calls.append(self.index), forward(self, *a))[1])
+    forward = EvictionLayer.forward
+    monkeypatch.setattr(EvictionLayer, "forward", lambda self, *a: (calls.append(self.index), forward(self, *a))[1])
     model = tiny(family)
     cache = EvictionCache(model, H2O(), Budget(kv_ratio=0.5), num_beams=num_beams)
     model.generate(

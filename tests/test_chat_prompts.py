@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from test_conf import composed
 
+from kvexp.config.settings import settings_of
+from kvexp.evaluate.preflight import end_of_turn, with_ends
+from kvexp.evaluate.tokenized_examples import tokenise
 from kvexp.models.byte_tokenizer import byte_tokenizer
-from kvexp.runner.fitting import end_of_turn, with_ends
-from kvexp.runner.prompts import tokenise
-from kvexp.runner.settings import settings_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NEEDLE = [f"task.haystack={FIXTURES}/haystack", "task.lengths=[300]", "task.depths=[50]"]

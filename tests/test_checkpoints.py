@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, stock
 
 from kvexp import digests
+from kvexp.config.model_spec import ModelSpec, load
 from kvexp.errors import ConfigError
 from kvexp.models import load_model
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.record import runs
-from kvexp.runner.model import ModelSpec, load
 
 FEW = ("model=local", "task=sample", "limit=1", "task.max_new_tokens=2", "task.nll=false", "method=full")
 

@@ -11,8 +11,8 @@ from small import small
 from kvexp.record import Run, accept, refusals, refuse, runs
 from kvexp.results import table
 from kvexp.results.__main__ import main as results
-from kvexp.runner import report
-from kvexp.runner.sweep import SWEEP, Sweep, duration
+from kvexp.sweep import sweep_summary
+from kvexp.sweep.sweep_progress import SWEEP, Sweep, duration
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample
@@ -30,7 +30,7 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
 
     def called(*arguments, outputs=tmp_path / "out"):
-        monkeypatch.setattr(report, "COMMAND", report._Command())
+        monkeypatch.setattr(sweep_summary, "COMMAND", sweep_summary._Command())
         for name, value in vars(Sweep()).items():
             monkeypatch.setattr(SWEEP, name, value)
         monkeypatch.setattr(sys, "argv", ["run.py", *words(*arguments, *SMALL), f"outputs_dir={outputs}"])
@@ -99,7 +99,7 @@ def test_a_refused_job_is_recorded_shown_and_forgotten_once_it_runs(command, tmp
 
 
 def test_a_job_whose_baseline_fails_is_recorded_too(command, tmp_path, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     monkeypatch.setattr(module, "load", lambda spec: (_ for _ in ()).throw(RuntimeError("out of luck")))
     code, _, err = command("method=h2o", "kv_ratio=0.3")
@@ -260,7 +260,7 @@ def test_the_last_line_of_a_folder_of_rows_is_json_that_others_can_read(command,
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_flag_of_a_sweep_may_stand_anywhere(tmp_path, monkeypatch, capsys, flag, place):
     """Hydra's own parser takes it in front of the overrides or behind them alone."""
-    monkeypatch.setattr(report, "COMMAND", report._Command())
+    monkeypatch.setattr(sweep_summary, "COMMAND", sweep_summary._Command())
     for name, value in vars(Sweep()).items():
         monkeypatch.setattr(SWEEP, name, value)
     given = ["method=h2o", f"outputs_dir={tmp_path}"]

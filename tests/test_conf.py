@@ -13,7 +13,7 @@ from small import small
 import kvexp.methods
 import kvexp.retrieval
 from kvexp.build import build
-from kvexp.runner.settings import settings_of
+from kvexp.config.settings import settings_of
 from kvexp.tasks.data import Source
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -80,8 +80,8 @@ def test_model_options_say_that_an_open_revision_moves():
 
 @pytest.mark.parametrize("model", GROUPS["model"])
 def test_models(model, tmp_path):
+    from kvexp.config.model_spec import ModelSpec
     from kvexp.models.families import FAMILIES
-    from kvexp.runner.model import ModelSpec
 
     config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
     if model == "local":

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kvexp.errors import CacheError
-from kvexp.runner.crew import Crew, hands
+from kvexp.sweep.fork_pool import Crew, hands
 
 ROOT = Path(__file__).resolve().parents[1]
 forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -157,7 +157,7 @@ def test_none_outlives_its_parent(tmp_path, note):
     """Killed, it cannot end them; they end with it, in the middle of what they do."""
     program = f"""
 import os, time
-from kvexp.runner.crew import Crew
+from kvexp.sweep.fork_pool import Crew
 def task(item):
     with open({str(note.path)!r}, "a") as file:
         file.write(f"{{os.getpid()}}\\n")

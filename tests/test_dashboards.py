@@ -12,7 +12,7 @@ from test_log import command, read
 
 from kvexp.dashboards import spec
 from kvexp.dashboards.__main__ import check_reachable, main
-from kvexp.dashboards.build import report, workspace
+from kvexp.dashboards.wandb_objects import report, workspace
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
 from kvexp.results import table

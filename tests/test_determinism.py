@@ -22,10 +22,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import kvexp.runner.together as together
+import kvexp.sweep.prefill_groups as together
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
+from kvexp.evaluate.evaluate_run import run
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPED = ("kv_bytes", "peak_kv_bytes", "batch_size")  # of a receipt: they say what the batch was
@@ -109,7 +109,7 @@ def test_half_precision_goes_on_with_the_threads_it_was_begun_with(tmp_path, mon
         half = (*words, f"model.dtype={dtype}", "model.device=cpu")
         run(_settings(tmp_path, *half, "limit=1"))
         with monkeypatch.context() as patch:
-            patch.setattr("kvexp.runner.run.environment", lambda: {"threads": 77})
+            patch.setattr("kvexp.evaluate.evaluate_run.environment", lambda: {"threads": 77})
             if dtype == "float32":
                 assert len(run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
                 continue
@@ -120,7 +120,7 @@ def test_half_precision_goes_on_with_the_threads_it_was_begun_with(tmp_path, mon
 
 def test_half_precision_on_a_gpu_is_another_run_in_another_batch(tmp_path, monkeypatch):
     """There prompts stay together, for the time it takes; float32 runs are known without their batch size."""
-    monkeypatch.setattr("kvexp.runner.model.ModelSpec.resolved_device", lambda spec: "cuda:0")
+    monkeypatch.setattr("kvexp.config.model_spec.ModelSpec.resolved_device", lambda spec: "cuda:0")
 
     def identities(dtype):
         each = [_settings(tmp_path, "model=tiny", f"model.dtype={dtype}", f"batch_size={size}") for size in (1, 4)]

@@ -9,7 +9,7 @@ from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import Decoding, Variant, finish, generate, prefill_together
+from kvexp.generate import GenerationParams, MethodSpec, finish, generate, prefill_together
 from kvexp.methods import A2SF, H2O, Full, Keyformer, SnapKV, SpAtten, StreamingLLM
 from kvexp.retrieval import Oracle, Quest, SparQ
 
@@ -46,7 +46,7 @@ CASES = [("llama", method) for method in METHODS] + [(family, Keyformer()) for f
 @pytest.mark.parametrize(("family", "method"), CASES, ids=lambda case: getattr(case, "name", case))
 def test_slots_stay_with_their_layer(family, method):
     budget = None if isinstance(method, Full) else Budget(kv_ratio=0.6)
-    options = {"decoding": Decoding(6), "seeds": [1, 2]}
+    options = {"decoding": GenerationParams(6), "seeds": [1, 2]}
     alone = generate(tiny(family), PROMPTS, method, budget, **options)
     with pretended():
         done = generate(over_two(family), PROMPTS, method, budget, **options)
@@ -59,17 +59,17 @@ def test_slots_stay_with_their_layer(family, method):
 @pytest.mark.parametrize("method", [Oracle(), Quest(), SparQ()], ids=lambda method: method.name)
 def test_retrieval_stays_with_its_layer(method):
     """Without pqcache: its clusters are made in a thread, to which the pretence does not reach."""
-    alone = generate(tiny("llama"), PROMPTS, method, Budget(kv_ratio=0.6), decoding=Decoding(4))
+    alone = generate(tiny("llama"), PROMPTS, method, Budget(kv_ratio=0.6), decoding=GenerationParams(4))
     with pretended():
-        done = generate(over_two("llama"), PROMPTS, method, Budget(kv_ratio=0.6), decoding=Decoding(4))
+        done = generate(over_two("llama"), PROMPTS, method, Budget(kv_ratio=0.6), decoding=GenerationParams(4))
     assert done.tokens == alone.tokens
 
 
 def test_runs_that_share_prefills_do_so_over_two_devices():
     def answers(model):
-        variants = [Variant(H2O(), Budget(kv_ratio=0.6), {}), Variant(Keyformer(), Budget(tokens=9), {})]
+        variants = [MethodSpec(H2O(), Budget(kv_ratio=0.6), {}), MethodSpec(Keyformer(), Budget(tokens=9), {})]
         each = prefill_together(model, PROMPTS, variants, max_new_tokens=5, seeds=[1, 2])
-        return [result.tokens for result in finish(model, each, Decoding(5), [1, 2], None, start=0.0)]
+        return [result.tokens for result in finish(model, each, GenerationParams(5), [1, 2], None, start=0.0)]
 
     alone = answers(tiny("llama"))
     with pretended():
@@ -78,7 +78,7 @@ def test_runs_that_share_prefills_do_so_over_two_devices():
 
 @pytest.mark.parametrize("word", ["foo", "disk", "cuda:9", ""])
 def test_a_device_map_that_cannot_be_is_said_before_anything_loads(word, tmp_path):
-    from kvexp.runner.model import ModelSpec
+    from kvexp.config.model_spec import ModelSpec
 
     node = {"kind": "pretrained", "path": "someone/model", "device_map": word}
     with pytest.raises(ConfigError, match=r"device_map.*(auto, balanced|no CUDA device)"):
@@ -97,7 +97,7 @@ def test_accelerates_hooks_move_no_number(family):
 
     hooked = install(accelerate.dispatch_model(copy.deepcopy(stock(family)), {"": "cpu"}, force_hooks=True))
     assert any(hasattr(module, "_hf_hook") for module in hooked.modules())
-    options = {"decoding": Decoding(6), "seeds": [1, 2]}
+    options = {"decoding": GenerationParams(6), "seeds": [1, 2]}
     one, other = (
         generate(model, PROMPTS, Keyformer(), Budget(kv_ratio=0.6), **options).tokens
         for model in (hooked, tiny(family))
@@ -113,8 +113,8 @@ def test_device_map_auto_loads_where_there_is_one_device(tmp_path):
 
     stock("llama").save_pretrained(tmp_path)
     spread = load_model(str(tmp_path), device_map="auto")
-    ours = generate(spread, PROMPTS, H2O(), Budget(kv_ratio=0.6), decoding=Decoding(6)).tokens
-    assert ours == generate(tiny("llama"), PROMPTS, H2O(), Budget(kv_ratio=0.6), decoding=Decoding(6)).tokens
+    ours = generate(spread, PROMPTS, H2O(), Budget(kv_ratio=0.6), decoding=GenerationParams(6)).tokens
+    assert ours == generate(tiny("llama"), PROMPTS, H2O(), Budget(kv_ratio=0.6), decoding=GenerationParams(6)).tokens
 
 
 def test_a_model_that_does_not_fit_is_refused_instead_of_offloaded(tmp_path):

@@ -11,7 +11,7 @@ from kvexp.diagnose.classes import classes_of
 from kvexp.diagnose.diff import differences, outcome
 from kvexp.diagnose.gap import draw, gaps, show
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, Told, write_table, write_told
+from kvexp.evictions.eviction_files import EVICTIONS, Told, write_table, write_told
 from kvexp.record import Run
 from kvexp.results import stats
 

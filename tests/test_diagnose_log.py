@@ -18,7 +18,9 @@ from test_shared_prefill import content
 from tiny import CONFIGS, prompts_of, tiny
 
 import kvexp.diagnose.prompt
-import kvexp.runner.run
+import kvexp.evaluate.evaluate_run
+from kvexp.config.diagnosis import diagnosis_of
+from kvexp.config.model_spec import tokenizer_of
 from kvexp.core import Budget, Cadence
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.after import Log, Twin
@@ -27,14 +29,12 @@ from kvexp.diagnose.folders import run_at
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, TWIN, has, read_table, read_told
-from kvexp.generate import Decoding
+from kvexp.evictions.eviction_files import EVICTIONS, TWIN, has, read_table, read_told
+from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs
-from kvexp.runner.diagnosis import diagnosis_of
-from kvexp.runner.job import Job, run_job
-from kvexp.runner.model import tokenizer_of
-from kvexp.runner.report import COMMAND
+from kvexp.sweep.hydra_job import Job, run_job
+from kvexp.sweep.sweep_summary import COMMAND
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = 7
@@ -42,7 +42,7 @@ NEW = 7
 
 def case_of(family, method, *, question=(), tokens=12, **plan):
     (prompt,) = prompts_of(5, [31])
-    decoding = Decoding(max_new_tokens=NEW, eos=None)
+    decoding = GenerationParams(max_new_tokens=NEW, eos=None)
     return Case(tiny(family), prompt, list(question), method, Budget(tokens=tokens), decoding, seed=3, plan=plan)
 
 
@@ -303,7 +303,7 @@ def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsy
     ],
 )
 def test_refused_with_a_reason_before_a_model_loads(tmp_path, command, monkeypatch, overrides, reason):
-    monkeypatch.setattr(kvexp.runner.run, "load", None)
+    monkeypatch.setattr(kvexp.evaluate.evaluate_run, "load", None)
     run_job(job(tmp_path, "diagnose=log", *overrides))
     (failure,) = command.failures
     assert reason in failure.why

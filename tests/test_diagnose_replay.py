@@ -16,11 +16,11 @@ from kvexp.diagnose.replay import in_places, phrased, saved, span_text
 from kvexp.diagnose.search import Cause, cause, interval, smallest
 from kvexp.diagnose.undo import Replay, Undone
 from kvexp.diagnose.watching import held_slots
-from kvexp.evictions.files import need_told
-from kvexp.generate import Decoding
+from kvexp.evictions.eviction_files import need_told
+from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.record import runs
-from kvexp.runner.job import run_job
+from kvexp.sweep.hydra_job import run_job
 
 NOTHING = Undone((), (), 0, 0)
 
@@ -33,7 +33,7 @@ def planted(method, name, layout):
     plant = PLANTS[name][0](layout)
     chosen = TABLE[method][0]
     plan = {"positions": "original"} if layout == "gpt2" else {}
-    one = Decoding(max_new_tokens=1, eos=None)
+    one = GenerationParams(max_new_tokens=1, eos=None)
     case = Case(plant.model, plant.prompt, plant.steps, chosen, BUDGET, one, plan=plan)
     made, log = watched(case)
     assert made.tokens[0] != [plant.answer]
@@ -84,7 +84,7 @@ def test_two_layers_lost_are_two_layers_found(layout):
     ]
     prompt = lay(CROWD | {16: "N", 40: "A"})
     plan = {"positions": "original"}
-    one = Decoding(max_new_tokens=1, eos=None)
+    one = GenerationParams(max_new_tokens=1, eos=None)
     case = Case(build(layout, *heads), prompt, [ID["?"]], Window(), BUDGET, one, plan=plan)
     made, log = watched(case)
     assert (made.tokens, case.full().generated().tokens) == ([[ID["no"]]], [[ID["yes"]]])
@@ -132,7 +132,7 @@ def visible(replay, trial, layer):
 def test_undone_evictions_are_seen_besides_the_budget_and_no_others(first, last, came):
     """window scores by position, so what comes back changes no other choice: the sets are known exactly."""
     case = case_of("llama", Window())  # 31 of prompt, 11 stay: 0-19 go at step 0, then 20, 21, ... 25 at step 6
-    case = dataclasses.replace(case, decoding=Decoding(max_new_tokens=7, eos=None))
+    case = dataclasses.replace(case, decoding=GenerationParams(max_new_tokens=7, eos=None))
     _, log = watched(case)
     step = int(log["step"][(log["position"] == 25) & (log["layer"] == 1)][0])
     assert step == 6

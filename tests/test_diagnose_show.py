@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from kvexp.diagnose.page import page
+from kvexp.diagnose.kept_tokens_page import page
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.show import show
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import Told, read_told, write_told
-from kvexp.evictions.view import made
+from kvexp.evictions.eviction_files import Told, read_told, write_told
+from kvexp.evictions.held_tokens import made
 from kvexp.kept_text import mark
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.models.texts import texts_of

@@ -13,10 +13,10 @@ from kvexp.core import Budget
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.draw import curves, heatmaps
 from kvexp.diagnose.twin import MEASURES, twin
-from kvexp.evictions.files import TWIN, read_table, read_told
+from kvexp.evictions.eviction_files import TWIN, read_table, read_told
 from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.record import runs
-from kvexp.runner.job import run_job
+from kvexp.sweep.hydra_job import run_job
 
 QUESTION = [50, 51]
 

@@ -14,8 +14,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, first_of, mentioned, scripts, words_of
 
-from kvexp.runner import report
-from kvexp.runner.sweep import SWEEP, Sweep
+from kvexp.sweep import sweep_summary
+from kvexp.sweep.sweep_progress import SWEEP, Sweep
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -30,7 +30,7 @@ def here(words: list[str], outputs: Path) -> list[str]:
 def called(words: list[str]) -> tuple[int, str, str]:
     """A command's exit code and what it printed, in this process."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    report.COMMAND = report._Command()
+    sweep_summary.COMMAND = sweep_summary._Command()
     vars(SWEEP).update(vars(Sweep()))
     code = 0
     try:

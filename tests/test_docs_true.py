@@ -14,10 +14,10 @@ from pages import PAGES, ROOT
 import kvexp.methods
 import kvexp.retrieval
 from kvexp.build import build, typed
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
 
 CONF = ROOT / "conf"
 METHODS = (ROOT / "docs" / "methods.md").read_text("utf-8")

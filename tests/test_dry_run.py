@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 from small import small
 from tiny import tiny
 
+from kvexp.dry_run.cost import tokens
+from kvexp.dry_run.published import DATA, MODELS
 from kvexp.models.load import random_config
-from kvexp.models.shape import shape_of
+from kvexp.models.model_size import shape_of
 from kvexp.record import runs
-from kvexp.runner.cost import tokens
-from kvexp.runner.published import DATA, MODELS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FEW = small("limit=4", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")
@@ -45,13 +45,13 @@ def test_every_model_and_subset_of_the_configurations_is_published():
 
 
 def test_bytes_of_a_token_are_those_of_the_cache():
-    from kvexp.generate import Decoding, generate
+    from kvexp.generate import GenerationParams, generate
     from kvexp.methods import Full
 
     model = tiny("llama")
     shape = shape_of(model.config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    done = generate(model, [[3, 4, 5, 6, 7]], Full(), decoding=Decoding(1))
+    done = generate(model, [[3, 4, 5, 6, 7]], Full(), decoding=GenerationParams(1))
     assert done.ledger.bytes % shape.token_bytes("float32") == 0 and done.ledger.bytes >= 5 * shape.token_bytes(
         "float32"
     )

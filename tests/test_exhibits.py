@@ -14,7 +14,7 @@ from experiments.lib.data import COLUMNS, KEYS, paper_numbers
 from experiments.lib.exhibits import ROOT, full_name, load, module_of, names, sweeps
 from experiments.lib.sweep import smaller
 from kvexp.errors import ConfigError
-from kvexp.runner.progress import Progress
+from kvexp.evaluate.progress import Progress
 from tests.exhibits import changed
 
 CONF = ROOT / "conf"

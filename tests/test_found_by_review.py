@@ -8,9 +8,9 @@ from tiny import stock, tiny
 from transformers import StaticCache
 
 from kvexp.core import Budget, Cadence
-from kvexp.core.noise import Noise, uniform
+from kvexp.core.observe.noise import Noise, uniform
 from kvexp.errors import CacheError, ConfigError
-from kvexp.generate import Decoding, continuation_logprobs, generate
+from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.methods import H2O, Full, Keyformer, SnapKV, StreamingLLM
 from kvexp.models import EvictionCache, install, load_model, random_model
 
@@ -55,7 +55,7 @@ def test_sinks_are_seen_through_a_sliding_window_once_renumbered():
             [list(range(3, 48))],
             StreamingLLM(n_sinks=n),
             Budget(tokens=10),
-            decoding=Decoding(3),
+            decoding=GenerationParams(3),
             keep_logits=True,
         )
         for n in (2, 0)
@@ -66,7 +66,7 @@ def test_sinks_are_seen_through_a_sliding_window_once_renumbered():
         [[50, 51, *range(5, 48)]],
         StreamingLLM(n_sinks=2),
         Budget(tokens=10),
-        decoding=Decoding(3),
+        decoding=GenerationParams(3),
         keep_logits=True,
     )
     # The two first tokens are far outside the window of 12, but within the cache they are near: they must matter.
@@ -83,7 +83,7 @@ def test_static_caches_are_refused():
 @pytest.mark.parametrize("block", [0, -1])
 def test_blocks_of_nothing(block):
     with pytest.raises(ConfigError, match=f"at least 1 row or null, got {block}"):
-        generate(tiny("llama"), [PROMPT], H2O(), Budget(tokens=8), decoding=Decoding(3), block=block)
+        generate(tiny("llama"), [PROMPT], H2O(), Budget(tokens=8), decoding=GenerationParams(3), block=block)
 
 
 def test_tau_schedule_does_not_run_past_its_end():
@@ -128,7 +128,7 @@ def test_an_interrupted_forward_ends_the_cache():
 
 def test_sinks_leave_room_for_the_token_being_generated():
     with pytest.raises(ConfigError, match=r"sink=4 \+ recent=0 \+ the token being generated"):
-        generate(tiny("llama"), [PROMPT], StreamingLLM(), Budget(tokens=4), decoding=Decoding(3))
+        generate(tiny("llama"), [PROMPT], StreamingLLM(), Budget(tokens=4), decoding=GenerationParams(3))
 
 
 def test_padding_after_the_prompt_counts_whoever_the_neighbour_is():
@@ -162,9 +162,9 @@ def test_frequencies_that_move_cannot_be_renumbered(kind):
 
 def test_generation_defaults_of_the_model_do_not_leak_in():
     model = install(copy.deepcopy(stock("llama")))
-    clean = generate(model, [PROMPT], Full(), decoding=Decoding(9, eos=None)).tokens
+    clean = generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens
     model.generation_config.update(suppress_tokens=clean[0][:1], max_time=1e-9, repetition_penalty=3.0, do_sample=True)
-    assert generate(model, [PROMPT], Full(), decoding=Decoding(9, eos=None)).tokens == clean
+    assert generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens == clean
 
 
 def test_cadences_that_never_evict():
@@ -174,16 +174,16 @@ def test_cadences_that_never_evict():
         (SnapKV(window=4), Cadence(every=3)),
     ):
         with pytest.raises(ConfigError, match="cadence"):
-            generate(tiny("llama"), [PROMPT], method, Budget(tokens=8), decoding=Decoding(3), cadence=cadence)
+            generate(tiny("llama"), [PROMPT], method, Budget(tokens=8), decoding=GenerationParams(3), cadence=cadence)
 
 
 def test_a_cache_can_be_continued_by_plain_generate():
     model = tiny("llama")
-    first = generate(model, [PROMPT], H2O(), Budget(tokens=8), decoding=Decoding(4, eos=None))
+    first = generate(model, [PROMPT], H2O(), Budget(tokens=8), decoding=GenerationParams(4, eos=None))
     more = model.generate(
         first.sequences, past_key_values=first.cache, max_new_tokens=3, do_sample=False, pad_token_id=0
     )
-    whole = generate(model, [PROMPT], H2O(), Budget(tokens=8), decoding=Decoding(7, eos=None))
+    whole = generate(model, [PROMPT], H2O(), Budget(tokens=8), decoding=GenerationParams(7, eos=None))
     assert more[0, 30:].tolist() == whole.tokens[0]
 
 
@@ -203,16 +203,16 @@ ORDINARY = {
 def test_ordinary_mistakes(case):
     options, message = ORDINARY[case]
     with pytest.raises(ConfigError, match=message):
-        generate(tiny("llama"), **{"prompts": [PROMPT], "decoding": Decoding(3), **options})
+        generate(tiny("llama"), **{"prompts": [PROMPT], "decoding": GenerationParams(3), **options})
 
 
 VALUES = {
     "tokens 8.0": (lambda: Budget(tokens=8.0), "whole number of slots, got 8.0"),
     "ratio text": (lambda: Budget(kv_ratio="0.5"), "got '0.5'"),
     "every 2.5": (lambda: Cadence(every=2.5), "whole number of decode steps"),
-    "top_p": (lambda: Decoding(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
-    "stop text": (lambda: Decoding(stop_strings="abc"), "list of texts, got 'abc'"),
-    "new tokens": (lambda: Decoding(max_new_tokens=2.5), "whole number, got 2.5"),
+    "top_p": (lambda: GenerationParams(top_p=1.5), r"top_p must be in \(0, 1\], got 1.5"),
+    "stop text": (lambda: GenerationParams(stop_strings="abc"), "list of texts, got 'abc'"),
+    "new tokens": (lambda: GenerationParams(max_new_tokens=2.5), "whole number, got 2.5"),
     "tau": (lambda: Keyformer(tau_init=-1.0), "tau must be positive"),
     "batch": (lambda: Keyformer(score_batch="x"), "per_sample, per_beam or sum_all, got 'x'"),
     "typo": (lambda: random_model("llama", hidden_sizee=3), "'hidden_sizee' is not a setting of a llama"),

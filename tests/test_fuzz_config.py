@@ -16,8 +16,8 @@ from test_conf import CONF, GROUPS
 
 from kvexp.errors import ConfigError
 from kvexp.record import runs
-from kvexp.runner.job import Job, parts_of, run_job
-from kvexp.runner.report import taken
+from kvexp.sweep.hydra_job import Job, parts_of, run_job
+from kvexp.sweep.sweep_summary import taken
 
 TASKS = ("sample", "testbed_qa", "testbed_choice", "cnn_dailymail", "longbench", "gsm8k_cot", "perplexity", "lm_eval")
 WORDS = st.one_of(

@@ -9,9 +9,9 @@ from tiny import CONFIGS, tiny
 from kvexp.core import Budget, Cadence
 from kvexp.errors import CacheError
 from kvexp.generate import generate
-from kvexp.generate.decoding import Decoding
-from kvexp.generate.ending import Ending
-from kvexp.generate.logprobs import continuation_logprobs
+from kvexp.generate.finish_reason import Ending
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, load_model, load_tokenizer
 
@@ -21,7 +21,12 @@ METHODS = [H2O(), Keyformer(), A2SF(alpha=0.5), Window(), Random(), StreamingLLM
 
 
 @pytest.mark.parametrize(
-    "decoding", [Decoding(9), Decoding(9, sample=True, temperature=0.8, top_k=20), Decoding(9, num_beams=4)]
+    "decoding",
+    [
+        GenerationParams(9),
+        GenerationParams(9, sample=True, temperature=0.8, top_k=20),
+        GenerationParams(9, num_beams=4),
+    ],
 )
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_a_row_does_not_know_its_neighbours(method, decoding):
@@ -35,7 +40,7 @@ def test_a_row_does_not_know_its_neighbours(method, decoding):
 
 def test_order_of_rows_does_not_matter():
     model = tiny("qwen3")
-    decoding = Decoding(9, sample=True)
+    decoding = GenerationParams(9, sample=True)
     forth = generate(model, PROMPTS, Keyformer(), HALF, decoding=decoding, seeds=[1, 2, 3])
     back = generate(model, PROMPTS[::-1], Keyformer(), HALF, decoding=decoding, seeds=[3, 2, 1])
     assert forth.tokens == back.tokens[::-1]
@@ -44,11 +49,13 @@ def test_order_of_rows_does_not_matter():
 def test_sampling_depends_on_the_seed_and_follows_the_distribution():
     model = tiny("gpt2")
     draws = [
-        generate(model, [[3, 4, 5]] * 50, Full(), decoding=Decoding(1, sample=True), seeds=range(i, i + 50)).tokens
+        generate(
+            model, [[3, 4, 5]] * 50, Full(), decoding=GenerationParams(1, sample=True), seeds=range(i, i + 50)
+        ).tokens
         for i in range(0, 2000, 50)
     ]
     counts = torch.bincount(torch.tensor(draws).flatten(), minlength=61).float()
-    logits = generate(model, [[3, 4, 5]], Full(), decoding=Decoding(1), keep_logits=True).logits[0][0]
+    logits = generate(model, [[3, 4, 5]], Full(), decoding=GenerationParams(1), keep_logits=True).logits[0][0]
     expected = logits.softmax(-1) * counts.sum()
     large = expected > 20
     # Each count is binomial: five standard deviations leave no room for a wrong sampler and none for bad luck.
@@ -60,8 +67,8 @@ def test_sampling_depends_on_the_seed_and_follows_the_distribution():
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_chunked_prefill_gives_the_same_tokens(family, num_beams):
     model, method = tiny(family), H2O()
-    whole = generate(model, PROMPTS, method, HALF, decoding=Decoding(9, num_beams=num_beams))
-    chunked = generate(model, PROMPTS, method, HALF, decoding=Decoding(9, num_beams=num_beams, prefill_chunk=5))
+    whole = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams))
+    chunked = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams, prefill_chunk=5))
     assert whole.tokens == chunked.tokens
     assert [whole.cache.kept(i) for i in (0, 1)] == [chunked.cache.kept(i) for i in (0, 1)]
 
@@ -77,7 +84,7 @@ def test_plain_generate_with_chunks_needs_the_prompt_length():
 def test_beam_state_follows_the_beams(family):
     """The winning beam, fed alone token by token, has the log-probability the beam search gave it."""
     model, method, new = tiny(family), H2O(), 9
-    beams = generate(model, PROMPTS, method, HALF, decoding=Decoding(new, num_beams=4, length_penalty=0.0))
+    beams = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(new, num_beams=4, length_penalty=0.0))
     alone = continuation_logprobs(model, PROMPTS, beams.tokens, method, HALF)
     for total, steps in zip(beams.beam_scores, alone, strict=True):
         assert math.isclose(total, sum(steps), abs_tol=2e-4)
@@ -86,7 +93,7 @@ def test_beam_state_follows_the_beams(family):
 def test_beams_really_separate_in_that_test():
     """Were beams identical, a cache that forgot to reorder would pass; here forgetting must change the result."""
     model, method = tiny("llama"), A2SF(alpha=0.5)
-    decoding = Decoding(25, num_beams=4, length_penalty=0.0)
+    decoding = GenerationParams(25, num_beams=4, length_penalty=0.0)
     right = generate(model, PROMPTS, method, HALF, decoding=decoding)
 
     class Forgetful(EvictionCache):
@@ -99,7 +106,7 @@ def test_beams_really_separate_in_that_test():
                 for name, tensor in tensors.items():
                     getattr(state.slots, name).copy_(tensor)
 
-    import kvexp.generate.run as module
+    import kvexp.generate.api as module
 
     original = module.EvictionCache
     try:
@@ -115,25 +122,25 @@ def test_beams_really_separate_in_that_test():
 
 def test_end_of_text_cuts_the_row_and_min_new_tokens_delays_it():
     model = tiny("llama")
-    free = generate(model, PROMPTS, Full(), decoding=Decoding(9, eos=None))
+    free = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=None))
     end = free.tokens[0][2]
-    cut = generate(model, PROMPTS, Full(), decoding=Decoding(9, eos=end))
+    cut = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=end))
     assert cut.tokens[0] == free.tokens[0][: free.tokens[0].index(end) + 1]
     for row in (1, 2):
         stop = free.tokens[row].index(end) + 1 if end in free.tokens[row] else 9
         assert cut.tokens[row] == free.tokens[row][:stop]
         assert cut.endings[row] == (Ending("stop", token=end) if stop < 9 else Ending("length"))
-    late = generate(model, PROMPTS, Full(), decoding=Decoding(9, eos=end, min_new_tokens=6))
+    late = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=end, min_new_tokens=6))
     assert len(late.tokens[0]) >= 6
     assert end not in late.tokens[0][:5]
 
 
 def test_timing_is_recorded_and_ordered():
-    result = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=Decoding(9, eos=None))
+    result = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(9, eos=None))
     timing = result.timing
     assert 0 < timing.ttft_s < timing.tt2t_s
     assert timing.tpot_s > 0
-    one = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=Decoding(1)).timing
+    one = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(1)).timing
     assert one.ttft_s > 0
     assert math.isnan(one.tt2t_s)
     assert math.isnan(one.tpot_s)
@@ -142,8 +149,8 @@ def test_timing_is_recorded_and_ordered():
 def test_stop_strings(stories260k):
     model, tokenizer = load_model(stories260k), load_tokenizer(stories260k)
     prompt = tokenizer("Once upon a time there was a little girl named Lily.").input_ids
-    free = generate(model, [prompt], Full(), decoding=Decoding(60), tokenizer=tokenizer)
-    cut = generate(model, [prompt], Full(), decoding=Decoding(60, stop_strings=(".",)), tokenizer=tokenizer)
+    free = generate(model, [prompt], Full(), decoding=GenerationParams(60), tokenizer=tokenizer)
+    cut = generate(model, [prompt], Full(), decoding=GenerationParams(60, stop_strings=(".",)), tokenizer=tokenizer)
     assert len(cut.tokens[0]) < len(free.tokens[0])
     assert tokenizer.decode(cut.tokens[0]).rstrip().endswith(".")
     assert cut.endings == [Ending("stop", text=".")] and free.endings == [Ending("length")]
@@ -154,7 +161,7 @@ def test_a_row_that_a_stop_string_ends_does_not_know_how_long_its_neighbours_go_
     model, tokenizer = load_model(stories260k), load_tokenizer(stories260k)
     texts = ("Once upon a time there was a little girl named Lily.", "The dog ran to the", "Tom had a red ball. He")
     prompts = [tokenizer(text).input_ids for text in texts]
-    decoding = Decoding(40, num_beams=num_beams, stop_strings=(".", "and"))
+    decoding = GenerationParams(40, num_beams=num_beams, stop_strings=(".", "and"))
     together = generate(model, prompts, Full(), decoding=decoding, tokenizer=tokenizer)
     alone = [generate(model, [prompt], Full(), decoding=decoding, tokenizer=tokenizer) for prompt in prompts]
     assert len({len(tokens) for tokens in together.tokens}) > 1
@@ -166,8 +173,8 @@ def test_a_row_that_a_stop_string_ends_does_not_know_how_long_its_neighbours_go_
 
 def test_first_token_is_full_attention_and_ledger_shows_the_drop():
     model = tiny("llama")
-    full = generate(model, PROMPTS[:1], Full(), decoding=Decoding(9), keep_logits=True)
-    half = generate(model, PROMPTS[:1], H2O(), HALF, decoding=Decoding(9), keep_logits=True)
+    full = generate(model, PROMPTS[:1], Full(), decoding=GenerationParams(9), keep_logits=True)
+    half = generate(model, PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9), keep_logits=True)
     torch.testing.assert_close(full.logits[0], half.logits[0])
     length = len(PROMPTS[0])
     slots = length // 2
@@ -179,13 +186,15 @@ def test_first_token_is_full_attention_and_ledger_shows_the_drop():
 
 
 def test_snapkv_keeps_its_prompt_choice():
-    result = generate(tiny("llama"), PROMPTS[:1], SnapKV(window=4), HALF, decoding=Decoding(9, eos=None))
+    result = generate(tiny("llama"), PROMPTS[:1], SnapKV(window=4), HALF, decoding=GenerationParams(9, eos=None))
     kept = result.cache.kept(1)[0][0]
     assert [p for p in kept if p >= 23] == list(range(23, 31))  # all eight tokens fed since are still there
     assert len([p for p in kept if p < 23]) == 10
 
 
 def test_rarer_eviction_holds_more_slots():
-    often = generate(tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=Decoding(9, eos=None))
-    rarely = generate(tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=Decoding(9, eos=None), cadence=Cadence(every=4))
+    often = generate(tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None))
+    rarely = generate(
+        tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None), cadence=Cadence(every=4)
+    )
     assert rarely.ledger.bytes == often.ledger.bytes * (11 + 3) // 11

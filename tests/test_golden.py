@@ -9,8 +9,8 @@ from golden.make import MADE
 
 from kvexp.errors import ConfigError
 from kvexp.reference_check.__main__ import main
-from kvexp.reference_check.report import Report
-from kvexp.reference_check.run import run
+from kvexp.reference_check.comparison import Report
+from kvexp.reference_check.dispatch import run
 from kvexp.reference_check.tensors import alpha_of
 
 HERE = sorted((Path(__file__).parent / "golden").glob("*.npz"))

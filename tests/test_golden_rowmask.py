@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvexp.core import rowmask as rm
+from kvexp.core import row_mask as rm
 
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 ALPHAS = {"a0": 0.0, "a01": 0.1, "a02": 0.2, "a05": 0.5, "a09": 0.9, "a1": 1.0}

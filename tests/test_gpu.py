@@ -8,7 +8,7 @@ from tiny import CONFIGS, stock
 
 from kvexp.core import Budget
 from kvexp.generate import generate
-from kvexp.generate.decoding import Decoding
+from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
 from kvexp.models import install
 
@@ -36,7 +36,7 @@ def _exact():
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_cpu_and_gpu_keep_the_same_slots(family, method, num_beams):
-    decoding = Decoding(9, num_beams=num_beams, eos=None)
+    decoding = GenerationParams(9, num_beams=num_beams, eos=None)
     cpu, gpu = (generate(on(d, family), PROMPTS, method, HALF, decoding=decoding) for d in ("cpu", "cuda"))
     assert cpu.tokens == gpu.tokens
     for layer in range(2):
@@ -49,8 +49,8 @@ def test_cpu_and_gpu_keep_the_same_slots(family, method, num_beams):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_bfloat16_keeps_nearly_the_same(family):
     """bfloat16 rounds logits at 2**-8: at least nine in ten of the slots of float32 survive the prompt."""
-    exact = generate(on("cuda", family), PROMPTS[:1], H2O(), HALF, decoding=Decoding(1))
-    rough = generate(on("cuda", family, torch.bfloat16), PROMPTS[:1], H2O(), HALF, decoding=Decoding(1))
+    exact = generate(on("cuda", family), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(1))
+    rough = generate(on("cuda", family, torch.bfloat16), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(1))
     pairs = zip(exact.cache.kept(0)[0], rough.cache.kept(0)[0], strict=True)
     shared = [len(set(a) & set(b)) / len(a) for a, b in pairs]
     assert sum(shared) / len(shared) >= 0.9
@@ -60,7 +60,9 @@ def test_bfloat16_keeps_nearly_the_same(family):
 def test_two_runs_are_identical(method):
     model = on("cuda", "llama", torch.bfloat16)
     budget = None if method.name == "full" else HALF
-    first, second = (generate(model, PROMPTS, method, budget, decoding=Decoding(20), keep_logits=True) for _ in "ab")
+    first, second = (
+        generate(model, PROMPTS, method, budget, decoding=GenerationParams(20), keep_logits=True) for _ in "ab"
+    )
     assert first.tokens == second.tokens
     assert all(torch.equal(a, b) for a, b in zip(first.logits, second.logits, strict=True))
 
@@ -85,7 +87,9 @@ def test_decode_makes_no_host_sync():
 
 
 def test_renumbered_positions_on_gpu():
-    cpu, gpu = (generate(on(d, "gptj"), PROMPTS, StreamingLLM(), HALF, decoding=Decoding(9)) for d in ("cpu", "cuda"))
+    cpu, gpu = (
+        generate(on(d, "gptj"), PROMPTS, StreamingLLM(), HALF, decoding=GenerationParams(9)) for d in ("cpu", "cuda")
+    )
     assert cpu.tokens == gpu.tokens
 
 
@@ -97,6 +101,6 @@ def test_state_follows_its_layer_over_two_devices():
     model = copy.deepcopy(stock("llama"))
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     split = install(dispatch_model(model, {**places, "model.rotary_emb": 0}))
-    result = generate(split, PROMPTS, H2O(), HALF, decoding=Decoding(9))
+    result = generate(split, PROMPTS, H2O(), HALF, decoding=GenerationParams(9))
     assert [s.slots.keys.device.index for s in result.cache.states] == [0, 1]
-    assert result.tokens == generate(on("cpu", "llama"), PROMPTS, H2O(), HALF, decoding=Decoding(9)).tokens
+    assert result.tokens == generate(on("cpu", "llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(9)).tokens

@@ -9,10 +9,10 @@ from tiny import tiny
 import kvexp.methods
 import kvexp.retrieval
 from kvexp.core import Budget, Method
-from kvexp.core.evict import granted
+from kvexp.core.eviction_backend import granted
 from kvexp.errors import ConfigError
 from kvexp.generate import generate
-from kvexp.generate.decoding import Decoding
+from kvexp.generate.generation_params import GenerationParams
 from kvexp.record import refusals, runs
 from kvexp.results import table
 
@@ -118,7 +118,7 @@ IMPOSSIBLE = [  # words, why no example can be run
 def test_what_no_example_can_be_is_told_before_weights_load_and_by_a_dry_run(
     command, tmp_path, monkeypatch, words, why
 ):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("weights were loaded"))
     said = []
@@ -165,7 +165,7 @@ def test_what_is_granted_can_be_generated_with(cls):
             allowed.append(slots)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):
-                generate(tiny("llama"), prompt, method, budget, decoding=Decoding(3), **plan)
+                generate(tiny("llama"), prompt, method, budget, decoding=GenerationParams(3), **plan)
             continue
-        generate(tiny("llama"), prompt, method, budget, decoding=Decoding(3), **plan)
+        generate(tiny("llama"), prompt, method, budget, decoding=GenerationParams(3), **plan)
     assert allowed[-1] == 33

@@ -14,13 +14,13 @@ from huggingface_hub import constants
 from small import small
 
 from kvexp import hub
+from kvexp.config.model_spec import ModelSpec
 from kvexp.errors import ConfigError
+from kvexp.evaluate.rows import check_commit
 from kvexp.hub import unreachable
 from kvexp.models import load_model
 from kvexp.record import Run
 from kvexp.results import print_table, table
-from kvexp.runner.model import ModelSpec
-from kvexp.runner.rows import check_commit
 from kvexp.tasks import XSum
 
 ROOT = Path(__file__).resolve().parents[1]

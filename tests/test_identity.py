@@ -5,8 +5,8 @@ import torch
 from tiny import CONFIGS, prompts_of, stock, tiny
 
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate, pad_left
-from kvexp.generate.request import pad_id
+from kvexp.generate import GenerationParams, generate, pad_left
+from kvexp.generate.inputs import pad_id
 from kvexp.methods import H2O, Full
 from kvexp.models import EvictionCache
 
@@ -133,13 +133,15 @@ def test_the_own_loop_writes_what_stock_generate_writes(family):
     """Rows of unequal length, an end token that some of them meet, a least length: token for token, padding too."""
     stocked, ours = stock(family), tiny(family)
     rows = prompts_of(7, (19, 30, 26))
-    free = generate(ours, rows, Full(), decoding=Decoding(14, eos=None))
+    free = generate(ours, rows, Full(), decoding=GenerationParams(14, eos=None))
     end = free.tokens[1][5]
     ids, mask = pad_left(rows, pad_id(ours, None), "cpu")
     options = {"attention_mask": mask, "do_sample": False, "pad_token_id": pad_id(ours, None), "max_new_tokens": 14}
     for eos, least in ((None, 0), (end, 0), (end, 9)):
         there = stocked.generate(ids, **options, eos_token_id=eos, min_new_tokens=least or None)
-        here = generate(ours, rows, Full(), decoding=Decoding(14, eos=eos, min_new_tokens=least))
+        here = generate(ours, rows, Full(), decoding=GenerationParams(14, eos=eos, min_new_tokens=least))
         assert torch.equal(here.sequences, there)
-        evicting = generate(ours, rows, H2O(), Budget(tokens=200), decoding=Decoding(14, eos=eos, min_new_tokens=least))
+        evicting = generate(
+            ours, rows, H2O(), Budget(tokens=200), decoding=GenerationParams(14, eos=eos, min_new_tokens=least)
+        )
         assert torch.equal(evicting.sequences, there)

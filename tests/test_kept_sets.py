@@ -24,7 +24,7 @@ from transformers import DynamicCache
 import kvexp.methods
 from kvexp.core import Budget, Cadence, Method, Noise
 from kvexp.generate import generate, pad_left
-from kvexp.generate.decoding import Decoding
+from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -83,7 +83,7 @@ class Truth:
 @contextmanager
 def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor]) -> Iterator[None]:
     """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`."""
-    attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    attentions = [m for m in model.modules() if type(m).__name__.endswith("AttentionScoreSpec")]
     assert len(attentions) == visible.shape[0]
     hooks = []
     for i, module in enumerate(attentions):
@@ -296,7 +296,7 @@ def test_chunked_prefill_under_generate_does_not_stop_evicting(name: str, chunk:
     runs = [
         generate(
             model, PROMPTS, method, Budget(kv_ratio=0.5), seeds=SEEDS,
-            decoding=Decoding(max_new_tokens=NEW, eos=None, prefill_chunk=size),
+            decoding=GenerationParams(max_new_tokens=NEW, eos=None, prefill_chunk=size),
         )
         for size in (None, chunk)
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from tiny import prompts_of, tiny
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import Decoding, Variant, finish, generate, prefill, prefill_together
+from kvexp.generate import GenerationParams, MethodSpec, finish, generate, prefill, prefill_together
 from kvexp.kept_text import KeptText
 from kvexp.methods import H2O, Full, Window
 from kvexp.models import EvictionCache, random_model
@@ -51,7 +51,9 @@ def test_hostile_text_is_text_and_nothing_runs():
     config = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
     model = random_model("llama", **config, num_attention_heads=4, num_key_value_heads=2)
     ids = tokenizer(EVIL).input_ids
-    shown = generate(model, [ids], H2O(), Budget(kv_ratio=0.5), decoding=Decoding(3, eos=None)).cache.show(tokenizer)
+    shown = generate(model, [ids], H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(3, eos=None)).cache.show(
+        tokenizer
+    )
     html = shown._repr_html_()
     assert "".join(unescape(text) for *_, text in SPAN.findall(html)) == "<s>" + EVIL
     assert set(re.findall(r"<(\w+)", html)) == {"style", "div", "span", "p", "small"}
@@ -61,14 +63,14 @@ def test_hostile_text_is_text_and_nothing_runs():
 
 def test_each_row_shows_its_own_prompt_and_what_its_heads_hold():
     model, prompts = tiny("llama"), prompts_of(5, [17, 31, 23])
-    result = generate(model, prompts, Window(), Budget(tokens=9), decoding=Decoding(4, eos=None))
+    result = generate(model, prompts, Window(), Budget(tokens=9), decoding=GenerationParams(4, eos=None))
     heads = 2 * 3  # layers, kv heads
     for sample, prompt in enumerate(prompts):
         shown = result.cache.show(Numbers(), sample)
         assert "".join(shown.texts).split() == [str(token) for token in prompt]
         # of 9 slots 8 are held between steps, 3 of them by the new tokens that were fed
         assert kept_by(shown._repr_html_()) == [0] * (len(prompt) - 5) + [heads] * 5
-    h2o = generate(model, prompts, H2O(), Budget(tokens=9), decoding=Decoding(4, eos=None)).cache
+    h2o = generate(model, prompts, H2O(), Budget(tokens=9), decoding=GenerationParams(4, eos=None)).cache
     counts = kept_by(h2o.show(Numbers(), 1)._repr_html_())
     held = [h2o.kept(layer)[1] for layer in range(2)]
     assert counts == [sum(place in head for layer in held for head in layer) for place in range(31)]
@@ -77,13 +79,13 @@ def test_each_row_shows_its_own_prompt_and_what_its_heads_hold():
 
 def test_whoever_feeds_the_prompt():
     model, prompts = tiny("llama"), prompts_of(5, [17, 23])
-    beams = generate(model, prompts, Window(), FIVE, decoding=Decoding(4, num_beams=3, eos=None)).cache
+    beams = generate(model, prompts, Window(), FIVE, decoding=GenerationParams(4, num_beams=3, eos=None)).cache
     assert len(beams.show(Numbers(), 1).texts) == 23
     context = prefill(model, prompts, Full(), max_new_tokens=4)
     assert len(context.fork([1, 1, 0]).cache.show(Numbers(), 2).texts) == 17
     assert len(context.cache.show(Numbers(), 1).texts) == 23
-    both = prefill_together(model, prompts, [Variant(Full()), Variant(Window(), FIVE)], max_new_tokens=4)
-    made = finish(model, both, Decoding(4, eos=None), [0, 0], None, start=0.0)
+    both = prefill_together(model, prompts, [MethodSpec(Full()), MethodSpec(Window(), FIVE)], max_new_tokens=4)
+    made = finish(model, both, GenerationParams(4, eos=None), [0, 0], None, start=0.0)
     assert kept_by(made[1].cache.show(Numbers())._repr_html_()) == [0] * 16 + [6]
     assert kept_by(made[0].cache.show(Numbers())._repr_html_()) == [6] * 17
 

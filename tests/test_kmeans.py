@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvexp.retrieval.adaptive import Profile, at, fitted, measured
 from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
+from kvexp.retrieval.kmeans_schedule import Profile, at, fitted, measured
 
 
 def test_two_clusters_on_a_line():
@@ -131,10 +131,10 @@ def test_a_machine_is_measured():
 
 
 def test_a_length_that_takes_long_is_the_last_one_measured(monkeypatch):
-    from kvexp.retrieval import adaptive
+    from kvexp.retrieval import kmeans_schedule
 
     asked = []
-    monkeypatch.setattr(adaptive, "PATIENCE", 0.0)
+    monkeypatch.setattr(kmeans_schedule, "PATIENCE", 0.0)
     profile = measured(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
     assert asked == [32]
     assert at(profile.compute, 32) == at(profile.compute, 999) == pytest.approx(0.0032), "one length is a constant"
@@ -144,8 +144,8 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
     from tiny import prompts_of, tiny
 
     from kvexp.core import Budget
-    from kvexp.generate import Decoding, generate, receipts
-    from kvexp.models import retrieval as adapter
+    from kvexp.generate import GenerationParams, generate, receipts
+    from kvexp.models import retrieval_calibration as adapter
     from kvexp.retrieval import PQCache
 
     calls = []
@@ -153,7 +153,7 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
     method = PQCache(n_sinks=2, m=1, b=2, max_iter="adaptive")
     model, prompts = tiny("gptj"), prompts_of(3, [29])
     for _ in range(2):
-        out = generate(model, prompts, method, Budget(tokens=9), decoding=Decoding(3, eos=None))
+        out = generate(model, prompts, method, Budget(tokens=9), decoding=GenerationParams(3, eos=None))
     assert calls == [211], "the model holds fewer tokens than the shortest length, so that is its longest"
     assert receipts(out.cache)[0].retrieval["kmeans_iterations"] >= 1
 
@@ -161,7 +161,7 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
 def test_one_layer_is_timed():
     from tiny import tiny
 
-    from kvexp.models.retrieval import layer_seconds
+    from kvexp.models.retrieval_calibration import layer_seconds
 
     for family in ("llama", "mpt", "gptj"):
         assert 0 < layer_seconds(tiny(family), 17, repeats=1) < 10

@@ -26,7 +26,16 @@ ALLOWED: dict[str, set[str]] = {
     "methods": {".errors", ".core", "torch"},
     "retrieval": {".errors", ".core", "torch", "numpy"},  # numpy: its legacy generator drew PQCache's first centroids
     "models": {
-        *(".errors", ".paths", ".hub", ".kept_text", ".core", ".methods.base", ".retrieval.base", ".retrieval.layer"),
+        *(
+            ".errors",
+            ".paths",
+            ".hub",
+            ".kept_text",
+            ".core",
+            ".methods.base",
+            ".retrieval.base",
+            ".retrieval.retrieval_layer",
+        ),
         *("torch", "transformers", "tokenizers", "numpy", "safetensors"),
     },
     "generate": {".errors", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
@@ -53,13 +62,36 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {".paths", ".pipes", ".run", ".runner"},
     "__main__": {".cli"},  # kvexp/__main__.py
     "run": {".paths", ".pipes", ".runner", "hydra", "omegaconf"},
-    "runner": {
-        *(".errors", ".paths", ".digests", ".build"),
-        *(".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
-        *(".record", ".log", ".results", "torch", "numpy", "hydra", "omegaconf", "rich"),
+    "config": {
+        *(".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models", ".generate"),
+        *(".tasks", ".lm_eval", ".record", "torch", "hydra", "omegaconf"),
+    },
+    "evaluate": {
+        *(".errors", ".config", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
+        *(".record", "torch", "numpy", "rich"),
+    },
+    "sweep": {
+        *(".errors", ".build", ".config", ".evaluate", ".core", ".models", ".generate", ".tasks", ".record"),
+        *(".log", ".results", "torch", "hydra", "omegaconf", "rich"),
+    },
+    "dry_run": {
+        *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
+        *(".record", ".results", "torch", "hydra", "omegaconf", "rich"),
     },
     "diagnose": {
-        *(".errors", ".core", ".methods", ".models", ".generate", ".tasks", ".testbed", ".runner", ".evictions"),
+        *(
+            ".errors",
+            ".core",
+            ".methods",
+            ".models",
+            ".generate",
+            ".tasks",
+            ".testbed",
+            ".config",
+            ".evaluate",
+            ".sweep",
+            ".evictions",
+        ),
         *(".record", ".results", ".figures", ".kept_text", "torch", "numpy", "pandas", "pyarrow", "matplotlib", "rich"),
     },
 }
@@ -71,7 +103,7 @@ NOT_NEEDED = (
 )
 
 # Imported when asked for (observe=triton), never by importing anything else.
-ON_DEMAND = {"kvexp.core.triton_kernels", "kvexp.core.triton_step_kernels"}
+ON_DEMAND = {"kvexp.core.observe.triton_observe_kernels", "kvexp.core.decode.triton_decode_kernels"}
 
 
 def layer_of(module: str) -> str:
@@ -146,8 +178,8 @@ def test_imports_point_one_way(path: Path) -> None:
         ("kvexp.record", "import torch"),
         ("kvexp.results", "import torch.nn as nn"),
         ("kvexp.figures", "from kvexp.core import slots"),
-        ("kvexp.runner", "import transformers"),
-        ("kvexp.runner", "import experiments.keyformer.fig7"),
+        ("kvexp.config", "import transformers"),
+        ("kvexp.sweep", "import experiments.keyformer.fig7"),
         ("kvexp", "import torch"),
         ("kvexp.newcomer", "import json"),
     ],

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvexp.generate import Decoding, generate
+from kvexp.generate import GenerationParams, generate
 from kvexp.methods import Full
+from kvexp.models import cpu_linear as module
 from kvexp.models import install
-from kvexp.models import linear as module
-from kvexp.models.linear import LEAST, MemoryBoundLinear, quicken, renew
+from kvexp.models.cpu_linear import LEAST, PackedLinear, quicken, renew
 
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
@@ -41,7 +41,7 @@ def quick(out=OUT, inside=IN, bias=True, copied=True):
 def plainly(layer, x, monkeypatch):
     """The result, and whether torch's own product made it."""
     taken, plain = [], linear
-    monkeypatch.setattr("kvexp.models.linear.functional.linear", lambda *a: taken.append(a) or plain(*a))
+    monkeypatch.setattr("kvexp.models.cpu_linear.functional.linear", lambda *a: taken.append(a) or plain(*a))
     result = layer(x)
     monkeypatch.undo()
     return result, bool(taken)
@@ -137,7 +137,7 @@ def test_only_plain_linear_layers_change():
     keys = list(model.state_dict())
     quicken(model)
     quicken(model)
-    assert [type(part) for part in model] == [MemoryBoundLinear if HERE else nn.Linear, Other, nn.Bilinear]
+    assert [type(part) for part in model] == [PackedLinear if HERE else nn.Linear, Other, nn.Bilinear]
     assert list(model.state_dict()) == keys
 
 
@@ -181,7 +181,7 @@ def test_copies_take_no_more_than_a_share_of_the_memory(monkeypatch):
 @onednn
 def test_copies_that_disagree_are_not_used(monkeypatch):
     layer, x = quick(copied=False), torch.randn(3, IN)
-    monkeypatch.setattr(MemoryBoundLinear, "_same", lambda self, copy: False)
+    monkeypatch.setattr(PackedLinear, "_same", lambda self, copy: False)
     with torch.no_grad():
         expected = layer(x)
         assert layer.renew(1 << 40) == 1 << 40 and layer._copy is None and not layer._agrees
@@ -214,14 +214,14 @@ def test_a_model_writes_what_it_wrote():
         prompt = torch.randint(0, 1031, (rows, 9), generator=torch.Generator().manual_seed(rows))
         options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         theirs = stock.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        made = generate(ours, prompt.tolist(), Full(), decoding=Decoding(12, eos=None), keep_logits=True)
+        made = generate(ours, prompt.tolist(), Full(), decoding=GenerationParams(12, eos=None), keep_logits=True)
         assert torch.equal(made.sequences, theirs)
         with torch.no_grad():
             logits = stock(theirs[:, :-1]).logits[:, 8:]
         torch.testing.assert_close(torch.stack(made.logits, 1), logits, atol=1e-4, rtol=0)
         assert not HERE or ours.lm_head._copy is not None
-    assert not any(isinstance(module, MemoryBoundLinear) for module in stock.modules())
+    assert not any(isinstance(module, PackedLinear) for module in stock.modules())
     with torch.no_grad():  # the next prompt sees other weights
         ours.lm_head.weight.data *= -1
-    again = generate(ours, prompt.tolist(), Full(), decoding=Decoding(1, eos=None), keep_logits=True)
+    again = generate(ours, prompt.tolist(), Full(), decoding=GenerationParams(1, eos=None), keep_logits=True)
     torch.testing.assert_close(again.logits[0], -made.logits[0], atol=1e-4, rtol=0)

@@ -8,9 +8,9 @@ import torch
 from tiny import stock, tiny
 
 from kvexp.core import Budget, Noise
-from kvexp.core.rowmask import causal_probs, global_mask, local_mask
+from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.errors import CacheError, ConfigError
-from kvexp.generate import Decoding, continuation_logprobs, generate
+from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.methods import A2SF, H2O, Keyformer, Window
 from kvexp.models import RowMaskCache
 from kvexp.models.byte_tokenizer import byte_tokenizer
@@ -22,9 +22,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kvexp.lm_eval import Bench, Encoder, check_row_mask, stepwise
-from kvexp.lm_eval.asks import Ask, fitted, padded
-from kvexp.lm_eval.model import KvexpLM
-from kvexp.lm_eval.row_mask import draw
+from kvexp.lm_eval.kvexp_lm import KvexpLM
+from kvexp.lm_eval.requests import Ask, fitted, padded
+from kvexp.lm_eval.row_mask_protocol import draw
 
 ROWS = Path(__file__).resolve().parent / "fixtures" / "lm_eval"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -255,7 +255,7 @@ def test_generation_under_eviction_is_kvexps_own():
     made = lm.generate_until(text_requests("generate_until", *((text, asked_for) for text in texts)))
     for text, answer in zip(texts, made, strict=True):
         ids = lm.bench.encoder.text(text)
-        decoding = Decoding(max_new_tokens=9, eos=257, stop_strings=("\n\n",))
+        decoding = GenerationParams(max_new_tokens=9, eos=257, stop_strings=("\n\n",))
         alone = generate(
             *(lm.bench.model, [ids], H2O(), Budget(kv_ratio=0.3)), decoding=decoding, tokenizer=lm.tokenizer
         )
@@ -478,8 +478,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_are_said_before_a_model_loads(case, monkeypatch):
     options, message = BAD[case]
-    monkeypatch.setattr("kvexp.lm_eval.model.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    monkeypatch.setattr("kvexp.lm_eval.model.load_tokenizer", lambda *_, **__: byte_tokenizer())
+    monkeypatch.setattr("kvexp.lm_eval.kvexp_lm.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvexp.lm_eval.kvexp_lm.load_tokenizer", lambda *_, **__: byte_tokenizer())
     with pytest.raises(ConfigError) as error:
         KvexpLM("somewhere", **options)
     assert message in str(error.value)
@@ -493,7 +493,7 @@ def test_generation_settings_that_are_not_offered():
 
 
 def test_every_maskable_method_passes_its_check():
-    from kvexp.lm_eval.row_mask import KNOWN
+    from kvexp.lm_eval.row_mask_protocol import KNOWN
 
     for cls in KNOWN:
         check_row_mask(cls(), Budget(kv_ratio=0.5), "local", {})

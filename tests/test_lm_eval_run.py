@@ -11,11 +11,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
+from kvexp.config.model_spec import load
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
 from kvexp.record import runs
-from kvexp.runner.model import load
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
 from kvexp.tasks.lm_eval import SEVEN
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
@@ -41,7 +41,7 @@ def one(outputs, *overrides, **options):
 
 def lm_of(part, **options):
     """kvexp as lm-eval's model, with the very model of a run."""
-    from kvexp.lm_eval.model import KvexpLM
+    from kvexp.lm_eval.kvexp_lm import KvexpLM
 
     model, tokenizer = load(part.model)
     return KvexpLM(model, tokenizer=tokenizer, **options)
@@ -250,7 +250,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_values_are_said_before_a_model_loads(case, tmp_path, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError) as error:

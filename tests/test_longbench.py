@@ -12,12 +12,12 @@ import pytest
 from conftest import SHARED
 from test_conf import composed
 
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
+from kvexp.evaluate.preflight import with_ends
+from kvexp.evaluate.tokenized_examples import continuation, tokenise
 from kvexp.models.byte_tokenizer import byte_tokenizer
-from kvexp.results.longbench import FOURTEEN
-from kvexp.runner.fitting import with_ends
-from kvexp.runner.prompts import continuation, tokenise
-from kvexp.runner.settings import settings_of
+from kvexp.results.longbench_table import FOURTEEN
 from kvexp.tasks import LongBench, archive
 from kvexp.tasks.longbench_subsets import SUBSETS
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvexp.record import Run
 from kvexp.results import table
-from kvexp.results.longbench import FOURTEEN, averages, main
+from kvexp.results.longbench_table import FOURTEEN, averages, main
 
 # PQCache's table 3 (arXiv:2407.12820), Full, whose printed average is that of its column
 LLAMA2 = [18.78, 22.11, 36.77, 27.83, 31.51, 8.31, 26.91, 20.68, 26.23, 64.00, 83.26, 41.53, 2.92, 8.00]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvexp.models import memory
-from kvexp.models.memory import UNKNOWN, available
+from kvexp.models import free_memory
+from kvexp.models.free_memory import UNKNOWN, available
 
 GIB = 1 << 30
 V1, V2 = "1:name=systemd:/\n4:cpu,memory:/jobs/mine\n", "0::/jobs/mine\n"
@@ -16,8 +16,8 @@ V1, V2 = "1:name=systemd:/\n4:cpu,memory:/jobs/mine\n", "0::/jobs/mine\n"
 @pytest.fixture
 def system(tmp_path, monkeypatch):
     """write(path, text) under a /proc and a /sys/fs/cgroup of our own; the computer has 64 GiB left."""
-    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(free_memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "cgroup")
 
     def write(path, text):
         file = tmp_path / path
@@ -41,7 +41,7 @@ def test_the_computer_alone(system):
 
 
 def test_a_system_that_does_not_tell(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "PROC", tmp_path / "none")
+    monkeypatch.setattr(free_memory, "PROC", tmp_path / "none")
     assert available() == UNKNOWN
 
 
@@ -82,7 +82,7 @@ def test_the_limit_of_the_process():
     """In a process of its own, with room for 300 MiB of addresses more than it has."""
     code = (
         "import resource, runpy\n"
-        f"available = runpy.run_path({memory.__file__!r})['available']\n"  # without all that the package imports
+        f"available = runpy.run_path({free_memory.__file__!r})['available']\n"  # without all that the package imports
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20), resource.RLIM_INFINITY))\n"
         "print(available() >> 20)"

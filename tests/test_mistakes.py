@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from commands import run_py
 
+from kvexp.config.known_keys import check_keys, settings, unknown
+from kvexp.config.root_values import check_values
 from kvexp.errors import ConfigError
 from kvexp.record import refusals, runs
 from kvexp.results.__main__ import main as results
-from kvexp.runner.known import check_keys, settings, unknown
-from kvexp.runner.values import check_values
 
 ROOT = Path(__file__).resolve().parents[1]
 

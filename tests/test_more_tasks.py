@@ -10,10 +10,10 @@ import torch
 from conftest import SHARED
 from test_conf import composed
 
+from kvexp.config.model_spec import load
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.model import load
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
+from kvexp.evaluate.evaluate_run import run
 from kvexp.tasks import GSM8K, GovReport, Perplexity, Soda
 from kvexp.tasks.gsm8k import last_number
 

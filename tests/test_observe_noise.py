@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvexp.core.noise import EULER, GUMBEL_STD, POOL, SPAN, Noise, pool
+from kvexp.core.observe.noise import EULER, GUMBEL_STD, POOL, SPAN, Noise, pool
 
 CPU = torch.device("cpu")
 

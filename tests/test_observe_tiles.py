@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvexp.core import Geometry, Noise, observe, tiles
-from kvexp.core.attend import Sight
-from kvexp.core.view import Attention
+from kvexp.core import AttentionParams, Noise
+from kvexp.core.attention import AttentionInputs
+from kvexp.core.observe import blocked, tiles
+from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
 METHODS = {
@@ -41,14 +42,14 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
     columns = torch.arange(slots) - torch.tensor(padding)[:, None]
     columns = columns.masked_fill(columns < 0, -1)
     slopes = torch.arange(1, heads * groups + 1) / 7 if alibi else None
-    geometry = Geometry(dim**-0.5, sliding_window=window, alibi=slopes, upcast=upcast)
+    geometry = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes, upcast=upcast)
     own = columns[:, ahead:]
-    return Sight(query, keys, keys, columns[:, None], own, geometry, in_order=True, padded=any(padding))
+    return AttentionInputs(query, keys, keys, columns[:, None], own, geometry, in_order=True, padded=any(padding))
 
 
 def sums(sight, method, how, rows_left=0, **options):
     view = method.view
-    weights = observe.row_weights(view, sight.query_positions, rows_left)
+    weights = blocked.row_weights(view, sight.query_positions, rows_left)
     taus = torch.full((sight.query.shape[3],), view.tau[0])
     seeds = torch.arange(5, 5 + sight.query.shape[0])
     return how(sight, view, weights, taus, seeds, 3, **options)
@@ -59,7 +60,7 @@ def sums(sight, method, how, rows_left=0, **options):
 def test_tiles_are_naive(method, world):
     """Tolerance: logits up to 20 at 2**-24 each, through exp, over 118 rows that add up; ten times what was seen."""
     sight = sight_of(**WORLDS[world])
-    expected = sums(sight, METHODS[method], observe.naive)
+    expected = sums(sight, METHODS[method], blocked.naive)
     for block in (1, 7, 64, None):
         got = sums(sight, METHODS[method], tiles.columns, block=block)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
@@ -68,8 +69,8 @@ def test_tiles_are_naive(method, world):
 def test_half_precision_rounds_products_as_the_truth_does():
     """A product that lies between two numbers of bfloat16 may be summed up to either: one part in 2**8 of a logit."""
     sight = sight_of(dtype=torch.bfloat16)
-    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), observe.naive)
-    rounded, got = sums(sight, H2O(), observe.naive), sums(sight, H2O(), tiles.columns, block=7)
+    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), blocked.naive)
+    rounded, got = sums(sight, H2O(), blocked.naive), sums(sight, H2O(), tiles.columns, block=7)
     assert (got - rounded).abs().max() < 0.05 * (rounded - exact).abs().max()
 
 
@@ -79,7 +80,7 @@ def test_a_row_is_the_same_in_any_company():
     for method in METHODS.values():
         together = sums(padded, method, tiles.columns, block=None)
         for row, pad in enumerate((0, 19, 41)):
-            alone = Sight(
+            alone = AttentionInputs(
                 padded.query[row : row + 1, :, :, pad:],
                 padded.keys[row : row + 1, :, pad:],
                 padded.keys[row : row + 1, :, pad:],
@@ -90,7 +91,7 @@ def test_a_row_is_the_same_in_any_company():
                 padded=False,
             )
             view = method.view
-            weights = observe.row_weights(view, alone.query_positions, 0)
+            weights = blocked.row_weights(view, alone.query_positions, 0)
             taus = torch.full((59 - pad,), view.tau[0])
             got = tiles.columns(alone, view, weights, taus, torch.tensor([5 + row]), 3, None)
             assert torch.equal(together[row, :, pad:], got[0])
@@ -103,7 +104,7 @@ def test_heads_go_in_pieces_where_a_tile_cannot_hold_them(monkeypatch):
         monkeypatch.setattr(tiles, "TILE", size)
         monkeypatch.setattr(tiles, "LEAST", least)
         for method in (H2O(), Keyformer(), Keyformer(fresh=False)):
-            expected = sums(sight, method, observe.naive)
+            expected = sums(sight, method, blocked.naive)
             got = sums(sight, method, tiles.columns, block=None)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
@@ -116,7 +117,7 @@ def test_a_chunk_that_nothing_observes_adds_nothing():
 def test_short_prompts_are_observed_at_once_and_long_ones_in_tiles(count, tiled, monkeypatch):
     called = []
     monkeypatch.setattr(tiles, "columns", lambda *_: called.append(1) or torch.zeros(()))
-    sums(sight_of(count), H2O(), observe.blocked)
+    sums(sight_of(count), H2O(), blocked.blocked)
     assert bool(called) == tiled
 
 
@@ -126,8 +127,8 @@ def test_recorded_noise_never_comes_in_tiles():
     class Recorded(Noise):
         pass
 
-    assert tiles.suited(sight_of(), Attention(noise=Noise()))
-    assert not tiles.suited(sight_of(), Attention(noise=Recorded()))
+    assert tiles.suited(sight_of(), AttentionScoreSpec(noise=Noise()))
+    assert not tiles.suited(sight_of(), AttentionScoreSpec(noise=Recorded()))
 
 
 def test_slots_out_of_order_and_float64_never_come_in_tiles():

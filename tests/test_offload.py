@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexp.errors import ConfigError
+from kvexp.retrieval.background import Later
 from kvexp.retrieval.block_cache import BlockCache, CacheSpec
-from kvexp.retrieval.index import Index
-from kvexp.retrieval.lanes import Lanes, lanes_of, on_host
-from kvexp.retrieval.later import Later
-from kvexp.retrieval.layout import Layout
-from kvexp.retrieval.near import Near
+from kvexp.retrieval.copy_streams import Lanes, lanes_of, on_host
+from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.offload import Memory
+from kvexp.retrieval.offload_config import Layout
 from kvexp.retrieval.policies import LFU, LRU
+from kvexp.retrieval.resident import Near
 
 HEADS, DIM, VALUE = 3, 5, 7
 TOKEN = (DIM + VALUE) * 4  # bytes of a key and a value in one head
@@ -344,10 +344,10 @@ def test_every_method_chooses_the_same_with_its_tokens_elsewhere(apart, beams):
     from test_retrieval import METHODS, PROMPTS, SCARCE
     from tiny import tiny
 
-    from kvexp.generate import Decoding, generate, receipts
+    from kvexp.generate import GenerationParams, generate, receipts
     from kvexp.retrieval import offload
 
-    model, decoding = tiny("llama"), Decoding(7, num_beams=beams, eos=None)
+    model, decoding = tiny("llama"), GenerationParams(7, num_beams=beams, eos=None)
     for name, method in METHODS.items():
         away = generate(model, PROMPTS[:2], method, SCARCE, decoding=decoding)
         with apart.context() as here:

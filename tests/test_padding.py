@@ -6,13 +6,13 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from kvexp.config.model_spec import load
+from kvexp.config.padding import budget_of
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.seeds import sampling_seed
 from kvexp.generate import generate, receipts
-from kvexp.runner.model import load
-from kvexp.runner.padding import budget_of
-from kvexp.runner.run import run
-from kvexp.runner.seeds import sampling_seed
-from kvexp.runner.settings import settings_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["model=tiny", "task=sample", "limit=2", "task.max_new_tokens=4", "task.nll=false"]

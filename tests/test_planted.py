@@ -8,10 +8,10 @@ from planted import ID, PLANTS, WORDS, Plant, T, induction, lay, sink
 from torch import Tensor
 
 import kvexp.methods
-from kvexp.core import Budget, Method, Moment
+from kvexp.core import Budget, EvictionContext, Method
 from kvexp.generate import generate
-from kvexp.generate.decoding import Decoding
-from kvexp.generate.logprobs import continuation_logprobs, forward
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.loglikelihood import continuation_logprobs, forward
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -126,7 +126,7 @@ class Chosen(Method):
     these: tuple[int, ...] = ()
     keep: bool = True
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         chosen = torch.isin(now.positions, torch.tensor(self.these))
         return (chosen == self.keep).float()
 
@@ -219,7 +219,9 @@ def test_generate_copies_a_phrase_as_far_as_its_slots_survive(method: Method, sa
     """The first word comes from the prefill, which is never evicted; C and D must be read from what is left."""
     plant = induction("gpt2")
     budget = None if method == Full() else BUDGET
-    out = generate(plant.model, [plant.prompt + plant.steps], method, budget, decoding=Decoding(max_new_tokens=3))
+    out = generate(
+        plant.model, [plant.prompt + plant.steps], method, budget, decoding=GenerationParams(max_new_tokens=3)
+    )
     assert " ".join(WORDS[token] for token in out.tokens[0]) == said
 
 

@@ -12,9 +12,9 @@ from commands import run_py
 from omegaconf import OmegaConf
 from small import small
 
+from kvexp.config.composed import CONF, check_hydra, check_job, check_source
 from kvexp.errors import ConfigError
 from kvexp.record import runs
-from kvexp.runner.composed import CONF, check_hydra, check_job, check_source
 
 FEW = small("limit=1", "task.max_new_tokens=2", "task.nll=false", "method=full")
 SECRET = "sk-0123456789abcdef0123456789abcdef"
@@ -250,7 +250,7 @@ def test_the_guards_names_are_hydras():
     from hydra._internal.config_repository import ConfigRepository
     from hydra._internal.instantiate import _instantiate2
 
-    from kvexp.runner.guard import guard
+    from kvexp.config.target_allowlist import guard
 
     guard([])
     for call in (

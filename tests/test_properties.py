@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import CacheError
 from kvexp.generate import Generation, generate, pad_left
-from kvexp.generate.decoding import Decoding
+from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -237,7 +237,7 @@ def test_a_long_neighbour_does_not_make_a_short_row_evict(name: str, mode: str) 
 @given(methods, st.sampled_from(["llama", "gptj", "mpt", "gpt2"]), st.sampled_from([0.4, 0.7, 1.0]), seeds)
 def test_a_padded_row_generates_what_it_generates_alone(name: str, family: str, ratio: float, seed: int) -> None:
     """Tokens and kept sets, through generate()."""
-    prompts, decoding = prompts_of(seed, (13, 29, 17)), Decoding(max_new_tokens=11, eos=None)
+    prompts, decoding = prompts_of(seed, (13, 29, 17)), GenerationParams(max_new_tokens=11, eos=None)
     place = {"positions": "original"} if family == "gpt2" else {}
     batch = generate(
         tiny(family), prompts, METHODS[name], Budget(kv_ratio=ratio), decoding=decoding, seeds=[2, 3, 5], **place
@@ -261,7 +261,9 @@ def kept_of(run: Generation) -> list[list[list[list[int]]]]:
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
 def test_ragged_budgets_are_floors_of_real_prompt_tokens(ratio: float) -> None:
     prompts = prompts_of(5, (37, 11, 23))
-    run = generate(tiny("llama"), prompts, H2O(), Budget(kv_ratio=ratio), decoding=Decoding(max_new_tokens=5, eos=None))
+    run = generate(
+        tiny("llama"), prompts, H2O(), Budget(kv_ratio=ratio), decoding=GenerationParams(max_new_tokens=5, eos=None)
+    )
     for prompt, layers in zip(prompts, kept_of(run), strict=True):
         # 0.3 * 11 = 3.3 …: exact in tenths
         assert {len(head) for layer in layers for head in layer} == {int(ratio * 10) * len(prompt) // 10 - 1}

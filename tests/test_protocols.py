@@ -6,8 +6,8 @@ import pytest
 import yaml
 from test_conf import CONF, GROUPS, composed
 
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.settings import settings_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PAPERS = {

@@ -8,7 +8,7 @@ from tiny import CONFIGS, later, prompts_of, tiny
 
 from kvexp.core import Budget, Cadence
 from kvexp.errors import ConfigError
-from kvexp.generate import Decoding, ask, continuation_logprobs, forward, generate, judge, prefill, receipts
+from kvexp.generate import GenerationParams, ask, continuation_logprobs, forward, generate, judge, prefill, receipts
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache
 
@@ -17,9 +17,9 @@ QUESTIONS = later(5, 3, 5).tolist()
 SMALL = Budget(kv_ratio=0.3)
 METHODS = [H2O(), Keyformer(), A2SF(alpha=0.5), Window(), Random(), StreamingLLM(n_sinks=2), SnapKV(window=4)]
 KINDS = {
-    "greedy": Decoding(7),
-    "sampling": Decoding(7, sample=True, temperature=0.8),
-    "beams": Decoding(7, num_beams=3),
+    "greedy": GenerationParams(7),
+    "sampling": GenerationParams(7, sample=True, temperature=0.8),
+    "beams": GenerationParams(7, num_beams=3),
 }
 
 
@@ -59,7 +59,14 @@ def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
             continue
         new = 7
         made = generate(
-            model, CONTEXTS, method, SMALL, questions=QUESTIONS, decoding=Decoding(new), seeds=4, cadence=cadence
+            model,
+            CONTEXTS,
+            method,
+            SMALL,
+            questions=QUESTIONS,
+            decoding=GenerationParams(new),
+            seeds=4,
+            cadence=cadence,
         )
         for row, (context, question) in enumerate(zip(CONTEXTS, QUESTIONS, strict=True)):
             answer, kept = slow(model, context, question, method, SMALL, new, cadence)
@@ -68,7 +75,7 @@ def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
                 held = made.cache.kept(layer)[row]
                 assert [set(head) for head in held] == [set(head) for head in kept[layer][0]], method.name
         whole = [c + q for c, q in zip(CONTEXTS, QUESTIONS, strict=True)]
-        differs += generate(model, whole, method, SMALL, decoding=Decoding(new), seeds=4).tokens != made.tokens
+        differs += generate(model, whole, method, SMALL, decoding=GenerationParams(new), seeds=4).tokens != made.tokens
     assert differs > 1  # the setting is not a name for the other one
 
 
@@ -88,7 +95,7 @@ def test_a_row_with_a_question_does_not_know_its_neighbours(method, kind):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_beams_after_a_question_carry_their_own_state(family):
     model, method = tiny(family), H2O()
-    decoding = Decoding(7, num_beams=3, length_penalty=0.0)
+    decoding = GenerationParams(7, num_beams=3, length_penalty=0.0)
     beams = generate(model, CONTEXTS, method, SMALL, questions=QUESTIONS, decoding=decoding)
     alone = continuation_logprobs(model, CONTEXTS, beams.tokens, method, SMALL, questions=QUESTIONS)
     for total, steps in zip(beams.beam_scores, alone, strict=True):
@@ -97,28 +104,32 @@ def test_beams_after_a_question_carry_their_own_state(family):
 
 def test_the_context_may_come_in_chunks():
     model = tiny("llama")
-    whole = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=Decoding(7))
-    parts = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=Decoding(7, prefill_chunk=5))
+    whole = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7))
+    parts = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7, prefill_chunk=5))
     assert whole.tokens == parts.tokens
     assert whole.cache.kept(1) == parts.cache.kept(1)
 
 
 def test_a_budget_is_the_contexts_and_question_tokens_are_decode_steps():
     model = tiny("llama")
-    made = generate(model, CONTEXTS[:1], H2O(), SMALL, questions=QUESTIONS[:1], decoding=Decoding(7))
+    made = generate(model, CONTEXTS[:1], H2O(), SMALL, questions=QUESTIONS[:1], decoding=GenerationParams(7))
     receipt = receipts(made.cache)[0]
     assert receipt.slots == int(0.3 * 37) - 1
     assert receipt.first_eviction_step == 0
     late = Cadence(at_prefill=False, every=3)
-    made = generate(model, CONTEXTS[:1], H2O(), SMALL, questions=QUESTIONS[:1], decoding=Decoding(7), cadence=late)
+    made = generate(
+        model, CONTEXTS[:1], H2O(), SMALL, questions=QUESTIONS[:1], decoding=GenerationParams(7), cadence=late
+    )
     assert receipts(made.cache)[0].first_eviction_step == 3  # the third question token
 
 
 def test_end_of_text_and_least_length_count_from_the_answer():
     model = tiny("llama")
-    free = generate(model, CONTEXTS, Full(), questions=QUESTIONS, decoding=Decoding(9, eos=None))
+    free = generate(model, CONTEXTS, Full(), questions=QUESTIONS, decoding=GenerationParams(9, eos=None))
     end = free.tokens[0][1]
-    late = generate(model, CONTEXTS, Full(), questions=QUESTIONS, decoding=Decoding(9, eos=end, min_new_tokens=5))
+    late = generate(
+        model, CONTEXTS, Full(), questions=QUESTIONS, decoding=GenerationParams(9, eos=end, min_new_tokens=5)
+    )
     assert min(map(len, late.tokens)) >= 5
     assert end not in late.tokens[0][:4]
 
@@ -193,7 +204,7 @@ def test_a_fork_costs_what_a_context_of_its_own_costs(method):
 
     def cost(rows):
         context = prefill(model, CONTEXTS[:1], method, budget, max_new_tokens=7)
-        made = ask(model, context.fork(rows), [QUESTIONS[0]] * len(rows), decoding=Decoding(7))
+        made = ask(model, context.fork(rows), [QUESTIONS[0]] * len(rows), decoding=GenerationParams(7))
         return [(r.kv_bytes, r.peak_kv_bytes, r.slots) for r in receipts(made.cache)]
 
     assert len({*cost([0]), *cost([0, 0, 0])}) == 1
@@ -215,7 +226,7 @@ def test_times_of_an_answer_count_the_prefill_it_shares():
     model = tiny("llama")
     shared = prefill(model, CONTEXTS[:1], Full(), max_new_tokens=12)
     shared.seconds = 1000.0
-    timing = ask(model, shared.fork([0]), QUESTIONS[:1], decoding=Decoding(7, eos=None)).timing
+    timing = ask(model, shared.fork([0]), QUESTIONS[:1], decoding=GenerationParams(7, eos=None)).timing
     assert 1000 < timing.ttft_s < timing.tt2t_s < 1100
     assert 0 < timing.tpot_s < 100
 
@@ -236,16 +247,16 @@ def test_times_of_an_answer_count_the_prefill_it_shares():
 )
 def test_questions_that_cannot_be_asked(questions, message):
     with pytest.raises(ConfigError, match=message):
-        generate(tiny("llama"), CONTEXTS, H2O(), SMALL, questions=questions, decoding=Decoding(7))
+        generate(tiny("llama"), CONTEXTS, H2O(), SMALL, questions=questions, decoding=GenerationParams(7))
 
 
 def test_contexts_that_cannot_go_on():
     model = tiny("llama")
     context = prefill(model, CONTEXTS, H2O(), Budget(kv_ratio=0.3, of="sequence"), max_new_tokens=10)
     with pytest.raises(ConfigError, match="resolved for max_new_tokens=10, and 12"):
-        ask(model, context, QUESTIONS, decoding=Decoding(7))
+        ask(model, context, QUESTIONS, decoding=GenerationParams(7))
     with pytest.raises(ConfigError, match="prefilled for num_beams=1, not for 3"):
-        ask(model, context, QUESTIONS, decoding=Decoding(7, num_beams=3))
+        ask(model, context, QUESTIONS, decoding=GenerationParams(7, num_beams=3))
 
 
 def test_a_forward_of_a_context_alone_is_a_prefill():

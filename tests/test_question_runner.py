@@ -14,15 +14,15 @@ from omegaconf import OmegaConf
 from small import small
 
 import kvexp.generate
+from kvexp.config.model_spec import load
+from kvexp.config.settings import settings_of
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.tokenized_examples import continuation, tokenise
 from kvexp.generate import continuation_logprobs
 from kvexp.methods import H2O, Keyformer
 from kvexp.models.byte_tokenizer import byte_tokenizer
-from kvexp.runner.model import load
-from kvexp.runner.prompts import continuation, tokenise
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
 from kvexp.tasks import Asked, Example, XSum
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ AFTER = Reading(question="after_eviction")
     "changes", [{}, {"method": Keyformer()}, {"budget": Budget(kv_ratio=0.3, of="sequence")}], ids=["h2o", "kf", "seq"]
 )
 def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, prefills, monkeypatch, changes):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     shared = run(settings(tmp_path / "shared", AFTER, **changes))
     counts_ahead = changes.get("budget", Budget(kv_ratio=0.3)).of == "sequence"

@@ -14,7 +14,7 @@ from reference import Reference, Rule, Step, World
 from tiny import Seen, Streams, run_core
 from torch import Tensor
 
-from kvexp.core import Budget, Cadence, Geometry, Method, Noise, Plan, Rotation
+from kvexp.core import AttentionParams, Budget, Cadence, Method, Noise, Plan, RoPE
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -285,7 +285,7 @@ def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[
     plain = streams_of(1)
     missing = [max(LENGTHS) - n for n in LENGTHS]
     streams = Streams(*(turned(t, missing, frequencies, interleaved) for t in (plain.q, plain.k)), plain.v)
-    geometry = Geometry(SCALE, rotation=Rotation(torch.tensor(frequencies), interleaved))
+    geometry = AttentionParams(SCALE, rotation=RoPE(torch.tensor(frequencies), interleaved))
     plan = Plan(method, Budget(tokens=7), Cadence(), mode, "renumbered")  # type: ignore[arg-type]
     streams, mask = streams.padded(missing)
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
@@ -307,7 +307,7 @@ def test_alibi(name: str, place: str, mode: str, widths: tuple[int, ...]) -> Non
     slopes = [0.5 / (1 + i) for i in range(HEADS * GROUP)]
     plan = Plan(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
     streams, mask = streams_of(layers_of(rule)).padded([0, 4])
-    geometry = Geometry(SCALE, alibi=torch.tensor(slopes))
+    geometry = AttentionParams(SCALE, alibi=torch.tensor(slopes))
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, 7, max_new_tokens=NEW, alibi=torch.tensor(slopes).tolist(), renumbered=place == "renumbered")
     for row in range(2):
@@ -323,7 +323,7 @@ def test_sliding_window(name: str, budget: int, mode: str, widths: tuple[int, ..
     method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])
     plan = Plan(method, Budget(tokens=budget), Cadence(), mode)  # type: ignore[arg-type]
-    geometry = Geometry(SCALE, sliding_window=11)
+    geometry = AttentionParams(SCALE, sliding_window=11)
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, budget, max_new_tokens=NEW, sliding_window=11)
     for row in range(2):

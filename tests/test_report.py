@@ -15,10 +15,10 @@ from kvexp.figures import style
 from kvexp.report import page, read
 from kvexp.report.__main__ import main
 from kvexp.report.escape import digest, embed, plain
-from kvexp.report.index import index
+from kvexp.report.html_page import BEFORE, SECTIONS, asset
 from kvexp.report.look import look
-from kvexp.report.page import BEFORE, SECTIONS, asset
-from kvexp.report.sections import needle, samples, verdicts
+from kvexp.report.run_index import index
+from kvexp.report.sections import needle_section, samples, verdicts
 from kvexp.results import table, to_markdown
 
 pytest.importorskip("plotly", reason="comes with kvexp[eval]")
@@ -140,7 +140,7 @@ def test_verdict_cells_are_those_of_the_printed_table(folder: Path) -> None:
 
 def test_needle_cells_are_means_and_other_tasks_have_none(folder: Path) -> None:
     source = read(folder)
-    found = needle.data(source)
+    found = needle_section.data(source)
     assert found is not None
     methods = {row["method"]: row["hash"] for row in source.frame.to_dict("records") if row["task"] == "needle"}
     assert set(found) == set(methods.values())
@@ -148,7 +148,7 @@ def test_needle_cells_are_means_and_other_tasks_have_none(folder: Path) -> None:
     assert full["lengths"] == ["128", "256"] and full["depths"] == ["0", "50", "100"]
     # Example i lies in cell i % 6 and scores 50 * (1 - 0.1 * (i % 3)): all of a cell alike, by depth alone.
     assert full["cells"]["rouge1"] == [[pytest.approx(value)] * 2 for value in (50, 45, 40)]
-    assert needle.data(read(folder, {"task": "xsum"})) is None
+    assert needle_section.data(read(folder, {"task": "xsum"})) is None
     assert 'id="needle"' not in page(read(folder, {"task": "xsum"}))
 
 

@@ -7,14 +7,14 @@ from planted import ID, PLANTS
 from test_planted import BUDGET, ask, margin
 from tiny import CONFIGS, LAYERS, Streams, feed, later, prompts_of, stock, tiny
 
-from kvexp.core import Budget, Cadence, Geometry, Ledger, Plan, Timeline
+from kvexp.core import AttentionParams, Budget, Cadence, MemoryTracker, Plan, SequenceState
 from kvexp.errors import CacheError, ConfigError
-from kvexp.generate import Decoding, continuation_logprobs, generate, prefill, receipts
-from kvexp.generate.run import ask as answer
+from kvexp.generate import GenerationParams, continuation_logprobs, generate, prefill, receipts
+from kvexp.generate.api import ask as answer
 from kvexp.methods import H2OC, Full
 from kvexp.models import EvictionCache
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
-from kvexp.retrieval.layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
 
 # Small enough for prompts of a few tokens; block caches of two blocks, so that they fill and are emptied again.
 METHODS = {
@@ -56,7 +56,7 @@ def same(a, b):
     ("family", "beams"), [*((family, 1) for family in CONFIGS), ("llama", 4), ("gptj", 4), ("mpt", 4)]
 )
 def test_choosing_everything_is_full_attention(family, beams, name):
-    options = {"decoding": Decoding(7, num_beams=beams, eos=None), "keep_logits": True}
+    options = {"decoding": GenerationParams(7, num_beams=beams, eos=None), "keep_logits": True}
     full = generate(tiny(family), PROMPTS, Full(), **options)
     same(generate(tiny(family), PROMPTS, METHODS[name], AMPLE, **options), full)
 
@@ -76,7 +76,7 @@ def test_a_model_of_stock_hugging_face_agrees_when_everything_is_chosen(family):
 @pytest.mark.parametrize("name", ["oracle", "pqcache", "quest"])
 def test_a_sliding_window_limits_what_can_be_chosen(name, window):
     model = tiny("mistral", sliding_window=window)
-    options = {"decoding": Decoding(6, eos=None), "keep_logits": True}
+    options = {"decoding": GenerationParams(6, eos=None), "keep_logits": True}
     same(generate(model, PROMPTS, METHODS[name], AMPLE, **options), generate(model, PROMPTS, Full(), **options))
     few = generate(model, PROMPTS[:1], METHODS[name], SCARCE, **options)
     newest = LENGTHS[0] + 5 - 1
@@ -120,7 +120,7 @@ def test_whole_blocks_come_on_top_where_that_is_asked_for():
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", ["llama", "mpt"])
 def test_a_row_is_the_same_alone_and_in_company(family, name):
-    model, decoding = tiny(family), Decoding(8, eos=None)
+    model, decoding = tiny(family), GenerationParams(8, eos=None)
     batch = generate(model, PROMPTS, METHODS[name], SCARCE, decoding=decoding)
     turned = generate(model, PROMPTS[::-1], METHODS[name], SCARCE, decoding=decoding)
     assert turned.tokens == batch.tokens[::-1]
@@ -138,11 +138,11 @@ def test_a_row_is_the_same_alone_and_in_company(family, name):
 @pytest.mark.parametrize("family", ["llama", "gptj", "mpt"])
 def test_infllm_as_released_runs_on_rotary_and_alibi_models(family):
     """Rows alone and in company; far tokens are moved, near ones are not, and a prompt within the window is full."""
-    model, decoding = tiny(family), Decoding(6, eos=None)
+    model, decoding = tiny(family), GenerationParams(6, eos=None)
     batch = generate(model, PROMPTS, RELEASED, SCARCE, decoding=decoding)
     for row, prompt in enumerate(PROMPTS):
         assert generate(model, [prompt], RELEASED, SCARCE, decoding=decoding).tokens[0] == batch.tokens[row]
-    roomy = {"decoding": Decoding(2, eos=None), "keep_logits": True}
+    roomy = {"decoding": GenerationParams(2, eos=None), "keep_logits": True}
     same(generate(model, PROMPTS, RELEASED, AMPLE, **roomy), generate(model, PROMPTS, Full(), **roomy))
     clamped = generate(model, PROMPTS, RELEASED, SCARCE, **roomy).logits[0]
     assert (clamped - generate(model, PROMPTS, Full(), **roomy).logits[0]).abs().max() > 1e-2
@@ -152,7 +152,7 @@ def test_infllm_as_released_runs_on_rotary_and_alibi_models(family):
 def test_beams_carry_what_was_indexed(name):
     """The best beam, fed alone token by token, has the score that the search gave it."""
     model, new = tiny("gptj"), 9
-    found = generate(model, PROMPTS[:2], METHODS[name], SCARCE, decoding=Decoding(new, num_beams=4, eos=None))
+    found = generate(model, PROMPTS[:2], METHODS[name], SCARCE, decoding=GenerationParams(new, num_beams=4, eos=None))
     for row in range(2):
         logprobs = continuation_logprobs(model, [PROMPTS[row]], [found.tokens[row]], METHODS[name], SCARCE)
         assert sum(logprobs[0]) / new == pytest.approx(found.beam_scores[row], abs=1e-4)
@@ -160,8 +160,10 @@ def test_beams_carry_what_was_indexed(name):
 
 @pytest.mark.parametrize("name", [n for n in METHODS if not METHODS[n].whole_prompt])
 def test_a_prompt_in_chunks_is_the_same_prompt(name):
-    whole = generate(tiny("llama"), PROMPTS, METHODS[name], SCARCE, decoding=Decoding(6, eos=None), keep_logits=True)
-    chunks = Decoding(6, eos=None, prefill_chunk=5)
+    whole = generate(
+        tiny("llama"), PROMPTS, METHODS[name], SCARCE, decoding=GenerationParams(6, eos=None), keep_logits=True
+    )
+    chunks = GenerationParams(6, eos=None, prefill_chunk=5)
     same(generate(tiny("llama"), PROMPTS, METHODS[name], SCARCE, decoding=chunks, keep_logits=True), whole)
 
 
@@ -178,7 +180,7 @@ def test_several_tokens_at_once_are_the_same_tokens(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_contexts_fork_and_answer_questions(name):
     """One prefill for two questions gives what each question gets with a prefill of its own."""
-    model, decoding, options = tiny("llama"), Decoding(5, eos=None), {"max_new_tokens": 9}
+    model, decoding, options = tiny("llama"), GenerationParams(5, eos=None), {"max_new_tokens": 9}
     questions = [list(range(37, 41)), list(range(45, 49))]
     context = prefill(model, [PROMPTS[1]], METHODS[name], SCARCE, **options)
     two = answer(model, context.fork([0, 0]), questions, decoding=decoding)
@@ -215,13 +217,15 @@ def test_layers_choose_in_step():
 
 @pytest.mark.parametrize("budget", [Budget(tokens=9), Budget(tokens=8, counts_self=False), Budget(kv_ratio=0.4)])
 def test_the_budget_counts_as_everywhere(budget):
-    out = generate(tiny("llama"), PROMPTS[:1], Oracle(n_sinks=2), budget, decoding=Decoding(3, eos=None))
+    out = generate(tiny("llama"), PROMPTS[:1], Oracle(n_sinks=2), budget, decoding=GenerationParams(3, eos=None))
     assert receipts(out.cache)[0].slots == 9
     assert receipts(out.cache)[0].retrieval["attended"] == 9
 
 
 def test_rows_have_budgets_of_their_own():
-    out = generate(tiny("llama"), PROMPTS, Oracle(n_sinks=2), Budget(kv_ratio=0.5), decoding=Decoding(3, eos=None))
+    out = generate(
+        tiny("llama"), PROMPTS, Oracle(n_sinks=2), Budget(kv_ratio=0.5), decoding=GenerationParams(3, eos=None)
+    )
     assert [r.slots for r in receipts(out.cache)] == [11, 5, 8]
 
 
@@ -250,11 +254,11 @@ def test_receipts_count_what_would_move():
     """One layer, 3 kv heads of 7 + 11 components in float64: a token is 3 * 18 * 8 = 432 bytes."""
     method = Oracle(n_sinks=2, recent_ratio=0.5)
     streams = Streams.random(1, 23)
-    time = Timeline(prompt_columns=20, max_new_tokens=3)
-    state = RetrievalState(Plan(method, Budget(tokens=9)), 0, 1, time, ledger := Ledger(1), Crew())
+    time = SequenceState(prompt_columns=20, max_new_tokens=3)
+    state = RetrievalState(Plan(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), Crew())
     for rows in (slice(0, 20), *(slice(t, t + 1) for t in range(20, 23))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
-        state.forward(q, k, v, Geometry(7**-0.5), None)
+        state.forward(q, k, v, AttentionParams(7**-0.5), None)
     for row in state.memory.traffic:
         assert row.out == 23 * 432
         # Every key at every step (3 heads of 7 doubles), and 3 tokens chosen per head and step (9 - 2 - 1 - 3).
@@ -266,18 +270,20 @@ def test_receipts_count_what_would_move():
 
 
 def test_a_cache_on_the_device_moves_nothing():
-    out = generate(tiny("llama"), PROMPTS[:1], PQCache(n_sinks=2, b=1, offload=False), SCARCE, decoding=Decoding(5))
+    out = generate(
+        tiny("llama"), PROMPTS[:1], PQCache(n_sinks=2, b=1, offload=False), SCARCE, decoding=GenerationParams(5)
+    )
     receipt = receipts(out.cache)[0]
     assert receipt.retrieval["moved_bytes"] == receipt.retrieval["offloaded_bytes"] == 0
     assert receipt.retrieval["cache_hit_rate"] is None
-    away = generate(tiny("llama"), PROMPTS[:1], PQCache(n_sinks=2, b=1), SCARCE, decoding=Decoding(5))
+    away = generate(tiny("llama"), PROMPTS[:1], PQCache(n_sinks=2, b=1), SCARCE, decoding=GenerationParams(5))
     assert away.tokens == out.tokens
     assert receipts(away.cache)[0].kv_bytes < receipt.kv_bytes
 
 
 def test_too_few_tokens_for_centroids_are_searched_exactly_and_the_row_says_so():
     """15 keys do not make 16 clusters (17 - 2 sinks); 21 do (23 - 2). Rows decide for themselves."""
-    model, decoding = tiny("gptj"), Decoding(6, eos=None)
+    model, decoding = tiny("gptj"), GenerationParams(6, eos=None)
     method, prompts = PQCache(n_sinks=2, m=1, b=4), [PROMPTS[0], PROMPTS[2]]
     mixed = generate(model, prompts, method, SCARCE, decoding=decoding)
     exact = generate(model, prompts, Oracle(n_sinks=2), SCARCE, decoding=decoding)
@@ -298,7 +304,7 @@ def test_the_share_of_the_search_is_the_papers():
 def test_attention_kept_is_oracles_at_most():
     kept = {}
     for name in ("oracle", "pqcache", "sparq", "quest", "infllm"):
-        out = generate(tiny("mpt"), PROMPTS[:1], METHODS[name], SCARCE, decoding=Decoding(2, eos=None))
+        out = generate(tiny("mpt"), PROMPTS[:1], METHODS[name], SCARCE, decoding=GenerationParams(2, eos=None))
         kept[name] = receipts(out.cache)[0].attention_kept
     assert kept["oracle"] == max(kept.values()) < 1
 
@@ -306,7 +312,9 @@ def test_attention_kept_is_oracles_at_most():
 def test_h2o_c_is_given_more():
     for compensation, slots in (("none", 20), ("codes", 20 + 1), ("codes_and_fetch", 30 + 1)):
         method = H2OC(compensation=compensation)
-        out = generate(tiny("gptj"), prompts_of(9, [130]), method, Budget(tokens=20), decoding=Decoding(3, eos=None))
+        out = generate(
+            tiny("gptj"), prompts_of(9, [130]), method, Budget(tokens=20), decoding=GenerationParams(3, eos=None)
+        )
         assert receipts(out.cache)[0].slots == slots - 1  # the last slot is the coming token's
         held = out.cache.kept(0)[0][0]
         assert set(range(4)) <= set(held)
@@ -358,7 +366,7 @@ def test_bad_use_says_so():
     with pytest.raises(ConfigError, match="cannot hold sink=4"):
         generate(model, PROMPTS, Oracle(), Budget(tokens=4))
     with pytest.raises(ConfigError, match="prefill_chunk at null"):
-        generate(model, PROMPTS, RELEASED, SCARCE, decoding=Decoding(2, prefill_chunk=5))
+        generate(model, PROMPTS, RELEASED, SCARCE, decoding=GenerationParams(2, prefill_chunk=5))
     cache = EvictionCache(model, Oracle(n_sinks=2), SCARCE)
     ids = torch.tensor(PROMPTS[:1])
     model(ids, past_key_values=cache)
@@ -374,4 +382,4 @@ def test_nan_is_noticed():
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(CacheError, match="NaN"):
-        generate(model, PROMPTS, Oracle(n_sinks=2), SCARCE, decoding=Decoding(3, eos=None))
+        generate(model, PROMPTS, Oracle(n_sinks=2), SCARCE, decoding=GenerationParams(3, eos=None))

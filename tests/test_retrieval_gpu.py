@@ -7,7 +7,7 @@ from test_retrieval import LENGTHS, METHODS, PROMPTS, RELEASED, SCARCE
 from tiny import CONFIGS, later
 
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate, receipts
+from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.models import EvictionCache, random_model
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.kmeans import lloyd, starting_rows
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("name", [*METHODS, "released"])
 @pytest.mark.parametrize("family", ["llama", "gptj", "mpt"])
 def test_cpu_and_gpu_choose_the_same(family, name, beams):
-    method, decoding = METHODS.get(name, RELEASED), Decoding(9, num_beams=beams, eos=None)
+    method, decoding = METHODS.get(name, RELEASED), GenerationParams(9, num_beams=beams, eos=None)
     cpu, gpu = (generate(on(d, family), PROMPTS, method, SCARCE, decoding=decoding) for d in ("cpu", "cuda"))
     assert cpu.tokens == gpu.tokens
     for layer in range(2):
@@ -34,7 +34,7 @@ def test_offloading_changes_nothing(family):
     method = PQCache(n_sinks=2, m=1, b=2, cache_block=2, cache_tokens=4)
     model = on("cuda", family)
     away, here = (
-        generate(model, PROMPTS, m, SCARCE, decoding=Decoding(9, eos=None), keep_logits=True)
+        generate(model, PROMPTS, m, SCARCE, decoding=GenerationParams(9, eos=None), keep_logits=True)
         for m in (method, PQCache(n_sinks=2, m=1, b=2, offload=False))
     )
     assert away.tokens == here.tokens
@@ -43,7 +43,7 @@ def test_offloading_changes_nothing(family):
 
 
 def test_everything_but_the_near_is_in_pinned_memory():
-    out = generate(on("cuda", "llama"), PROMPTS, METHODS["pqcache"], SCARCE, decoding=Decoding(5, eos=None))
+    out = generate(on("cuda", "llama"), PROMPTS, METHODS["pqcache"], SCARCE, decoding=GenerationParams(5, eos=None))
     for state in out.cache.states:
         assert state.memory.keys.device.type == state.memory.values.device.type == "cpu"
         assert state.memory.keys.is_pinned() and state.memory.pinned
@@ -58,7 +58,7 @@ def test_two_runs_are_identical_wherever_keys_are_clustered(where):
     prompt = [torch.randint(0, 500, (1500,), generator=torch.Generator().manual_seed(1)).tolist()]
     method = PQCache(cluster_on=where, cache_tokens=512, cache_block=32)
     runs = [
-        generate(model, prompt, method, Budget(kv_ratio=0.2), decoding=Decoding(40, eos=None), keep_logits=True)
+        generate(model, prompt, method, Budget(kv_ratio=0.2), decoding=GenerationParams(40, eos=None), keep_logits=True)
         for _ in range(3)
     ]
     for other in runs[1:]:
@@ -82,7 +82,9 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
         prompt = [torch.randint(0, 500, (length,), generator=torch.Generator().manual_seed(1)).tolist()]
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        out = generate(model, prompt, PQCache(cache_tokens=512), Budget(tokens=200), decoding=Decoding(8, eos=None))
+        out = generate(
+            model, prompt, PQCache(cache_tokens=512), Budget(tokens=200), decoding=GenerationParams(8, eos=None)
+        )
         held[length] = torch.cuda.memory_allocated() - before
         index[length] = sum(state.known.entries["codes"].tensor.nbytes for state in out.cache.states)
         assert receipts(out.cache)[0].retrieval["offloaded_bytes"] > 8 * receipts(out.cache)[0].kv_bytes / 4
@@ -94,7 +96,7 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
 def test_pinned_memory_stays_pinned(beams):
     """Rows that beams pick, and room that was not foreseen."""
     model, method = on("cuda", "llama"), METHODS["pqcache"]
-    out = generate(model, PROMPTS, method, SCARCE, decoding=Decoding(5, num_beams=beams, eos=None))
+    out = generate(model, PROMPTS, method, SCARCE, decoding=GenerationParams(5, num_beams=beams, eos=None))
     for state in out.cache.states:
         assert state.memory.keys.is_pinned() and state.memory.values.is_pinned() and state.memory.pinned
         assert state.known.entries["codes"].tensor.is_pinned() and state.known.pinned
@@ -122,7 +124,7 @@ def test_cached_blocks_hold_what_home_holds(policy):
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 500, (n,), generator=generator).tolist() for n in (900, 400, 700)]
     method = PQCache(cache_tokens=256, cache_block=32, cache_policy=policy, cache_blocks_per_step=8)
-    out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=Decoding(40, eos=None))
+    out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=GenerationParams(40, eos=None))
     torch.cuda.synchronize()
     for state in out.cache.states:
         memory, cache = state.memory, state.memory.cache
@@ -154,7 +156,7 @@ def test_clustering_waits_for_no_computation():
 
 
 def test_no_pinned_memory_left_is_noted_and_changes_no_token(monkeypatch):
-    model, decoding = on("cuda", "llama"), Decoding(7, eos=None)
+    model, decoding = on("cuda", "llama"), GenerationParams(7, eos=None)
     pinned = generate(model, PROMPTS, METHODS["pqcache"], SCARCE, decoding=decoding)
     real = torch.empty
 
@@ -172,7 +174,9 @@ def test_no_pinned_memory_left_is_noted_and_changes_no_token(monkeypatch):
 
 def test_oracle_in_half_precision_keeps_nearly_the_same():
     exact, rough = (
-        generate(on("cuda", "llama", dtype), PROMPTS[:1], Oracle(n_sinks=2), SCARCE, decoding=Decoding(2, eos=None))
+        generate(
+            on("cuda", "llama", dtype), PROMPTS[:1], Oracle(n_sinks=2), SCARCE, decoding=GenerationParams(2, eos=None)
+        )
         for dtype in (torch.float32, torch.bfloat16)
     )
     pairs = zip(exact.cache.kept(0)[0], rough.cache.kept(0)[0], strict=True)

@@ -8,14 +8,14 @@ from test_retrieval import METHODS, PROMPTS, RELEASED, SCARCE
 from tiny import later, tiny
 
 from kvexp.core import Budget
-from kvexp.generate import Decoding, generate, prefill, receipts
-from kvexp.generate.run import ask
+from kvexp.generate import GenerationParams, generate, prefill, receipts
+from kvexp.generate.api import ask
 from kvexp.models import EvictionCache
 from kvexp.retrieval import PQCache, offload
 from kvexp.retrieval.block_cache import BlockCache, CacheSpec
-from kvexp.retrieval.index import Index
-from kvexp.retrieval.layout import Layout
+from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.offload import Memory
+from kvexp.retrieval.offload_config import Layout
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def late(monkeypatch):
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("name", [*METHODS, "released"])
 def test_answers_do_not_depend_on_when_copies_arrive(late, monkeypatch, name, beams):
-    method, decoding = METHODS.get(name, RELEASED), Decoding(9, num_beams=beams, eos=None)
+    method, decoding = METHODS.get(name, RELEASED), GenerationParams(9, num_beams=beams, eos=None)
     slow = generate(tiny("llama"), PROMPTS, method, SCARCE, decoding=decoding)
     monkeypatch.undo()
     quick = generate(tiny("llama"), PROMPTS, method, SCARCE, decoding=decoding)
@@ -68,7 +68,7 @@ def test_codes_that_were_fetched_for_nothing_are_fetched_again(late, monkeypatch
             [PROMPTS[1]],
             method,
             Budget(tokens=17),
-            decoding=Decoding(16, eos=None),
+            decoding=GenerationParams(16, eos=None),
             keep_logits=True,
         )
         logits.append(torch.stack(made.logits))
@@ -92,7 +92,7 @@ def test_room_that_was_not_foreseen_is_made_while_codes_are_on_their_way(late, m
 
 
 def test_a_context_forks_while_blocks_are_on_their_way(late, monkeypatch):
-    model, decoding = tiny("llama"), Decoding(7, eos=None)
+    model, decoding = tiny("llama"), GenerationParams(7, eos=None)
     method = PQCache(n_sinks=2, m=1, b=2, cache_block=2, cache_tokens=6)
     found = []
     for _ in range(2):

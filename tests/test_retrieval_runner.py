@@ -4,10 +4,10 @@ import pytest
 from test_runner import settings
 
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
 from kvexp.record import runs
 from kvexp.results.render import notes, to_markdown
 from kvexp.results.table import table
-from kvexp.runner.run import run
 
 FEW = "no more tokens to cluster than centroids: searched exactly"
 
@@ -23,7 +23,7 @@ FEW = "no more tokens to cluster than centroids: searched exactly"
 )
 def test_what_cannot_work_is_said_before_weights_load(tmp_path, monkeypatch, overrides, says):
     """Not even those of the full-attention baseline, which has no such setting and would come first."""
-    monkeypatch.setattr("kvexp.runner.run.load", lambda spec: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("kvexp.evaluate.evaluate_run.load", lambda spec: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=says):
         run(settings(tmp_path, *overrides))
     assert not [found for found in runs(tmp_path) if found.rows()]

@@ -11,10 +11,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
+from kvexp.config.settings import settings_of
+from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.tokenized_examples import tokenise
 from kvexp.record import runs
-from kvexp.runner.prompts import tokenise
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
 from kvexp.tasks import Example, Stories
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,7 +94,7 @@ def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
 
 
 def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     good = module._generate
     calls = []
@@ -138,8 +138,8 @@ def test_prompts_are_cut_as_the_task_says():
 
 def test_a_continuation_is_tokenised_where_it_stands(stories260k):
     """SentencePiece gives a text that starts with a space one token more than the same words inside a text have."""
+    from kvexp.evaluate.tokenized_examples import Prompt, continuation
     from kvexp.models import load_tokenizer
-    from kvexp.runner.prompts import Prompt, continuation
 
     tokenizer = load_tokenizer(stories260k)
     text, words = "Once upon a time", " there was a girl named Lily."
@@ -180,7 +180,7 @@ def test_a_chat_prompt_is_what_the_template_makes():
 def test_weights_replaced_in_place_are_another_model(tmp_path):
     from tiny import stock
 
-    from kvexp.runner.model import ModelSpec
+    from kvexp.config.model_spec import ModelSpec
 
     stock("gpt2").save_pretrained(tmp_path)
     node = {"kind": "pretrained", "path": str(tmp_path)}
@@ -344,7 +344,7 @@ VALUES = {
 
 @pytest.mark.parametrize("override", VALUES)
 def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
     from kvexp.errors import ConfigError
 
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
@@ -379,7 +379,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
     from kvexp.errors import ConfigError
 
     folder(tmp_path / "empty")

@@ -5,7 +5,7 @@ from commands import run_py
 from small import small
 
 from kvexp.record import runs
-from kvexp.runner import job as jobs
+from kvexp.sweep import hydra_job as jobs
 
 optuna = pytest.importorskip("optuna")
 

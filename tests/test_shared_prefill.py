@@ -12,11 +12,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
-import kvexp.runner.memory as memory
-import kvexp.runner.together as together
+import kvexp.evaluate.memory_limits as memory
+import kvexp.sweep.prefill_groups as together
+from kvexp.config.settings import settings_of
 from kvexp.record import runs
-from kvexp.runner.crew import Crew
-from kvexp.runner.settings import settings_of
+from kvexp.sweep.fork_pool import Crew
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
@@ -166,7 +166,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     monkeypatch.undo()
     together.fill(together.groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0])
     assert content(tmp_path / "small") == content(tmp_path / "large")
-    monkeypatch.setattr("kvexp.runner.memory.free_bytes", lambda model: 1)
+    monkeypatch.setattr("kvexp.evaluate.memory_limits.free_bytes", lambda model: 1)
     monkeypatch.setattr(
         together, "generated_together", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
     )

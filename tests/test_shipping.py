@@ -11,11 +11,11 @@ from commands import run_py
 from small import small
 from test_shared_prefill import content
 
+from kvexp.config.shard import Shard
 from kvexp.errors import ConfigError
 from kvexp.record import Run, runs
 from kvexp.results import table
-from kvexp.runner.shard import Shard
-from kvexp.runner.shipment import Shipment, work
+from kvexp.sweep.remote_jobs import Shipment, work
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = small("limit=5", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")
@@ -127,10 +127,10 @@ def test_runs_that_cannot_share_are_shipped_alone(command, serial):
 
 
 def test_failures_of_workers_reach_the_summary_and_the_exit_code(command, tmp_path, serial, monkeypatch):
-    import kvexp.runner.run as module
+    import kvexp.evaluate.evaluate_run as module
 
     monkeypatch.setattr(module, "load", lambda spec: (_ for _ in ()).throw(RuntimeError("out of luck")))
-    monkeypatch.setattr("kvexp.runner.together.load", module.load)
+    monkeypatch.setattr("kvexp.sweep.prefill_groups.load", module.load)
     code, out, _ = command("-m", "method=h2o,window", "kv_ratio=0.5", "hydra/launcher=joblib")
     assert code == 1 and "2 run(s) failed" in out and out.count("out of luck") >= 2
 

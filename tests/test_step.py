@@ -4,13 +4,13 @@ import pytest
 import torch
 from tiny import CONFIGS, prompts_of, tiny
 
-import kvexp.core.ladder as ladder
-import kvexp.core.layer as layer
-import kvexp.core.noise as noise
+import kvexp.core.decode.cross_layer as ladder
+import kvexp.core.eviction_layer as layer
+import kvexp.core.observe.noise as noise
 from kvexp.core import Budget
-from kvexp.generate import Decoding, Variant, generate, prefill, prefill_together, receipts
-from kvexp.generate.context import one_step
-from kvexp.generate.loop import joined
+from kvexp.generate import GenerationParams, MethodSpec, generate, prefill, prefill_together, receipts
+from kvexp.generate.decode_loop import joined
+from kvexp.generate.prefilled_context import one_step
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -47,16 +47,16 @@ ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
 def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
     """(short, general, how often the short step was taken)."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
-    decoding, seeds = Decoding(14, eos=None), list(range(len(lengths)))
-    taken, original = [], layer.step.ready
+    decoding, seeds = GenerationParams(14, eos=None), list(range(len(lengths)))
+    taken, original = [], layer.fast_step.ready
 
     def counted(*arguments):
         taken.append(original(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(layer.step, "ready", counted)
+    monkeypatch.setattr(layer.fast_step, "ready", counted)
     short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
-    monkeypatch.setattr(layer.step, "ready", lambda *_: False)
+    monkeypatch.setattr(layer.fast_step, "ready", lambda *_: False)
     general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
     return short, general, sum(taken)
 
@@ -134,7 +134,7 @@ def test_rows_that_have_not_filled_their_budget(monkeypatch):
 
 @pytest.mark.parametrize("method", METHODS[:9], ids=repr)
 def test_gathering_and_hiding_agree_with_it(method):
-    model, rows, decoding = tiny("llama"), prompts_of(3, (40, 33, 40)), Decoding(14, eos=None)
+    model, rows, decoding = tiny("llama"), prompts_of(3, (40, 33, 40)), GenerationParams(14, eos=None)
     each = [generate(model, rows, method, HALF, decoding=decoding, mode=m) for m in ("overwrite", "compact", "mask")]
     kept = [[generation.cache.kept(number) for number in range(2)] for generation in each]
     assert kept[0] == kept[1] == kept[2]
@@ -177,7 +177,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
     made = []
     for general in (False, True):
         if general:
-            monkeypatch.setattr(layer.step, "ready", lambda *_: False)
+            monkeypatch.setattr(layer.fast_step, "ready", lambda *_: False)
         cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
         places, logits = torch.tensor([[40], [33], [40]]), []
         for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
@@ -196,7 +196,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
 def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
     """Each layer keeps its own books: the numbers are the same to the bit."""
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
-    decoding, each = Decoding(14, eos=None), []
+    decoding, each = GenerationParams(14, eos=None), []
     for most in (ladder.MOST, 0):
         monkeypatch.setattr(ladder, "MOST", most)
         each.append(generate(model, rows, Keyformer(), HALF, decoding=decoding, seeds=[1, 2], keep_logits=True))
@@ -218,7 +218,7 @@ def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkey
 def test_caches_that_decode_together_keep_one_set_of_books():
     """Two sizes of each method share their buffers; a window's renumbered sinks are a stack apart."""
     methods = (H2O(), Keyformer(), A2SF(alpha=0.5), Window(), StreamingLLM(), StreamingLLM(n_sinks=2))
-    variants = [Variant(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    variants = [MethodSpec(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     contexts = prefill_together(model, rows, variants, max_new_tokens=14, seeds=[4, 5])
     cache = joined(contexts)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from test_conf import composed
 
-import kvexp.runner.run as runner
+import kvexp.evaluate.evaluate_run as runner
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.settings import settings_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -10,7 +10,7 @@ from kvexp.tasks import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA
 from kvexp.testbed import LANGUAGE
 from kvexp.testbed.document import LONGEST, SPLITS, Shape, document, split_of
 from kvexp.testbed.forms import dialogue
-from kvexp.testbed.needle import needle_document
+from kvexp.testbed.needle_document import needle_document
 from kvexp.testbed.words import END, ORDINALS, vocabulary
 
 TASKS = (TestbedSummary, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedChoice)

@@ -6,13 +6,13 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from test_conf import composed
 
-import kvexp.runner.run as runner
+import kvexp.evaluate.evaluate_run as runner
+from kvexp.config.model_spec import load
+from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.model import load
-from kvexp.runner.settings import settings_of
 from kvexp.tasks import TestbedChoice, TestbedQA
 from kvexp.tasks.testbed import __main__ as command
-from kvexp.tasks.testbed.export import export
+from kvexp.tasks.testbed.export_tasks import export
 
 SIZE = 12
 OWN = (f"task.size={SIZE}", "task.marked=4")

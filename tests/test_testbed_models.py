@@ -30,7 +30,7 @@ def test_models_are_small_and_documented(name):
 @pytest.mark.parametrize("name", TRAINED)
 def test_models_summarize_unseen_documents(name):
     """A few documents: the scores that the cards claim come from experiments/testbed.py."""
-    from kvexp.generate import Decoding, generate
+    from kvexp.generate import GenerationParams, generate
     from kvexp.methods import Full
     from kvexp.models import load_model, load_tokenizer
 
@@ -38,7 +38,7 @@ def test_models_summarize_unseen_documents(name):
     task = TestbedSummary(limit=6)
     examples = list(task.examples())
     prompts = [tokenizer(example.prompt).input_ids for example in examples]
-    made = generate(model, prompts, Full(), decoding=Decoding(max_new_tokens=48), tokenizer=tokenizer)
+    made = generate(model, prompts, Full(), decoding=GenerationParams(max_new_tokens=48), tokenizer=tokenizer)
     scores = [
         task.score(tokenizer.decode(tokens, skip_special_tokens=True), example.reference, example)["rouge2"]
         for tokens, example in zip(made.tokens, examples, strict=True)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from tiny import prompts_of, tiny
 
-import kvexp.generate.together as module
+import kvexp.generate.shared_prefill as module
 from kvexp.core import Budget, Cadence
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
 from kvexp.generate import (
-    Decoding,
-    Variant,
+    GenerationParams,
+    MethodSpec,
     ask,
     ask_together,
     finish,
@@ -22,30 +22,30 @@ from kvexp.generate import (
     receipts,
 )
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, SnapKV, StreamingLLM, Window
-from kvexp.models.together import JoinedCache, grouped
+from kvexp.models.batched_cache import MultiMethodCache, grouped
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
 VARIANTS = [
-    Variant(H2O(), FIFTH),
-    Variant(Full()),
-    Variant(H2O(), HALF),
-    Variant(Keyformer(), FIFTH),
-    Variant(Keyformer(tau_end=3.0), HALF),
-    Variant(Keyformer(score_scope="shared"), HALF),
-    Variant(A2SF(alpha=0.3), FIFTH),
-    Variant(A2SF(), HALF),
-    Variant(TOVA(), HALF),
-    Variant(Window(), FIFTH),
-    Variant(SnapKV(window=4, kernel=3), HALF),
-    Variant(KNorm(), HALF),
-    Variant(Random(), HALF),
-    Variant(H2O(), Budget(kv_ratio=1.0)),
-    Variant(H2O(), HALF, {"mode": "compact"}),
-    Variant(A2SF(), HALF, {"mode": "mask"}),
-    Variant(Ideal(), HALF, {"mode": "mask"}),
-    Variant(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
-    Variant(H2O(), HALF, {"observe": "naive"}),
+    MethodSpec(H2O(), FIFTH),
+    MethodSpec(Full()),
+    MethodSpec(H2O(), HALF),
+    MethodSpec(Keyformer(), FIFTH),
+    MethodSpec(Keyformer(tau_end=3.0), HALF),
+    MethodSpec(Keyformer(score_scope="shared"), HALF),
+    MethodSpec(A2SF(alpha=0.3), FIFTH),
+    MethodSpec(A2SF(), HALF),
+    MethodSpec(TOVA(), HALF),
+    MethodSpec(Window(), FIFTH),
+    MethodSpec(SnapKV(window=4, kernel=3), HALF),
+    MethodSpec(KNorm(), HALF),
+    MethodSpec(Random(), HALF),
+    MethodSpec(H2O(), Budget(kv_ratio=1.0)),
+    MethodSpec(H2O(), HALF, {"mode": "compact"}),
+    MethodSpec(A2SF(), HALF, {"mode": "mask"}),
+    MethodSpec(Ideal(), HALF, {"mode": "mask"}),
+    MethodSpec(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
+    MethodSpec(H2O(), HALF, {"observe": "naive"}),
 ]
 PROMPTS = prompts_of(5, (40, 33, 40))
 SEEDS = [3, 4, 9]
@@ -73,7 +73,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt", "mistral"])
 def test_every_method_is_what_it_is_alone(family):
-    model, decoding = tiny(family), Decoding(12, eos=None)
+    model, decoding = tiny(family), GenerationParams(12, eos=None)
     for variant, joint in zip(VARIANTS, together(model, VARIANTS, decoding), strict=True):
         same(alone(model, variant, decoding), joint)
 
@@ -82,9 +82,9 @@ def test_every_method_is_what_it_is_alone(family):
 def test_rows_that_end_early_and_caches_that_leave(family):
     """An end token per row: caches finish at different steps, and the others go on."""
     model = tiny(family)
-    free = [alone(model, variant, Decoding(12, eos=None)) for variant in VARIANTS]
+    free = [alone(model, variant, GenerationParams(12, eos=None)) for variant in VARIANTS]
     ends = sorted({free[0].tokens[0][2], free[2].tokens[1][4], free[6].tokens[2][7]})
-    decoding = Decoding(12, eos=ends, min_new_tokens=2)
+    decoding = GenerationParams(12, eos=ends, min_new_tokens=2)
     each = [alone(model, variant, decoding) for variant in VARIANTS]
     assert len({g.sequences.shape[1] for g in each}) > 1, "all caches ended at one step: nothing is tested"
     for one, joint in zip(each, together(model, VARIANTS, decoding), strict=True):
@@ -92,8 +92,8 @@ def test_rows_that_end_early_and_caches_that_leave(family):
 
 
 def test_sampling_draws_what_it_draws_alone():
-    model, decoding = tiny("llama"), Decoding(9, eos=None, sample=True, temperature=1.5, top_k=20)
-    greedy = together(model, VARIANTS[:4], Decoding(9, eos=None))
+    model, decoding = tiny("llama"), GenerationParams(9, eos=None, sample=True, temperature=1.5, top_k=20)
+    greedy = together(model, VARIANTS[:4], GenerationParams(9, eos=None))
     for variant, joint, sure in zip(VARIANTS[:4], together(model, VARIANTS[:4], decoding), greedy, strict=True):
         same(alone(model, variant, decoding), joint)
         assert joint.tokens != sure.tokens
@@ -101,15 +101,15 @@ def test_sampling_draws_what_it_draws_alone():
 
 def test_retrieval_methods_join():
     methods = [Oracle(n_sinks=1), PQCache(m=2, b=3, n_sinks=1, max_iter=4), InfLLM(n_sinks=1, block=4)]
-    variants = [*(Variant(m, HALF) for m in methods), *VARIANTS[:4]]
-    model, decoding = tiny("llama"), Decoding(8, eos=None)
+    variants = [*(MethodSpec(m, HALF) for m in methods), *VARIANTS[:4]]
+    model, decoding = tiny("llama"), GenerationParams(8, eos=None)
     for some in (variants, variants[:3], variants[:1]):
         for variant, joint in zip(some, together(model, some, decoding), strict=True):
             same(alone(model, variant, decoding), joint)
 
 
 def test_questions_share_the_context_too():
-    model, decoding = tiny("llama"), Decoding(7, eos=None)
+    model, decoding = tiny("llama"), GenerationParams(7, eos=None)
     questions = [[5, 6, 7, 8], [9, 8, 7, 6], [1, 2, 3, 4]]
     many = prefill_together(model, PROMPTS, VARIANTS[:9], max_new_tokens=11, seeds=SEEDS)
     for rows in ([0, 1, 2], [2, 2, 0]):
@@ -129,26 +129,26 @@ def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
         return original(model, ids, *rest)
 
     monkeypatch.setattr(module, "forward", counted)
-    later = Variant(H2O(), HALF, {"cadence": Cadence(at_prefill=False, every=2)})
+    later = MethodSpec(H2O(), HALF, {"cadence": Cadence(at_prefill=False, every=2)})
     contexts = prefill_together(model, PROMPTS, [later] * 3, max_new_tokens=5)
     assert widths == [(3, 40)]
     first, *others = (c.cache.states[0].slots for c in contexts)
     for slots in others:  # nothing is evicted from the prompt yet: one buffer serves all
         assert slots.keys.data_ptr() == first.keys.data_ptr()
-    finish(model, contexts, Decoding(5, eos=None), [0, 0, 0], None, start=0.0)
+    finish(model, contexts, GenerationParams(5, eos=None), [0, 0, 0], None, start=0.0)
     own = {c.cache.states[0].slots.keys.untyped_storage().data_ptr() for c in contexts}
     assert len(own) in (1, 3)  # parts of one common buffer, or each its own: never the prompt's
     assert first.keys.untyped_storage().data_ptr() in own
 
 
 def test_equal_views_are_observed_once(monkeypatch):
-    import kvexp.core.observe as observe
+    import kvexp.core.observe.blocked as observe
 
     calls, original = [], observe.blocked
     monkeypatch.setattr(observe, "blocked", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
     model = tiny("llama")
     methods = [(H2O(), FIFTH), (H2O(), HALF), (Keyformer(), HALF), (Keyformer(tau_end=5.0), FIFTH)]
-    some = [Variant(*pair) for pair in methods]
+    some = [MethodSpec(*pair) for pair in methods]
     prefill_together(model, PROMPTS, some, max_new_tokens=5)
     assert len(calls) == 2 * model.config.num_hidden_layers
 
@@ -160,27 +160,29 @@ def test_buffers_are_common_where_little_is_wasted(monkeypatch):
 
     held = {4: slots(10), 7: slots(40), 8: slots(10), 9: slots(38)}
     assert grouped(held) == [[7, 9, 4, 8]]
-    monkeypatch.setattr("kvexp.models.together.WASTE", 2 * 2 * 3 * 2 * 8 * 4 + 1)  # two slots of a cache, and rounding
+    monkeypatch.setattr(
+        "kvexp.models.batched_cache.WASTE", 2 * 2 * 3 * 2 * 8 * 4 + 1
+    )  # two slots of a cache, and rounding
     assert grouped(held) == [[7, 9], [4, 8]]
-    monkeypatch.setattr("kvexp.models.together.WASTE", 0)
+    monkeypatch.setattr("kvexp.models.batched_cache.WASTE", 0)
     assert grouped(held) == [[7], [9], [4, 8]]
 
 
 def test_what_cannot_be_shared_is_refused():
     model = tiny("llama")
     with pytest.raises(ConfigError, match="in its own way"):
-        prefill_together(model, PROMPTS, [VARIANTS[0], Variant(InfLLM(prefill="blockwise"), HALF)], max_new_tokens=4)
+        prefill_together(model, PROMPTS, [VARIANTS[0], MethodSpec(InfLLM(prefill="blockwise"), HALF)], max_new_tokens=4)
     beams = prefill(model, PROMPTS, H2O(), HALF, num_beams=2, max_new_tokens=4)
     with pytest.raises(ConfigError, match="beam"):
-        JoinedCache([beams.cache, beams.cache], 6)
+        MultiMethodCache([beams.cache, beams.cache], 6)
     with pytest.raises(ConfigError, match="cannot hold"):
-        prefill_together(model, PROMPTS, [VARIANTS[0], Variant(StreamingLLM(), Budget(tokens=3))], max_new_tokens=4)
+        prefill_together(model, PROMPTS, [VARIANTS[0], MethodSpec(StreamingLLM(), Budget(tokens=3))], max_new_tokens=4)
 
 
 @pytest.mark.parametrize("method", [H2O(), Keyformer(), A2SF(alpha=0.3), Window()])
 def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
     """The long row's buffers have places that the short one may not use: they are no room, and nothing to look at."""
-    model, decoding = tiny("llama"), Decoding(9, eos=None)
+    model, decoding = tiny("llama"), GenerationParams(9, eos=None)
     context = prefill(model, PROMPTS, method, HALF, max_new_tokens=12, seeds=SEEDS)
     for row in (1, 0):
         taken = ask(model, context.fork([row]), [[5, 6, 7]], decoding=decoding, keep_logits=True)
@@ -193,9 +195,9 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
 @pytest.mark.parametrize("waste", [0, 8 << 20])
 def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
     """Layer 0 of a pyramid overwrites from a later step on than layer 1: the others' books must not be torn apart."""
-    monkeypatch.setattr("kvexp.models.together.WASTE", waste)
-    late = [Variant(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
-    variants = [Variant(H2O(), FIFTH), Variant(A2SF(alpha=0.3), FIFTH), *late, Variant(Keyformer(), FIFTH)]
-    model, decoding = tiny("llama"), Decoding(24, eos=None)
+    monkeypatch.setattr("kvexp.models.batched_cache.WASTE", waste)
+    late = [MethodSpec(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
+    variants = [MethodSpec(H2O(), FIFTH), MethodSpec(A2SF(alpha=0.3), FIFTH), *late, MethodSpec(Keyformer(), FIFTH)]
+    model, decoding = tiny("llama"), GenerationParams(24, eos=None)
     for made, variant in zip(together(model, variants, decoding), variants, strict=True):
         same(made, alone(model, variant, decoding))

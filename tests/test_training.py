@@ -17,9 +17,9 @@ import torch
 from kvexp.errors import ConfigError
 from kvexp.testbed.words import END, PAD
 from kvexp.training.__main__ import main
-from kvexp.training.families import NAMES
 from kvexp.training.family import train_family
 from kvexp.training.launch import several
+from kvexp.training.layouts import NAMES
 from kvexp.training.lessons import CURRICULUM, IDS, KINDS, lesson
 from kvexp.training.recipe import Recipe
 from kvexp.training.train import Trainer

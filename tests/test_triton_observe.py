@@ -13,14 +13,15 @@ import pytest
 import torch
 from test_observe_tiles import METHODS
 
-from kvexp.core import Budget, Geometry, Plan, observe, triton_observe
-from kvexp.core.attend import Sight
+from kvexp.core import AttentionParams, Budget, Plan
+from kvexp.core.attention import AttentionInputs
+from kvexp.core.observe import blocked, triton_observe
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O, Keyformer
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-KERNELS = "kvexp.core.triton_kernels"
+KERNELS = "kvexp.core.observe.triton_observe_kernels"
 installed = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 WORLDS = {
@@ -45,8 +46,8 @@ def sight_of(
     if disagree:  # as after an eviction
         seen = torch.stack([columns, columns.flip(1)], dim=1)
     slopes = torch.arange(1, heads * groups + 1, device=DEVICE) / 7 if alibi else None
-    geometry = Geometry(dim**-0.5, sliding_window=window, alibi=slopes)
-    return Sight(
+    geometry = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes)
+    return AttentionInputs(
         query.transpose(1, 2).unflatten(1, (heads, groups)),  # strided, as models hand it in
         keys,
         keys,
@@ -60,9 +61,9 @@ def sight_of(
 
 def sums(sight, method, how):
     view = method.view
-    weights = observe.row_weights(view, sight.query_positions, 0)
+    weights = blocked.row_weights(view, sight.query_positions, 0)
     taus = torch.full((sight.query.shape[3],), view.tau[0], device=DEVICE)
-    return observe.columns(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
+    return blocked.columns(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
 
 
 def same(got, expected):
@@ -117,11 +118,13 @@ def test_three_tokens_by_hand():
     """Logits 0 and ln 2 only: rows (1), (1/3, 2/3), (1/4, 1/2, 1/4)."""
     keys = torch.tensor([[0.0], [math.log(2)], [0.0]], device=DEVICE)[None, None]
     at = torch.arange(3, device=DEVICE)[None]
-    sight = Sight(torch.ones(1, 1, 1, 3, 1, device=DEVICE), keys, keys, at[:, None], at, Geometry(1.0), in_order=True)
+    sight = AttentionInputs(
+        torch.ones(1, 1, 1, 3, 1, device=DEVICE), keys, keys, at[:, None], at, AttentionParams(1.0), in_order=True
+    )
     seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
-        weights = observe.row_weights(method.view, at, 0)
-        got = observe.columns("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
+        weights = blocked.row_weights(method.view, at, 0)
+        got = blocked.columns("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 

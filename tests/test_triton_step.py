@@ -10,10 +10,11 @@ import torch
 from test_step import HALF, ROWS, alike, scores
 from tiny import prompts_of, tiny
 
-from kvexp.core import Budget, triton_step
-from kvexp.core.step import Stack
-from kvexp.generate import Decoding, Variant, generate, prefill_together
-from kvexp.generate.loop import finish
+from kvexp.core import Budget
+from kvexp.core.decode import triton_decode
+from kvexp.core.decode.fast_step import StackedLayer
+from kvexp.generate import GenerationParams, MethodSpec, generate, prefill_together
+from kvexp.generate.decode_loop import finish
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 
 GPU = torch.cuda.is_available()
@@ -34,18 +35,18 @@ def pair(family, method, budget, lengths, monkeypatch, new=8, **changes):
     """(by the kernels, eager) with the same prefill; counts what the kernels did."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
     model = model.to("cuda") if GPU else model
-    decoding, seeds, steps = Decoding(new, eos=None), list(range(len(lengths))), []
-    original = triton_step.Fused.__call__
+    decoding, seeds, steps = GenerationParams(new, eos=None), list(range(len(lengths))), []
+    original = triton_decode.FusedDecodeAttention.__call__
 
     def counted(self, *arguments):
         steps.append(1)
         return original(self, *arguments)
 
-    monkeypatch.setattr(triton_step.Fused, "__call__", counted)
-    monkeypatch.setattr(triton_step, "asked", lambda states: True)  # and the prompt in the eager way, for speed
+    monkeypatch.setattr(triton_decode.FusedDecodeAttention, "__call__", counted)
+    monkeypatch.setattr(triton_decode, "asked", lambda states: True)  # and the prompt in the eager way, for speed
     options = {"decoding": decoding, "seeds": seeds, "keep_logits": True}
     kernels = generate(model, rows, method, budget, **options)
-    monkeypatch.setattr(triton_step, "asked", lambda states: False)
+    monkeypatch.setattr(triton_decode, "asked", lambda states: False)
     return kernels, generate(model, rows, method, budget, **options), len(steps)
 
 
@@ -85,7 +86,7 @@ def test_rows_that_have_not_filled_their_budget(monkeypatch):
 @installed
 @pytest.mark.parametrize("tokens", [63, 64, 65, 130])
 def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
-    monkeypatch.setattr(triton_step, "PARTS", 2)
+    monkeypatch.setattr(triton_decode, "PARTS", 2)
     kernels, eager, steps = pair("llama", Keyformer(), Budget(tokens=tokens), (140,), monkeypatch, new=4)
     assert steps == 3 * 2
     alike(kernels, eager)
@@ -95,14 +96,14 @@ def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
 def test_a_stack_of_every_kind_of_row(monkeypatch):
     """Plain, tempered, noised twice and unobserved rows of several sizes side by side, as the general path has them."""
     methods = [H2O(), A2SF(alpha=0.5), Window(), Keyformer(), Keyformer(noise="gaussian"), Keyformer(noise="none")]
-    variants = [Variant(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    variants = [MethodSpec(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     model = model.to("cuda") if GPU else model
     made = []
     for kernels in (True, False):
-        monkeypatch.setattr(triton_step, "asked", lambda states, kernels=kernels: kernels)
+        monkeypatch.setattr(triton_decode, "asked", lambda states, kernels=kernels: kernels)
         contexts = prefill_together(model, rows, variants, max_new_tokens=9, seeds=[4, 5])
-        made.append(finish(model, contexts, Decoding(9, eos=None), [4, 5], None, start=0.0))
+        made.append(finish(model, contexts, GenerationParams(9, eos=None), [4, 5], None, start=0.0))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one.sequences, other.sequences)
         mine, theirs = scores(one.cache), scores(other.cache)
@@ -121,6 +122,8 @@ def test_what_the_kernels_leave_to_the_eager_step():
         (Keyformer(fresh=False), asked, False),
         (StreamingLLM(), asked, False),
     ):
-        generation = generate(tiny("llama"), prompts_of(3, (40,)), method, HALF, decoding=Decoding(2, eos=None), **plan)
-        assert triton_step.able(list(generation.cache.states)) == able
-        assert (Stack([generation.cache.states[0]]).fused is not None) == able
+        generation = generate(
+            tiny("llama"), prompts_of(3, (40,)), method, HALF, decoding=GenerationParams(2, eos=None), **plan
+        )
+        assert triton_decode.able(list(generation.cache.states)) == able
+        assert (StackedLayer([generation.cache.states[0]]).fused is not None) == able

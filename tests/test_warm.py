@@ -6,9 +6,9 @@ from test_conf import composed
 from test_runner import settings
 
 import kvexp.generate
-from kvexp.runner.run import run
-from kvexp.runner.settings import settings_of
-from kvexp.runner.warm import NEW, PROMPT
+from kvexp.config.settings import settings_of
+from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.warm_up import NEW, PROMPT
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_rows_are_the_same_without(tmp_path, monkeypatch):
         ]
 
     with_it = rows("with")
-    monkeypatch.setattr("kvexp.runner.run.warm_up", lambda *_: None)
+    monkeypatch.setattr("kvexp.evaluate.evaluate_run.warm_up", lambda *_: None)
     assert rows("without") == with_it
 
 
@@ -64,7 +64,7 @@ def test_what_goes_wrong_is_left_to_the_run(tmp_path, monkeypatch, error):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr("kvexp.runner.warm._generate", fails)
+    monkeypatch.setattr("kvexp.evaluate.warm_up._generate", fails)
     assert run(settings(tmp_path, "limit=1")).finished
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvexp.core import Geometry, LayerState, Ledger, Plan, Timeline
-from kvexp.core.shared import SharedScore
-from kvexp.generate.logprobs import forward
+from kvexp.core import AttentionParams, EvictionLayer, MemoryTracker, Plan, SequenceState
+from kvexp.core.cross_layer_score import CrossLayerScore
+from kvexp.generate.loglikelihood import forward
 from kvexp.models import EvictionCache, install
 
 VOCAB = 61
@@ -151,10 +151,10 @@ class Seen:
     out: list[list[Tensor]]
     kept: list[list[list[list[list[int]]]]]
     score: list[list[list[list[dict[int, float]]]]]
-    states: list[LayerState]
+    states: list[EvictionLayer]
 
 
-def scores_of(state: LayerState) -> list[list[dict[int, float]]]:
+def scores_of(state: EvictionLayer) -> list[list[dict[int, float]]]:
     """Score by position of what a layer still holds."""
     assert state.slots is not None
     used = state.slots.used
@@ -170,7 +170,7 @@ def run_core(
     streams: Streams,
     widths: Sequence[int],
     *,
-    geometry: Geometry | None = None,
+    geometry: AttentionParams | None = None,
     mask: Tensor | None = None,
     max_new_tokens: int | None = None,
     seeds: int | Sequence[int] = 0,
@@ -178,12 +178,12 @@ def run_core(
 ) -> Seen:
     """Feed streams through LayerStates, widths[i] columns per forward. prompt: its columns (None: widths[0])."""
     count, total = streams.q.shape[0], sum(widths)
-    timeline = Timeline(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
+    timeline = SequenceState(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
     timeline.several_tokens_allowed = True
     view = plan.method.view
-    shared = SharedScore(timeline) if view is not None and view.across_layers else None
-    states = [LayerState(plan, i, count, timeline, Ledger(count), shared) for i in range(count)]
-    geometry = geometry or Geometry(streams.q.shape[-1] ** -0.5)
+    shared = CrossLayerScore(timeline) if view is not None and view.across_layers else None
+    states = [EvictionLayer(plan, i, count, timeline, MemoryTracker(count), shared) for i in range(count)]
+    geometry = geometry or AttentionParams(streams.q.shape[-1] ** -0.5)
     seen = Seen([], [], [], states)
     start = 0
     for width in widths:

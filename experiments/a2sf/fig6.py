@@ -12,9 +12,9 @@ from torch import Tensor
 from experiments.lib.attention import accumulated, full_attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
+from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF
-from kvexp.runner.settings import Settings
 
 NEXT = 16  # rows after the pruning point whose attention is to be foreseen
 TOKENS = 3  # followed besides the first token

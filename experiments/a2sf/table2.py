@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from experiments.lib.attention import attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap
-from kvexp.core.rowmask import row_cosine, window_mask
+from kvexp.config.settings import Settings
+from kvexp.core.row_mask import row_cosine, window_mask
 from kvexp.figures.style import color_of
 from kvexp.lm_eval import check_row_mask
 from kvexp.methods import Ideal, Window
-from kvexp.runner.settings import Settings
 
 ORDER = ("window", "h2o", "a2sf")
 SHOWN = (

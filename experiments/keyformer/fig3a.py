@@ -13,7 +13,7 @@ from experiments.lib.data import paper_numbers
 from experiments.lib.draw import model_lines
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, mean_columns
-from kvexp.runner.settings import Settings
+from kvexp.config.settings import Settings
 
 BELOW = 0.01
 

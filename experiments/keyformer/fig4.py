@@ -13,9 +13,9 @@ from experiments.lib.attention import full_attention
 from experiments.lib.draw import MODELS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, mean_columns
+from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
-from kvexp.runner.settings import Settings
 
 AFTER = 32  # query rows after the reduction, as many as tokens of an answer
 RANKS = 20  # parts of the tokens that stay, best first

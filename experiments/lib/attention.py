@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.lm_eval.row_mask import rule_of
+from kvexp.lm_eval.row_mask_protocol import rule_of
 from kvexp.methods import Full
 from kvexp.models import RowMaskCache
 

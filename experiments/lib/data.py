@@ -12,9 +12,9 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE
 from experiments.lib.stats import mean_interval, paired_difference
+from kvexp.config.labels import setting as setting_of
 from kvexp.record import Run
 from kvexp.results import table
-from kvexp.runner.labels import setting as setting_of
 
 Columns = dict[str, list[float]]
 KEYS = ["model", "task", "method", "setting", "kv_ratio"]

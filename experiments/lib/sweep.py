@@ -11,10 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import ROOT
+from kvexp.config.settings import Settings, settings_of
 from kvexp.errors import ConfigError
-from kvexp.runner.job import SWEPT
-from kvexp.runner.report import COMMAND
-from kvexp.runner.settings import Settings, settings_of
+from kvexp.sweep.hydra_job import SWEPT
+from kvexp.sweep.sweep_summary import COMMAND
 
 QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 

@@ -12,11 +12,11 @@ from experiments.lib.data import option, paper_numbers
 from experiments.lib.draw import finish, legend
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap
+from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, color_of
-from kvexp.generate import Decoding, generate, receipts
+from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.retrieval import PQCache
-from kvexp.runner.settings import Settings
 
 NEW = 48  # tokens decoded after each document
 ALIKE = 0.05  # the difference between policies up to which they count as alike
@@ -30,7 +30,12 @@ def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
     rows = []
     for number, ids in enumerate(prompts):
         made = generate(
-            model, [list(ids)], settings.method, settings.budget, decoding=Decoding(NEW, eos=None), **settings.plan()
+            model,
+            [list(ids)],
+            settings.method,
+            settings.budget,
+            decoding=GenerationParams(NEW, eos=None),
+            **settings.plan(),
         )
         account = receipts(made.cache)[0].retrieval
         assert account is not None

@@ -4,29 +4,29 @@ Axis letters in every docstring: B batch rows, H kv heads, G query heads per kv 
 S slots, N kept, D head dim, T prompt tokens, L layers.
 """
 
-from kvexp.core.attend import Geometry, Rotation
+from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, Cadence
-from kvexp.core.layer import LayerState
-from kvexp.core.ledger import Ledger
-from kvexp.core.method import Method, Moment
-from kvexp.core.noise import Noise
+from kvexp.core.eviction_layer import EvictionLayer
+from kvexp.core.memory_tracker import MemoryTracker
+from kvexp.core.method import EvictionContext, Method
+from kvexp.core.observe.noise import Noise
 from kvexp.core.plan import Plan
+from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
-from kvexp.core.timeline import Timeline
-from kvexp.core.view import Attention
 
 __all__ = [
-    "Attention",
+    "AttentionParams",
+    "AttentionScoreSpec",
     "Budget",
     "Cadence",
-    "Geometry",
-    "LayerState",
-    "Ledger",
+    "EvictionContext",
+    "EvictionLayer",
+    "MemoryTracker",
     "Method",
-    "Moment",
     "Noise",
     "Plan",
-    "Rotation",
+    "RoPE",
+    "SequenceState",
     "Slots",
-    "Timeline",
 ]

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
-from kvexp.core.view import Attention
 
 
 @dataclass(frozen=True)
-class Moment:
+class EvictionContext:
     """What a method may look at when it ranks: one layer's slots after a forward.
 
     budget [B]: slots per kv head of each row; recent [B]: how many of the newest tokens in the cache are protected (one
@@ -63,7 +63,7 @@ class Method:
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
 
     @property
-    def view(self) -> Attention | None:
+    def view(self) -> AttentionScoreSpec | None:
         """What to accumulate from attention; None: nothing."""
         return None
 
@@ -94,7 +94,7 @@ class Method:
         """Score [B, H, Q] float32 of new slots with keys [B, H, Q, D] at positions [B, Q]; None: zero."""
         return None
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         """[B, H, S] float32, higher is kept longer. Protection of sinks and recents is the core's business."""
         return now.score
 
@@ -107,15 +107,15 @@ class Method:
         """The score of the survivors once a reduction has happened."""
         return score
 
-    def limbo(self, now: Moment) -> Tensor | None:
+    def limbo(self, now: EvictionContext) -> Tensor | None:
         """Mask mode: slots [B, H, S] that stay in memory but are not seen in the next step (H2O's released mask)."""
         return None
 
-    def attended(self, probabilities: Tensor, now: Moment) -> Tensor | None:
+    def attended(self, probabilities: Tensor, now: EvictionContext) -> Tensor | None:
         """Mask mode: the slots [B, H, S] this very query may see, given its full row [B, H, S]; None: all visible."""
         return None
 
 
-def newest_first(now: Moment) -> Tensor:
+def newest_first(now: EvictionContext) -> Tensor:
     """Rank by position: the newest tokens stay."""
     return now.positions.to(torch.float32)

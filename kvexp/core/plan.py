@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvexp.core import triton_observe
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
+from kvexp.core.observe import triton_observe
 from kvexp.errors import ConfigError
 
 

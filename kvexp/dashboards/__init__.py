@@ -5,6 +5,6 @@ were logged, is plain data (`spec`), printed by --print; wandb's public API (wan
 heat-maps are not among them: what kvexp.log publishes has no such table.
 """
 
-from .spec import spec
+from kvexp.dashboards.spec import spec
 
 __all__ = ["spec"]

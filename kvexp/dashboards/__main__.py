@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import kvexp.dashboards
+from kvexp.dashboards.spec import spec
+from kvexp.dashboards.wandb_objects import report, workspace
 from kvexp.errors import ConfigError
 from kvexp.log import check
 from kvexp.log.mode import PROJECT, has_account
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
-
-from .build import report, workspace
-from .spec import spec
 
 
 def main(argv: Sequence[str] | None = None) -> int:

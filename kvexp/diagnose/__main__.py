@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvexp.config.target_allowlist import type_words
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.runner.guard import type_words
 
 # May stand anywhere: a run's own files cannot ask for this. See docs/scaling.md, What is trusted.
 TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=.*")
@@ -90,10 +90,10 @@ def _run_and_example(command: argparse.ArgumentParser) -> None:
 
 def _show(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
+    from kvexp.diagnose.kept_tokens_page import page
     from kvexp.diagnose.needed import need
-    from kvexp.diagnose.page import page
     from kvexp.diagnose.show import show
-    from kvexp.evictions.view import view
+    from kvexp.evictions.held_tokens import view
 
     run = run_at(args.run)
     row = chosen(rows_of(run), args.example)
@@ -121,7 +121,7 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.draw import curves, heatmaps, losses, save
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
     from kvexp.diagnose.needed import need
-    from kvexp.evictions.files import FOLDER, TWIN, has
+    from kvexp.evictions.eviction_files import FOLDER, TWIN, has
 
     run = run_at(args.run)
     rows = rows_of(run)

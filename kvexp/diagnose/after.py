@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from kvexp.config.settings import Settings
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
@@ -18,12 +19,11 @@ from kvexp.diagnose.runs import cases
 from kvexp.diagnose.twin import twin
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, TWIN, Told, has, write_table, write_told
+from kvexp.evaluate.progress import Progress
+from kvexp.evictions.eviction_files import EVICTIONS, TWIN, Told, has, write_table, write_told
 from kvexp.generate import Generation, receipts
 from kvexp.models.texts import texts_of
 from kvexp.record import Run
-from kvexp.runner.progress import Progress
-from kvexp.runner.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvexp.core import Budget, Method
-from kvexp.generate import Context, Decoding, Generation, generate, prefill
+from kvexp.generate import Generation, GenerationParams, PrefilledContext, generate, prefill
 from kvexp.methods import Full
 from kvexp.models import EvictionCache
 
@@ -17,7 +17,7 @@ from kvexp.models import EvictionCache
 class Case:
     """prompt, question: token ids, the question fed after the eviction (or empty); seed: of noise inside the method.
 
-    plan: cadence, mode, positions, observe, beyond_context of `kvexp.generate.generate`. Decoding must be greedy.
+    plan: cadence, mode, positions, observe, beyond_context of `kvexp.generate.generate`. `decoding` must be greedy.
     """
 
     model: Any
@@ -25,7 +25,7 @@ class Case:
     question: list[int]
     method: Method
     budget: Budget | None
-    decoding: Decoding
+    decoding: GenerationParams
     tokenizer: Any = None
     seed: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Case:
             **self.plan,
         )
 
-    def prefilled(self, prepare: Callable[[EvictionCache], object] | None = None, **plan: Any) -> Context:
+    def prefilled(self, prepare: Callable[[EvictionCache], object] | None = None, **plan: Any) -> PrefilledContext:
         """The prompt alone, prefilled and evicted; plan: what shall differ from the run's."""
         return prefill(
             self.model,

@@ -15,7 +15,7 @@ from kvexp.diagnose.classes import CLASSES, classes_of
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of
 from kvexp.diagnose.needed import need
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, Told, has, need_told, read_table
+from kvexp.evictions.eviction_files import EVICTIONS, Told, has, need_told, read_table
 from kvexp.record import Run
 
 DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))

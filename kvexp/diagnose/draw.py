@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from kvexp.diagnose.folders import rows_of
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import TWIN, has, read_table
+from kvexp.evictions.eviction_files import TWIN, has, read_table
 from kvexp.record import Run
 
 # measure -> (title, the end of the color scale, color map)

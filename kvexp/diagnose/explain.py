@@ -16,9 +16,9 @@ from kvexp.diagnose.replay import Found, evidence, replayed, save, saved
 from kvexp.diagnose.runs import cases, settings_at
 from kvexp.diagnose.undo import Replay
 from kvexp.errors import CacheError
-from kvexp.evictions.files import EVICTIONS, has, read_table
+from kvexp.evaluate.progress import Progress
+from kvexp.evictions.eviction_files import EVICTIONS, has, read_table
 from kvexp.record import Run
-from kvexp.runner.progress import Progress
 
 NOTHING = "not even with every eviction undone does the full cache's answer come back"
 

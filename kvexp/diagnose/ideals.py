@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
+from kvexp.config.settings import Settings, settings_of
 from kvexp.diagnose.folders import short_of
 from kvexp.diagnose.gap import without_ideal
 from kvexp.diagnose.runs import as_many, settings_at
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import run
 from kvexp.record import Run
-from kvexp.runner.run import run
-from kvexp.runner.settings import Settings, settings_of
-from kvexp.runner.together import fill, groups
+from kvexp.sweep.prefill_groups import fill, groups
 
 OWN = ("method", "cache.mode", "cache.positions")  # options that are another method's
 

@@ -7,8 +7,8 @@ from kvexp.diagnose.folders import Row, short_of
 from kvexp.diagnose.refusals import nothing_to_log
 from kvexp.diagnose.runs import settings_at
 from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import waiting
 from kvexp.record import Run
-from kvexp.runner.run import waiting
 
 
 def need(run: Run, rows: list[Row], kind: Log | None = None) -> None:

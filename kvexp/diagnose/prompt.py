@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from kvexp.config.model_spec import config_of_spec, load, tokenizer_of
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.errors import ConfigError
+from kvexp.evaluate.example_prompts import prompt_of
 from kvexp.record import Run
-from kvexp.runner.asking import prompt_of
-from kvexp.runner.model import config_of_spec, load, tokenizer_of
 from kvexp.tasks import LMEval
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
-from kvexp.runner.settings import Settings
 from kvexp.tasks import LMEval, Task
 
 

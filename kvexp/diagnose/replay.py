@@ -16,7 +16,7 @@ from kvexp.diagnose.folders import Row
 from kvexp.diagnose.search import Cause, cause
 from kvexp.diagnose.undo import Place, Replay, Undone
 from kvexp.errors import CacheError
-from kvexp.evictions.files import Told, need_told, stem
+from kvexp.evictions.eviction_files import Told, need_told, stem
 from kvexp.record import Run
 from kvexp.record.files import explained, replace
 from kvexp.tasks import Example, Task

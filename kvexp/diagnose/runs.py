@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from kvexp.config.model_spec import load, tokenizer_of
+from kvexp.config.padding import budget_of
+from kvexp.config.settings import Settings, settings_of
+from kvexp.config.target_allowlist import check_stored
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
+from kvexp.evaluate.example_prompts import prompt_of
+from kvexp.evaluate.preflight import fitted, with_ends
+from kvexp.evaluate.seeds import noise_seed
 from kvexp.record import Run, identity
-from kvexp.runner.asking import prompt_of
-from kvexp.runner.fitting import fitted, with_ends
-from kvexp.runner.guard import check_stored
-from kvexp.runner.model import load, tokenizer_of
-from kvexp.runner.padding import budget_of
-from kvexp.runner.seeds import noise_seed
-from kvexp.runner.settings import Settings, settings_of
 from kvexp.tasks import Example
 
 

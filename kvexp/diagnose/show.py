@@ -8,7 +8,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from kvexp.evictions.view import View
+from kvexp.evictions.held_tokens import View
 from kvexp.kept_text import mark
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvexp.core import Geometry, LayerState
-from kvexp.core.attend import Sight, attend_with
+from kvexp.core import AttentionParams, EvictionLayer
+from kvexp.core.attention import AttentionInputs, attend_with
 from kvexp.core.select import order
 from kvexp.diagnose.case import Case
-from kvexp.generate.context import one_step
-from kvexp.models import JoinedCache
-from kvexp.models.together import JoinedState
+from kvexp.generate.prefilled_context import one_step
+from kvexp.models import MultiMethodCache
+from kvexp.models.batched_cache import MultiLayer
 
 MEASURES = ("lost", "lost_ideal", "overlap", "error", "error_here")
 
@@ -54,20 +54,22 @@ class Losses:
 
 
 class Beside:
-    """Stands where a `JoinedState` of two layers stands, the method's and the full cache's, one row each; decodes."""
+    """Stands where a `MultiLayer` of two layers stands, the method's and the full cache's, one row each; decodes."""
 
-    def __init__(self, joined: JoinedState, layer: int, into: Losses) -> None:
+    def __init__(self, joined: MultiLayer, layer: int, into: Losses) -> None:
         self.joined, self.layer, self.into = joined, layer, into
         method, full = joined.states
-        assert isinstance(method, LayerState) and isinstance(full, LayerState)
+        assert isinstance(method, EvictionLayer) and isinstance(full, EvictionLayer)
         self.method, self.full = method, full
 
     @property
     def columns(self) -> int:
         return self.joined.columns
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: Geometry, padding: Tensor | None) -> Tensor:
-        """As `LayerState.forward`."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """As `EvictionLayer.forward`."""
         before = visible_positions(self.method)
         out = self.joined.forward(query, key, value, geometry, padding)
         full = self.full
@@ -76,7 +78,7 @@ class Beside:
         seen = torch.zeros(key.shape[1], slots.used + 1, dtype=torch.bool, device=query.device)
         seen.scatter_(1, torch.where(before < 0, slots.used, before), True)
         seen[:, newest[0, 0]] = True
-        sight = Sight(
+        sight = AttentionInputs(
             query=query[1:].unflatten(1, (key.shape[1], -1)),
             keys=slots.keys[:, :, : slots.used],
             values=slots.values[:, :, : slots.used],
@@ -89,7 +91,7 @@ class Beside:
         self._note(sight, seen[:, : slots.used], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
-    def _note(self, sight: Sight, seen: Tensor, out: Tensor, full: Tensor) -> None:
+    def _note(self, sight: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
         """seen [H, S]; out, full [H, G * Dv]: of the method's run and of the full cache's."""
         rows = torch.softmax(sight.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
         mass = rows[0, :, :, 0].mean(1)
@@ -112,7 +114,7 @@ class Beside:
         )
 
 
-def visible_positions(state: LayerState) -> Tensor:
+def visible_positions(state: EvictionLayer) -> Tensor:
     """[H, S]: positions that the next query can see in a cache of one row, -1 for dead and hidden slots; a copy."""
     slots = state.held()
     positions = slots.positions[0, :, : slots.used].clone()
@@ -142,7 +144,7 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     The prompt is prefilled for each; eviction follows it in the method's cache alone.
     """
     method, full = case.prefilled(), case.full().prefilled()
-    cache = JoinedCache([method.cache, full.cache], 1)
+    cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
     for layer, part in enumerate(cache.layers):
         part.state = Beside(part.state, layer, into)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core import LayerState, Timeline
-from kvexp.core.evict import Mask, Quota
+from kvexp.core import EvictionLayer, SequenceState
+from kvexp.core.eviction_backend import Mask, ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots
-from kvexp.generate import Context, ask, finish
+from kvexp.generate import PrefilledContext, ask, finish
 from kvexp.models import EvictionCache
 
 Place = tuple[int, int]  # layer, kv head
@@ -41,7 +41,7 @@ class Undo(Mask):
     wanted [B, H, N] bool by position; first, last [B, 1, 1]: steps.
     """
 
-    def __init__(self, layer: int, timeline: Timeline) -> None:
+    def __init__(self, layer: int, timeline: SequenceState) -> None:
         self.layer, self.timeline = layer, timeline
         self.wanted: Tensor | None = None
         self.first = self.last = torch.zeros(0)
@@ -61,7 +61,7 @@ class Undo(Mask):
         )
         self._bring_back(slots, slots.live() & ~held_slots(slots))
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
         held = held_slots(slots)
         assert slots.visible is not None
         back = slots.visible[:, :, : slots.used] & ~held  # brought back before
@@ -97,7 +97,7 @@ class Replay:
     @property
     def everything(self) -> Undone:
         """Undoes all there can be: full attention."""
-        heads = [state.held().keys.shape[1] for state in self.context.cache.states if isinstance(state, LayerState)]
+        heads = [state.held().keys.shape[1] for state in self.context.cache.states if isinstance(state, EvictionLayer)]
         places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
         return Undone(tuple(range(len(self.case.prompt) + self.case.ahead)), places, 0, self.case.ahead)
 
@@ -113,9 +113,9 @@ class Replay:
 
     def _answers(self, trials: Sequence[Undone]) -> list[list[int]]:
         case = self.case
-        context: Context = self.context.fork([0] * len(trials))
+        context: PrefilledContext = self.context.fork([0] * len(trials))
         for state in context.cache.states:
-            assert isinstance(state, LayerState) and isinstance(state.mode, Undo)
+            assert isinstance(state, EvictionLayer) and isinstance(state.mode, Undo)
             state.mode.undo(state.held(), trials, len(case.prompt) + case.ahead)
         seeds = [case.seed] * len(trials)
         if case.question:
@@ -127,5 +127,5 @@ class Replay:
 
 def _undoable(cache: EvictionCache) -> None:
     for layer, state in enumerate(cache.states):
-        assert isinstance(state, LayerState)
+        assert isinstance(state, EvictionLayer)
         state.mode = Undo(layer, cache.timeline)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvexp.core import LayerState, Timeline
-from kvexp.core.evict import Mode, Quota
+from kvexp.core import EvictionLayer, SequenceState
+from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
 from kvexp.core.select import order
 from kvexp.core.slots import Slots
 from kvexp.models import EvictionCache
@@ -52,10 +52,10 @@ COLUMNS = {
 }
 
 
-class Watching(Mode):
+class Watching(EvictionBackend):
     """`mode`, observed. For a batch of one row; what a simulation hides for one step only (H2O's limbo) is not gone."""
 
-    def __init__(self, mode: Mode, layer: int, timeline: Timeline, into: Evictions) -> None:
+    def __init__(self, mode: EvictionBackend, layer: int, timeline: SequenceState, into: Evictions) -> None:
         self.mode, self.layer, self.timeline, self.into = mode, layer, timeline, into
 
     def place(self) -> Tensor | None:
@@ -67,7 +67,7 @@ class Watching(Mode):
     def select_rows(self, rows: Tensor) -> None:
         self.mode.select_rows(rows)
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: Quota, limbo: Tensor | None) -> None:
+    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
         held = held_slots(slots)
         positions = slots.positions[:, :, : slots.used].masked_fill(~held, -1)
         places = places_of(rank, positions, guard)
@@ -93,7 +93,7 @@ class Watching(Mode):
 def watch(cache: EvictionCache, into: Evictions) -> None:
     """From now on `into` is told of every eviction of this new cache of one row."""
     for layer, state in enumerate(cache.states):
-        if isinstance(state, LayerState):
+        if isinstance(state, EvictionLayer):
             state.mode = Watching(state.mode, layer, cache.timeline, into)
 
 

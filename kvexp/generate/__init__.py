@@ -1,23 +1,23 @@
 """Prefill, evict and decode: generation with timing, and log-probabilities of given continuations."""
 
-from kvexp.generate.context import Context, forward, prefill
-from kvexp.generate.decoding import Decoding
-from kvexp.generate.generation import Generation, Timing
-from kvexp.generate.logprobs import Token, continuation_logprobs, feeds_at_once, judge, judged
-from kvexp.generate.loop import finish
-from kvexp.generate.receipt import Receipt, receipts
-from kvexp.generate.request import pad_left
-from kvexp.generate.run import ask, ask_together, generate
-from kvexp.generate.together import Variant, prefill_together
+from kvexp.generate.api import ask, ask_together, generate
+from kvexp.generate.decode_loop import finish
+from kvexp.generate.eviction_stats import EvictionStats, receipts
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.inputs import pad_left
+from kvexp.generate.loglikelihood import Token, continuation_logprobs, feeds_at_once, judge, judged
+from kvexp.generate.output import Generation, Timing
+from kvexp.generate.prefilled_context import PrefilledContext, forward, prefill
+from kvexp.generate.shared_prefill import MethodSpec, prefill_together
 
 __all__ = [
-    "Context",
-    "Decoding",
+    "EvictionStats",
     "Generation",
-    "Receipt",
+    "GenerationParams",
+    "MethodSpec",
+    "PrefilledContext",
     "Timing",
     "Token",
-    "Variant",
     "ask",
     "ask_together",
     "continuation_logprobs",

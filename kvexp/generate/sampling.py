@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from kvexp.core.noise import gumbel
+from kvexp.core.observe.noise import gumbel
 
 
-class RowSampler(LogitsProcessor):  # type: ignore[misc]
+class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
     """Adds Gumbel noise of (row seed, step, token), so that the arg max of the result is an exact sample of softmax.
 
     Used as the last processor of a greedy generation: row r of a batch draws the same tokens alone or in company.

@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     package.require()
     from lm_eval.__main__ import cli_evaluate
 
-    import kvexp.lm_eval.model  # noqa: F401  # registers the model
+    import kvexp.lm_eval.kvexp_lm  # noqa: F401  # registers the model
 
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--data_dir")

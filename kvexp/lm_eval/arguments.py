@@ -11,7 +11,7 @@ import kvexp.retrieval
 from kvexp.build import build, typed
 from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import ConfigError
-from kvexp.lm_eval.row_mask import check_row_mask
+from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.models.load import check_source
 from kvexp.tasks.lm_eval import Protocol, protocol_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvexp.errors import ConfigError
-from kvexp.lm_eval.asks import Ask, fitted
+from kvexp.lm_eval.requests import Ask, fitted
 
 Ids = list[int]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvexp.core import Budget, Method
-from kvexp.generate import Context, feeds_at_once, judged, prefill, receipts
-from kvexp.lm_eval.asks import Ask, Judged
+from kvexp.generate import PrefilledContext, feeds_at_once, judged, prefill, receipts
+from kvexp.lm_eval.requests import Ask, Judged
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Stepwise:
             yield whole, places
 
     def _judge(
-        self, asks: Sequence[Ask], context: Context, rows: Sequence[tuple[int, int]], ahead: int
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
     ) -> dict[int, Judged]:
         """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
         made = {}

@@ -4,7 +4,7 @@ Everything comes from the run folders, so publishing can wait, fail or be repeat
 is its hash: published again, it is the same run there.
 """
 
-from .mode import check, default_mode
-from .publish import publish
+from kvexp.log.mode import check, default_mode
+from kvexp.log.publish import publish
 
 __all__ = ["check", "default_mode", "publish"]

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import kvexp.log
 from kvexp.errors import ConfigError
+from kvexp.log import check, publish
+from kvexp.log.mode import PROJECT
 from kvexp.pipes import watch_pipes
 from kvexp.record import runs
-
-from . import check, publish
-from .mode import PROJECT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

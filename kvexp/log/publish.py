@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.errors import ConfigError
+from kvexp.log.mode import PROJECT, check
 from kvexp.record import Run
 from kvexp.results import table
-
-from .mode import PROJECT, check
 
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvexp.core import Attention, Method
+from kvexp.core import AttentionScoreSpec, Method
 from kvexp.errors import ConfigError
 
 
@@ -30,8 +30,8 @@ class A2SF(Method):
         _ = self.view  # checks score_source
 
     @property
-    def view(self) -> Attention:
-        return Attention(decay=self.alpha, over=self.score_source)
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec(decay=self.alpha, over=self.score_source)
 
     def recent(self, budget: int) -> int:
         return self.protect_recent

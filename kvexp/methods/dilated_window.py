@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core import Method, Moment
+from kvexp.core import EvictionContext, Method
 from kvexp.errors import ConfigError
 
 
@@ -26,6 +26,6 @@ class DilatedWindow(Method):
         if self.dilation < 1:
             raise ConfigError(f"dilation must be at least 1 (0 is method=window), got {self.dilation}")
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         on_grid = now.positions % (self.dilation + 1) == 0
         return torch.where(on_grid, now.positions + (1 << 22), now.positions).to(torch.float32)

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvexp.core import Attention, Method, Moment
+from kvexp.core import AttentionScoreSpec, EvictionContext, Method
 from kvexp.errors import ConfigError
 
 
@@ -38,8 +38,8 @@ class H2O(Method):
         return self.impl == "mask"
 
     @property
-    def view(self) -> Attention:
-        return Attention(batch=self.score_batch)
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec(batch=self.score_batch)
 
     def recent(self, budget: int) -> int:
         recent = int(budget * self.recent_ratio + 1e-9)
@@ -47,5 +47,5 @@ class H2O(Method):
             raise ConfigError("impl=mask needs a recent window: the release drops nothing without one")
         return recent
 
-    def limbo(self, now: Moment) -> Tensor | None:
+    def limbo(self, now: EvictionContext) -> Tensor | None:
         return None if self.impl == "real_drop" else now.leaving()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvexp.core import Attention, Method
+from kvexp.core import AttentionScoreSpec, Method
 from kvexp.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ class H2OC(Method):
             raise ConfigError(f"compensation must be codes, codes_and_fetch or none, got {self.compensation!r}")
 
     @property
-    def view(self) -> Attention:
-        return Attention()
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec()
 
     @property
     def sinks(self) -> int:

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core import Method, Moment
+from kvexp.core import EvictionContext, Method
 from kvexp.core.select import keepers
 
 
@@ -21,7 +21,7 @@ class Ideal(Method):
     name: ClassVar[str] = "ideal"
     per_query: ClassVar[bool] = True
 
-    def attended(self, probabilities: Tensor, now: Moment) -> Tensor:
+    def attended(self, probabilities: Tensor, now: EvictionContext) -> Tensor:
         own = now.age() == 0
         widest = min(now.positions.shape[-1], int(now.budget.max()))
         index, keep = keepers(probabilities, now.positions, own, now.budget, widest)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvexp.core import Attention, Method
+from kvexp.core import AttentionScoreSpec, Method
 
 
 @dataclass(frozen=True)
@@ -17,5 +17,5 @@ class KeyAttention(Method):
     name: ClassVar[str] = "key_attention"
 
     @property
-    def view(self) -> Attention:
-        return Attention()
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec()

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core import Attention, Method, Moment, Noise
+from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
 from kvexp.errors import ConfigError
 
 
@@ -43,10 +43,10 @@ class Keyformer(Method):
         _ = self.view  # checks tau and score_batch
 
     @property
-    def view(self) -> Attention:
+    def view(self) -> AttentionScoreSpec:
         noise = None if self.noise == "none" else Noise(self.noise, self.fresh)
         shared = self.score_scope == "shared"
-        return Attention((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
+        return AttentionScoreSpec((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
 
     def recent(self, budget: int) -> int:
         recent = int(budget * self.recent_ratio + 1e-9)
@@ -58,7 +58,7 @@ class Keyformer(Method):
     def ranks_by_score(self) -> bool:
         return self.key_window == "paper"
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         if self.ranks_by_score:
             return now.score
         return now.score.masked_fill(now.leaving(), -torch.inf)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvexp.core import Attention
+from kvexp.core import AttentionScoreSpec
 from kvexp.errors import ConfigError
 from kvexp.methods.keyformer import Keyformer
 
@@ -25,5 +25,5 @@ class KeyformerA2SF(Keyformer):
             raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
 
     @property
-    def view(self) -> Attention:
+    def view(self) -> AttentionScoreSpec:
         return replace(super().view, decay=self.alpha)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import Method
-from kvexp.core.noise import mix, stream, uniform
+from kvexp.core.observe.noise import mix, stream, uniform
 
 
 @dataclass(frozen=True)

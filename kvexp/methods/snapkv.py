@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvexp.core import Attention, Method, Moment
+from kvexp.core import AttentionScoreSpec, EvictionContext, Method
 from kvexp.errors import ConfigError
 
 
@@ -35,13 +35,13 @@ class SnapKV(Method):
             raise ConfigError(f"pool must be max or avg, got {self.pool!r}")
 
     @property
-    def view(self) -> Attention:
-        return Attention(last_rows=self.window)
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec(last_rows=self.window)
 
     def recent(self, budget: int) -> int:
         return self.window
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         # Prompt slots stand in the order of their columns. The observing tokens themselves lend no mass to neighbours.
         score = now.score.masked_fill((now.age() < self.window) | now.score.isinf(), 0.0)
         pool = max_pool1d if self.pool == "max" else avg_pool1d

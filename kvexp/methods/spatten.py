@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvexp.core import Attention, Method
+from kvexp.core import AttentionScoreSpec, Method
 
 
 @dataclass(frozen=True)
@@ -19,5 +19,5 @@ class SpAtten(Method):
     name: ClassVar[str] = "spatten"
 
     @property
-    def view(self) -> Attention:
-        return Attention(pool_heads=True, across_layers=True)
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec(pool_heads=True, across_layers=True)

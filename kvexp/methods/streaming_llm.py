@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvexp.core import Method, Moment
+from kvexp.core import EvictionContext, Method
 from kvexp.core.method import newest_first
 from kvexp.errors import ConfigError
 
@@ -32,5 +32,5 @@ class StreamingLLM(Method):
     def sinks(self) -> int:
         return self.n_sinks
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         return newest_first(now)

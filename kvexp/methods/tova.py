@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvexp.core import Attention, Method
+from kvexp.core import AttentionScoreSpec, Method
 from kvexp.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ class TOVA(Method):
             raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
 
     @property
-    def view(self) -> Attention:
-        return Attention(decay=0.0, pool_heads=True, last_rows=1)
+    def view(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec(decay=0.0, pool_heads=True, last_rows=1)
 
     def recent(self, budget: int) -> int:
         return self.protect_recent

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvexp.core import Method, Moment
+from kvexp.core import EvictionContext, Method
 from kvexp.core.method import newest_first
 
 
@@ -20,5 +20,5 @@ class Window(Method):
     name: ClassVar[str] = "window"
     keeps_newest: ClassVar[bool] = True
 
-    def rank(self, now: Moment) -> Tensor:
+    def rank(self, now: EvictionContext) -> Tensor:
         return newest_first(now)

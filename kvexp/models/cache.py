@@ -13,29 +13,29 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvexp.core import Budget, Cadence, LayerState, Ledger, Method, Plan, Rotation, Timeline
-from kvexp.core.evict import granted
-from kvexp.core.ladder import Ladder
-from kvexp.core.shared import SharedScore
-from kvexp.core.simulate import RowMaskState
+from kvexp.core import Budget, Cadence, EvictionLayer, MemoryTracker, Method, Plan, RoPE, SequenceState
+from kvexp.core.cross_layer_score import CrossLayerScore
+from kvexp.core.decode.cross_layer import CrossLayerBuffers
+from kvexp.core.eviction_backend import granted
+from kvexp.core.masked_layer import MaskedLayer
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
-from kvexp.models.attention import NAME, TAG
+from kvexp.models.attention_hook import NAME, TAG
 from kvexp.models.families import check_positions, layers_of, longest, rotation_of
-from kvexp.models.retrieval import check_retrieval, prepare
+from kvexp.models.retrieval_calibration import check_retrieval, prepare
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """What Hugging Face sees of one layer. Lengths are columns seen, never slots held."""
 
     is_compileable = False
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerState | RetrievalState | RowMaskState, rotation: Rotation | None) -> None:
+    def __init__(self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None) -> None:
         super().__init__()
         self.state, self.rotation = state, rotation
         self.is_initialized = True
@@ -99,7 +99,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     ) -> None:
         config = model.config
         if getattr(config, "_attn_implementation", None) != NAME:
-            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
+            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.patch(model) first")
         place = positions or method.positions
         if isinstance(method, Retrieval):
             check_retrieval(config, method)
@@ -107,7 +107,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         moves_keys = place == "renumbered" or (isinstance(method, Retrieval) and method.clamps)
         rotation = rotation_of(model) if moves_keys else None
         self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
-        self.timeline = Timeline(
+        self.timeline = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
             max_positions=None if beyond_context else longest(config),
@@ -115,24 +115,24 @@ class EvictionCache(Cache):  # type: ignore[misc]
             seeds=seeds,
         )
         count = layers_of(config)
-        self.ledger = Ledger(count)
+        self.ledger = MemoryTracker(count)
         view = method.view
-        self.shared = SharedScore(self.timeline) if view is not None and view.across_layers else None
-        states: list[LayerState | RetrievalState]
+        self.shared = CrossLayerScore(self.timeline) if view is not None and view.across_layers else None
+        states: list[EvictionLayer | RetrievalState]
         if isinstance(method, Retrieval):
             crew = Crew(prepared=prepare(model, method))
             states = [RetrievalState(self.plan, i, count, self.timeline, self.ledger, crew) for i in range(count)]
         else:
-            common = (self.timeline, self.ledger, self.shared, Ladder(count))
-            states = [LayerState(self.plan, i, count, *common) for i in range(count)]
-        super().__init__(layers=[SlotLayer(state, rotation) for state in states])
+            common = (self.timeline, self.ledger, self.shared, CrossLayerBuffers(count))
+            states = [EvictionLayer(self.plan, i, count, *common) for i in range(count)]
+        super().__init__(layers=[EvictionCacheLayer(state, rotation) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:
             view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
     @property
-    def states(self) -> list[LayerState | RetrievalState]:
+    def states(self) -> list[EvictionLayer | RetrievalState]:
         """The core's layers, in order."""
         return [layer.state for layer in self.layers]
 

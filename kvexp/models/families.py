@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import Rotation
+from kvexp.core import RoPE
 from kvexp.errors import ConfigError
 
 
@@ -106,7 +106,7 @@ def _own(config: Any, name: str) -> str:
     return str(getattr(config, "attribute_map", {}).get(name, name))
 
 
-def rotation_of(model: Any) -> Rotation | None:
+def rotation_of(model: Any) -> RoPE | None:
     """The model's RoPE as inverse frequencies, None for other families.
 
     Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are as they are.
@@ -123,8 +123,8 @@ def rotation_of(model: Any) -> Rotation | None:
     if config.model_type == "gptj":
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
-        return Rotation(1.0 / 10000**exponent, interleaved=True)
+        return RoPE(1.0 / 10000**exponent, interleaved=True)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            return Rotation(module.inv_freq.detach(), interleaved=False)
+            return RoPE(module.inv_freq.detach(), interleaved=False)
     raise ConfigError(f"found no rotary embedding in this {config.model_type} model")

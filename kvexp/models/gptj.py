@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
-from kvexp.core import Geometry
-from kvexp.models.attention import attend
+from kvexp.core import AttentionParams
+from kvexp.models.attention_hook import attend
 
 
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
@@ -17,7 +17,7 @@ class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
     def _attn(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        geometry = Geometry(1 / float(self.scale_attn), upcast=True)
+        geometry = AttentionParams(1 / float(self.scale_attn), upcast=True)
         return attend(query, key, value, attention_mask, geometry), None
 
     def _get_embed_positions(self, position_ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
 from kvexp.models.families import FAMILIES, check_sizes, family_of, layers_of
-from kvexp.models.install import install
+from kvexp.models.patch import install
 from kvexp.paths import path_of
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")

@@ -8,7 +8,7 @@
                    asked.json       the labels it was asked for under, once there are several; the latest come last
                    done.json        how many rows a finished run has
                    failure.json     why the last attempt failed
-                   diagnose/        what kvexp.diagnose has added, if asked for: see kvexp.evictions.files
+                   diagnose/        what kvexp.diagnose has added, if asked for: see kvexp.evictions.eviction_files
                    .lock .claim     held while a file is changed, while the run is worked on; empty, and never removed
                    .claim.i-of-n    held while that part of its examples is worked on
     outputs/.refused/<key>.json     a job that failed before it had a folder: overrides, labels, error, message, time
@@ -16,8 +16,8 @@
 Needs a POSIX system and a file system with `flock`.
 """
 
-from .files import check_writable
-from .refused import Refusal, accept, refusals, refuse
-from .run import Run, identity, runs
+from kvexp.record.files import check_writable
+from kvexp.record.refused_jobs import Refusal, accept, refusals, refuse
+from kvexp.record.run_folder import Run, identity, runs
 
 __all__ = ["Refusal", "Run", "accept", "check_writable", "identity", "refusals", "refuse", "runs"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.reference_check.run import run
+from kvexp.reference_check.dispatch import run
 
 
 def main(arguments: list[str] | None = None) -> int:

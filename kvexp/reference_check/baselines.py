@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvexp.methods import H2OC
-from kvexp.reference_check.archive import Archive
-from kvexp.reference_check.report import Report
+from kvexp.reference_check.comparison import Report
+from kvexp.reference_check.recording import Archive
 from kvexp.reference_check.streams import Streams, streams
 from kvexp.retrieval import Oracle, SparQ
-from kvexp.retrieval.asked import Asked
+from kvexp.retrieval.query import Asked
 
 _TIGHT = 1e-5
 

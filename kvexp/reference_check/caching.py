@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvexp.reference_check.archive import Archive
-from kvexp.reference_check.report import Report
-from kvexp.retrieval.adaptive import Profile
+from kvexp.reference_check.comparison import Report
+from kvexp.reference_check.recording import Archive
+from kvexp.retrieval.kmeans_schedule import Profile
 from kvexp.retrieval.policies import policy_of
 
 # Seconds of one layer's prefill as a * n^2 + b * n + c, as the two releases hold them, and their shares and bounds.

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvexp.reference_check.archive import Archive
-from kvexp.reference_check.report import Report
+from kvexp.reference_check.comparison import Report
+from kvexp.reference_check.recording import Archive
 from kvexp.reference_check.streams import streams
 from kvexp.retrieval import PQCache
-from kvexp.retrieval.asked import Asked, Chosen, combined
 from kvexp.retrieval.kmeans import starting_rows
 from kvexp.retrieval.pqcache import dots
+from kvexp.retrieval.query import Asked, Chosen, combined
 
 _TIGHT = 1e-5
 # In half precision: two steps between neighbouring numbers near 1; eight times that for sums over a head's width.

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import Attention, Noise
+from kvexp.core import AttentionScoreSpec, Noise
 from kvexp.methods import Keyformer
-from kvexp.reference_check.archive import Archive
+from kvexp.reference_check.recording import Archive
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class RecordedKeyformer(Keyformer):
     zeta: RecordedNoise | None = None
 
     @property
-    def view(self) -> Attention:
+    def view(self) -> AttentionScoreSpec:
         return replace(super().view, noise=self.zeta)
 
 

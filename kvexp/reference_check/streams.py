@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import Budget, Geometry, LayerState, Ledger, Method, Plan, Timeline
-from kvexp.core.attend import Rotation
-from kvexp.reference_check.archive import Archive
+from kvexp.core import AttentionParams, Budget, EvictionLayer, MemoryTracker, Method, Plan, SequenceState
+from kvexp.core.attention import RoPE
+from kvexp.reference_check.recording import Archive
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class Streams:
     k: Tensor
     v: Tensor
     prompt: int
-    rotation: Rotation | None = None
+    rotation: RoPE | None = None
 
     def run(self, method: Method, tokens: int, seen: Callable[[Any, int], None] | None = None) -> np.ndarray:
         """Outputs [L, T, H * G, D] under a budget of so many tokens; `seen` gets (state, layer) after every forward."""
         outs = []
-        geometry = Geometry(self.q.shape[-1] ** -0.5, rotation=self.rotation)
+        geometry = AttentionParams(self.q.shape[-1] ** -0.5, rotation=self.rotation)
         for layer in range(self.q.shape[0]):
-            time, plan = Timeline(prompt_columns=self.prompt), Plan(method, Budget(tokens=tokens))
+            time, plan = SequenceState(prompt_columns=self.prompt), Plan(method, Budget(tokens=tokens))
             retrieves = isinstance(method, Retrieval)
             state: Any = (
-                RetrievalState(plan, 0, 1, time, Ledger(1), Crew())
+                RetrievalState(plan, 0, 1, time, MemoryTracker(1), Crew())
                 if retrieves
-                else LayerState(plan, 0, 1, time, Ledger(1), None)
+                else EvictionLayer(plan, 0, 1, time, MemoryTracker(1), None)
             )
             out, total = [], self.q.shape[3]
             for rows in (slice(0, self.prompt), *(slice(t, t + 1) for t in range(self.prompt, total))):
@@ -55,7 +55,7 @@ def streams(archive: Archive, names: str = "q k v", dtype: torch.dtype = torch.f
     if names == "q k v":
         return Streams(q, k, v, int(archive["prompt"]))
     exponent = torch.arange(0, q.shape[-1], 2, dtype=torch.float32) / q.shape[-1]
-    rotation = Rotation(1.0 / float(archive["rope_base"]) ** exponent, interleaved=False)
+    rotation = RoPE(1.0 / float(archive["rope_base"]) ** exponent, interleaved=False)
     place = torch.arange(q.shape[3]).expand(1, 1, -1)
     q, k = (torch.stack([rotation.shift(x, place.expand(1, x.shape[1], -1)) for x in whole]) for whole in (q, k))
     return Streams(q, k, v, int(archive["prompt"]), rotation)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import Budget, Cadence, Geometry, LayerState, Ledger, Method, Plan, Timeline
-from kvexp.core.rowmask import (
+from kvexp.core import AttentionParams, Budget, Cadence, EvictionLayer, MemoryTracker, Method, Plan, SequenceState
+from kvexp.core.row_mask import (
     causal_probs,
     evict_one_mask,
     ideal_mask,
@@ -22,8 +22,8 @@ from kvexp.core.rowmask import (
 )
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O
-from kvexp.reference_check.archive import Archive
-from kvexp.reference_check.report import Report
+from kvexp.reference_check.comparison import Report
+from kvexp.reference_check.recording import Archive
 from kvexp.reference_check.trace import tapped
 
 _TIGHT = 1e-5
@@ -147,8 +147,8 @@ def _run(archive: Archive, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndar
     outs, kepts, scores = [], [], []
     for layer in range(archive["q"].shape[0]):
         q, k, v = (archive.tensor(name)[layer] for name in "qkv")
-        state = LayerState(plan, 0, 1, Timeline(prompt_columns=prompt), Ledger(1), None)
-        geometry = Geometry(q.shape[-1] ** -0.5)
+        state = EvictionLayer(plan, 0, 1, SequenceState(prompt_columns=prompt), MemoryTracker(1), None)
+        geometry = AttentionParams(q.shape[-1] ** -0.5)
         rows = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, q.shape[2]))]
         out, kept, score = [], [], []
         for r in rows:
@@ -186,9 +186,9 @@ def check_head(archive: Archive, report: Report) -> None:
         )
         score, kept, out = [], [], []
         for layer in range(q.shape[0]):
-            state = LayerState(plan, 0, 1, Timeline(), Ledger(1), None)
+            state = EvictionLayer(plan, 0, 1, SequenceState(), MemoryTracker(1), None)
             (tap,) = tapped([state])
-            out.append(state.forward(q[layer], k[layer], v[layer], Geometry(q.shape[-1] ** -0.5), None)[0])
+            out.append(state.forward(q[layer], k[layer], v[layer], AttentionParams(q.shape[-1] ** -0.5), None)[0])
             score.append(np.array([list(held.values()) for held in tap.last[0]]))
             line = np.zeros(score[-1].shape, bool)
             for head, ids in enumerate(state.kept()[0]):

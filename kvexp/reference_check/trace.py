@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import LayerState
-from kvexp.generate.logprobs import forward
+from kvexp.core import EvictionLayer
+from kvexp.generate.loglikelihood import forward
 from kvexp.models import EvictionCache
 
 
@@ -31,7 +31,7 @@ class Trace:
 class _Tap:
     """Notes the column sums a layer is about to add, by position."""
 
-    def __init__(self, state: LayerState) -> None:
+    def __init__(self, state: EvictionLayer) -> None:
         self.state, self.add = state, state._accumulate
         self.last: list[list[dict[int, float]]] = []
 

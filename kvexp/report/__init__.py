@@ -17,7 +17,7 @@ script makes elements with `kvexp.el` (text nodes) and passes what plotly shows 
 Content-Security-Policy names each script by its digest and forbids all requests, should that ever be forgotten.
 """
 
-from .page import page
-from .source import Source, read
+from kvexp.report.html_page import page
+from kvexp.report.source import Source, read
 
 __all__ = ["Source", "page", "read"]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.report.html_page import page
+from kvexp.report.source import read
 from kvexp.results.where import where
-
-from .page import page
-from .source import read
 
 
 def main(argv: Sequence[str] | None = None) -> int:

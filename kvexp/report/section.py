@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .source import Source
+from kvexp.report.source import Source
 
 
 @dataclass(frozen=True)

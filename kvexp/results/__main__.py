@@ -11,11 +11,10 @@ from rich.console import Console
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-
-from . import print_table, table, to_markdown
-from .read import unmatched
-from .render import X_AXES
-from .where import where
+from kvexp.results import print_table, table, to_markdown
+from kvexp.results.read import unmatched
+from kvexp.results.render import X_AXES
+from kvexp.results.where import where
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import stats
-from .table import COUNTS, FIRST, LAST, VERDICTS
-from .units import TOO_FEW, absent, count, fixed, seconds, short, size
+from kvexp.results import stats
+from kvexp.results.table import COUNTS, FIRST, LAST, VERDICTS
+from kvexp.results.units import TOO_FEW, absent, count, fixed, seconds, short, size
 
 Row = Mapping[str, Any]
 Record = dict[str, Any]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from . import stats
-from .read import Folder, Row, number
-from .stats import Floats
+from kvexp.results import stats
+from kvexp.results.read import Folder, Row, number
+from kvexp.results.stats import Floats
 
 SUFFIX = {99.0: "99", 99.9: "999"}  # mark -> ending of its columns
 

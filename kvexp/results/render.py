@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvexp.errors import ConfigError
-
-from . import stats
-from .columns import MOVING, Column, Row, columns_of, keys_of, partly_timed, plain, shared_settings
-from .units import absent
+from kvexp.results import stats
+from kvexp.results.columns import MOVING, Column, Row, columns_of, keys_of, partly_timed, plain, shared_settings
+from kvexp.results.units import absent
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
 STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}

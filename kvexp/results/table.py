@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from . import retrieval, stats
-from .compare import SUFFIX, Comparison, compare, quality, resample
-from .read import Folder, Row, chosen, evicted, folders, number
+from kvexp.results import retrieval_columns, stats
+from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
+from kvexp.results.read import Folder, Row, chosen, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "method", "kv_ratio")
 COUNTS = ("n", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
@@ -26,7 +26,7 @@ VERDICTS = (
 )
 COST = (
     *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed"),
-    *("batch_size", "smallest_batch", *retrieval.NAMES),
+    *("batch_size", "smallest_batch", *retrieval_columns.NAMES),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
 
@@ -71,7 +71,7 @@ def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
     row: Row = {**folder.labels, **_counts(folder), **_means(folder), **_cost(folder)}
-    row |= retrieval.cost(folder.scored.values())
+    row |= retrieval_columns.cost(folder.scored.values())
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
     if pair is not None:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core.attend import Geometry, Sight, attend_prompt
+from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt
 from kvexp.core.method import Method
 from kvexp.errors import ConfigError
-from kvexp.retrieval.asked import Asked, Chosen
 from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.index import Index
+from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.query import Asked, Chosen
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Prompt:
     room: int
     home: torch.device | None
     device: torch.device
-    geometry: Geometry
+    geometry: AttentionParams
     samples: int = 1
     prepared: Any = None
 
@@ -106,11 +106,11 @@ class Retrieval(Method):
 
     # -- what a method may do differently -----------------------------------------------------------------------------
 
-    def attend(self, sight: Sight, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
         """Output [B, H, G, 1, Dv] over the slots of `sight`: sinks, chosen, window and current token, in this order."""
         return attend_prompt(sight)
 
-    def attend_prompt(self, sight: Sight, index: Index, local: list[int], counts: list[int]) -> Tensor:
+    def attend_prompt(self, sight: AttentionInputs, index: Index, local: list[int], counts: list[int]) -> Tensor:
         """Output [B, H, G, Q, Dv] of prompt rows; local, counts: past window and slots to choose, per row."""
         return attend_prompt(sight)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.lanes import Lanes
+from kvexp.retrieval.copy_streams import Lanes
 from kvexp.retrieval.policies import Policy, policy_of
 
 

@@ -8,14 +8,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core.attend import Sight, attend_prompt, attend_with
+from kvexp.core.attention import AttentionInputs, attend_prompt, attend_with
 from kvexp.core.select import best
 from kvexp.errors import ConfigError
-from kvexp.retrieval.asked import Asked, Chosen
 from kvexp.retrieval.base import Prompt, Retrieval
 from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.blocks import banded, block_scores, blockwise, far_query, far_sight, representatives
-from kvexp.retrieval.index import Index
+from kvexp.retrieval.infllm_blocks import banded, block_scores, blockwise, far_query, far_sight, representatives
+from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.query import Asked, Chosen
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class InfLLM(Retrieval):
     def alters_prompt(self) -> bool:
         return self.prefill == "blockwise"
 
-    def attend_prompt(self, sight: Sight, index: Index, local: list[int], counts: list[int]) -> Tensor:
+    def attend_prompt(self, sight: AttentionInputs, index: Index, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
             out = attend_prompt(sight)
             received = banded(sight, local)
@@ -112,7 +112,7 @@ class InfLLM(Retrieval):
         received[rows, :, places] = 0.0
         index.grow(max(at) + 1)
 
-    def _observe(self, sight: Sight, asked: Asked, probabilities: Tensor) -> None:
+    def _observe(self, sight: AttentionInputs, asked: Asked, probabilities: Tensor) -> None:
         """Add what the window's tokens got, and represent the block that is complete from the next step on."""
         index, memory, received = asked.index, asked.memory, asked.index["received"]
         local = torch.tensor(memory.layout.local, device=sight.positions.device)
@@ -165,7 +165,7 @@ class InfLLM(Retrieval):
             query = far_query(query, place, edge, asked.geometry)
         return block_scores(self, query, place, keys, at, asked.geometry)
 
-    def attend(self, sight: Sight, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
         rows = slice(0, 1)
         x = sight.logits(rows, sight.keys.shape[2])
         if self.clamps:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvexp.retrieval.block_cache import BlockCache
-from kvexp.retrieval.lanes import lanes_of, on_host, rows_at_home
-from kvexp.retrieval.layout import Layout, Traffic, leaves
-from kvexp.retrieval.near import Near
+from kvexp.retrieval.copy_streams import lanes_of, on_host, rows_at_home
+from kvexp.retrieval.offload_config import Layout, Traffic, leaves
+from kvexp.retrieval.resident import Near
 
 GROWTH = 64  # positions added at a time where the final length is not known
 

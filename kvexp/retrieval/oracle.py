@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.asked import Asked
 from kvexp.retrieval.base import Retrieval
+from kvexp.retrieval.query import Asked
 
 
 @dataclass(frozen=True)

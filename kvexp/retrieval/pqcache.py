@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.adaptive import Profile, measured
-from kvexp.retrieval.asked import Asked, combined
 from kvexp.retrieval.base import Prompt, Retrieval
 from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.index import Index
 from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
+from kvexp.retrieval.kmeans_schedule import Profile, measured
+from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.query import Asked, combined
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 

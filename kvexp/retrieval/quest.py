@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.asked import Asked, combined
 from kvexp.retrieval.base import Prompt, Retrieval
-from kvexp.retrieval.index import Index
+from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.query import Asked, combined
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core.attend import Sight, attend_prompt
+from kvexp.core.attention import AttentionInputs, attend_prompt
 from kvexp.errors import ConfigError
-from kvexp.retrieval.asked import Asked, Chosen, combined
 from kvexp.retrieval.base import Prompt, Retrieval
-from kvexp.retrieval.index import Index
+from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.query import Asked, Chosen, combined
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SparQ(Retrieval):
         chosen = asked.top(combined(asked.logits(dots), self.combine))
         return Chosen(chosen, asked.logits(dots, past=True) if self.mean_value else None)
 
-    def attend(self, sight: Sight, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
         out = attend_prompt(sight)
         if chosen.carry is None:
             return out

@@ -1,19 +1,19 @@
 """What is asked of a model and how its answer is scored: text in, numbers out. No model, no tokenizer, no torch."""
 
-from .asked import QUESTIONS, Asked
-from .base import SAMPLES, TRUNCATIONS, Example, Task
-from .cnn_dailymail import CNNDailyMail
-from .govreport import GovReport
-from .gsm8k import GSM8K
-from .lm_eval import LMEval
-from .longbench import LongBench
-from .needle import Needle
-from .perplexity import Perplexity
-from .soda import Soda
-from .stories import Stories
-from .summarization import TEMPLATES, Summarization
-from .testbed import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
-from .xsum import XSum
+from kvexp.tasks.base import SAMPLES, TRUNCATIONS, Example, Task
+from kvexp.tasks.cnn_dailymail import CNNDailyMail
+from kvexp.tasks.govreport import GovReport
+from kvexp.tasks.gsm8k import GSM8K
+from kvexp.tasks.lm_eval import LMEval
+from kvexp.tasks.longbench import LongBench
+from kvexp.tasks.needle import Needle
+from kvexp.tasks.perplexity import Perplexity
+from kvexp.tasks.questions import QUESTIONS, Asked
+from kvexp.tasks.soda import Soda
+from kvexp.tasks.stories import Stories
+from kvexp.tasks.summarization import TEMPLATES, Summarization
+from kvexp.tasks.testbed import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
+from kvexp.tasks.xsum import XSum
 
 __all__ = [
     "GSM8K",

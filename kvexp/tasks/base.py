@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
-
-from . import data
+from kvexp.tasks import data
 
 TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
@@ -197,7 +196,7 @@ class Task:
         """
         self.check_options()
         if any(metric.startswith("rouge") for metric in self.metrics):
-            from . import rouge  # noqa: F401  # a missing package shows here, not after the first answer
+            from kvexp.tasks import rouge  # noqa: F401  # a missing package shows here, not after the first answer
 
         at_hand = self.generated or self.data_files is not None
         if not sum(1 for _ in (self.examples() if at_hand else self._first())):

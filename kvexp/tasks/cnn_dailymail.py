@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .summarization import Summarization
+from kvexp.tasks.summarization import Summarization
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
 from kvexp.paths import path_of
-
-from .json_rows import json_rows
+from kvexp.tasks.json_rows import json_rows
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _COMMIT = re.compile("[0-9a-f]{7,40}")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .base import Example
-from .members import Members
-from .summarization import Summarization
+from kvexp.tasks.base import Example
+from kvexp.tasks.members import Members
+from kvexp.tasks.summarization import Summarization
 
 
 @dataclass(frozen=True, kw_only=True)

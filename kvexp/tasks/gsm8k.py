@@ -11,10 +11,9 @@ from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
 from kvexp.paths import path_of
-
-from .asked import Asked
-from .base import Example, row_id
-from .data import text
+from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.data import text
+from kvexp.tasks.questions import Asked
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNSIGNED = re.compile(r"\d*\.?\d+")

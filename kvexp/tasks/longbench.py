@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-
-from .asked import Asked
-from .base import Example, row_id
-from .data import text
-from .longbench_metrics import check_jieba, classification
-from .longbench_subsets import CHINESE_WORDS, SUBSETS, Subset
-from .members import Members
+from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.data import text
+from kvexp.tasks.longbench_metrics import check_jieba, classification
+from kvexp.tasks.longbench_subsets import CHINESE_WORDS, SUBSETS, Subset
+from kvexp.tasks.members import Members
+from kvexp.tasks.questions import Asked
 
 WRAPS = ("official", "always", "never")
 

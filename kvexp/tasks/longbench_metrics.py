@@ -16,9 +16,8 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from kvexp.errors import ConfigError
-
-from .metrics import f1
-from .metrics import qa_f1 as english_f1
+from kvexp.tasks.metrics import f1
+from kvexp.tasks.metrics import qa_f1 as english_f1
 
 # eval.py removes these from Chinese tokens besides string.punctuation.
 _CHINESE = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from . import longbench_metrics as metrics
+from kvexp.tasks import longbench_metrics as metrics
 
 Metric = Callable[[str, str, Sequence[str]], float]
 

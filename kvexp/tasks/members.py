@@ -10,10 +10,9 @@ from pathlib import Path
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
 from kvexp.paths import path_of
-
-from . import data
-from .archive import Archive
-from .json_rows import json_row
+from kvexp.tasks import data
+from kvexp.tasks.archive import Archive
+from kvexp.tasks.json_rows import json_row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvexp.errors import ConfigError
-
-from . import haystack
-from .asked import Asked
-from .base import Example
-from .lengths import longest_fit
-from .metrics import contains, word_recall
+from kvexp.tasks import haystack
+from kvexp.tasks.base import Example
+from kvexp.tasks.lengths import longest_fit
+from kvexp.tasks.metrics import contains, word_recall
+from kvexp.tasks.questions import Asked
 
 CHARACTERS_PER_TOKEN = 4  # of a first draft only: `fit` counts
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-
-from .base import Example, Task, row_id
-from .data import text
-from .lengths import longest_fit
+from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.data import text
+from kvexp.tasks.lengths import longest_fit
 
 _WORD = re.compile(r"\S+")
 

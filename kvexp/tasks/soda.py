@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-
-from .base import Example, Task, row_id
-from .data import text
+from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.data import text
 
 _MARKS = re.compile("<sep>|<turn>|<end>")
 
@@ -45,7 +44,7 @@ class Soda(Task):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from .rouge import lines, rouge
+        from kvexp.tasks.rouge import lines, rouge
 
         output = _MARKS.sub("", output)
         if self.join_lines:

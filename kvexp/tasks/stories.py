@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-
-from .base import Example, Task, row_id
-from .data import text
+from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.data import text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Stories(Task):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent; both texts one sentence per line for rougeLsum."""
-        from .rouge import lines, rouge
+        from kvexp.tasks.rouge import lines, rouge
 
         return rouge(lines(output), lines(reference))
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvexp.errors import ConfigError
-
-from .base import Example, Task, row_id
-from .data import text
+from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.data import text
 
 # name -> the text around {instruction} and {input}; task.template may also be such a text.
 TEMPLATES = {
@@ -64,7 +63,7 @@ class Summarization(Task):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from .rouge import lines, rouge
+        from kvexp.tasks.rouge import lines, rouge
 
         if self.stop is not None:
             output = output.partition(self.stop)[0]

@@ -8,7 +8,7 @@ from random import Random
 from kvexp.pipes import watch_pipes
 from kvexp.testbed.document import LONGEST, SPLITS, Shape, document
 from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
-from kvexp.testbed.needle import needle_document
+from kvexp.testbed.needle_document import needle_document
 from kvexp.testbed.words import vocabulary
 
 FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know

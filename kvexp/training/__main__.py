@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.training.families import NAMES
 from kvexp.training.launch import several
+from kvexp.training.layouts import NAMES
 from kvexp.training.recipes import RECIPES
 
 if TYPE_CHECKING:

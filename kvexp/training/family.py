@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvexp.errors import ConfigError
-from kvexp.training.export import export
+from kvexp.training.export_model import export
 from kvexp.training.lessons import CURRICULUM, KINDS, lesson
 from kvexp.training.recipe import Recipe
 from kvexp.training.train import Trainer, loss_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kvexp.errors import ConfigError
-from kvexp.training.families import POSITIONS, untrained
+from kvexp.training.layouts import POSITIONS, untrained
 from kvexp.training.lessons import CURRICULUM, KINDS, Lesson, lesson
 from kvexp.training.recipe import MIXTURE, Recipe
 

@@ -130,11 +130,6 @@ def _load():
     from hydra import main  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    import kvexp.results
-    import kvexp.runner.job
-    import kvexp.runner.report
-    import kvexp.runner.together  # noqa: F401
-
 
 def _status(pid):
     found, status = os.waitpid(pid, os.WNOHANG)

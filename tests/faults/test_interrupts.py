@@ -87,7 +87,7 @@ def test_twice_in_a_row(stage, tmp_path, pause):
 
 
 def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):
-    hang = "import time, kvexp.runner.interrupt as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
+    hang = "import time, kvexp.sweep.signals as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
     child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW + hang)
     child.until("HERE")
     child.send(signal.SIGINT)
@@ -102,7 +102,7 @@ def test_while_everything_is_imported(tmp_path):
     code = (
         "import signal, sys, threading, os, time, runpy\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import kvexp.runner.interrupt as i\n"
+        "import kvexp.sweep.signals as i\n"
         "watch = i.watch\n"
         "def told():\n    watch(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
         "i.watch = told\n"

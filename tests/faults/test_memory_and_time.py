@@ -70,7 +70,7 @@ def test_a_group_alone_is_halved_and_says_so(stage, tmp_path, launcher):
 # One example's prompt is too much in any company, or never answered.
 BAD = """
 import time, torch
-import kvexp.runner.answers as answers
+import kvexp.evaluate.outputs as answers
 import kvexp.generate as generate
 def poisoned(name):
     good = getattr(generate, name)
@@ -126,7 +126,7 @@ def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher
 # A lock of the C library, which no signal handler of Python's ever gets to interrupt.
 STUCK = """
 import ctypes, os
-import kvexp.runner.deadline as deadline
+import kvexp.evaluate.timeout as deadline
 deadline.GRACE_S = 0.3
 library = ctypes.CDLL(None)
 def stuck():
@@ -193,7 +193,7 @@ def test_a_command_line_that_is_stuck_begins_again(tmp_path):
     """In its own place: same process, same words; and only where it was a command line of ours."""
     code = (
         "import os, sys, threading, time\n"
-        "from kvexp.runner.deadline import start_anew\n"
+        "from kvexp.evaluate.timeout import start_anew\n"
         "print(os.getpid(), *sys.argv[1:], flush=True)\n"
         "if not os.path.exists(sys.argv[1]):\n"
         "    open(sys.argv[1], 'w').close()\n"

@@ -6,10 +6,10 @@ import torch
 from faults.sweeps import LAUNCHERS, folder_of, rows_of, sweep
 from kvexp.core import Budget
 from kvexp.errors import NotFinite
-from kvexp.generate import Decoding, continuation_logprobs, generate
+from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.methods import H2O, Full, Window
 from kvexp.models import random_model
-from kvexp.models.blame import first_not_finite
+from kvexp.models.nan_locator import first_not_finite
 
 # Layer 2's MLP overflows, once a cache has been evicted by H2O or at the second example of any.
 OVERFLOW = """
@@ -70,7 +70,7 @@ PROMPT = [[3, 5, 7, 11, 13, 17, 19, 23]]
 @pytest.mark.parametrize("step", [1, 2, 4])
 def test_a_single_bad_forward_is_noticed(step, beams):
     """Even where what it left in the cache is evicted again before the end."""
-    decoding = Decoding(max_new_tokens=6, num_beams=beams, eos=None)
+    decoding = GenerationParams(max_new_tokens=6, num_beams=beams, eos=None)
     with pytest.raises(NotFinite, match="logits of this run hold NaN or inf"):
         generate(broken(step), PROMPT, Window(), Budget(tokens=2), decoding=decoding)
     generate(broken(99), PROMPT, Window(), Budget(tokens=2), decoding=decoding)
@@ -89,5 +89,5 @@ def test_the_innermost_module_is_named_and_padding_is_not():
         model(torch.tensor(PROMPT))
     assert found == ["model.layers.1.mlp"]
     with first_not_finite(model) as found:  # its second forward is a sound one, and so are its rows of unequal length
-        generate(model, [PROMPT[0], PROMPT[0][:3]], Full(), decoding=Decoding(max_new_tokens=3, eos=None))
+        generate(model, [PROMPT[0], PROMPT[0][:3]], Full(), decoding=GenerationParams(max_new_tokens=3, eos=None))
     assert found == []

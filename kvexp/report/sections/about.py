@@ -3,9 +3,8 @@
 from typing import Any
 
 import kvexp
-
-from ..section import Section
-from ..source import Source
+from kvexp.report.section import Section
+from kvexp.report.source import Source
 
 
 def data(source: Source) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Quality against budget: all it draws is in the index."""
 
-from ..section import Section
+from kvexp.report.section import Section
 
 SECTION = Section(
     "explorer",

@@ -3,12 +3,11 @@
 from typing import Any
 
 from kvexp.errors import ConfigError
-from kvexp.evictions.files import EVICTIONS, has, need_told, read_table
-from kvexp.evictions.view import made
+from kvexp.evictions.eviction_files import EVICTIONS, has, need_told, read_table
+from kvexp.evictions.held_tokens import made
+from kvexp.report.section import Section
+from kvexp.report.source import Source
 from kvexp.results.read import Folder
-
-from ..section import Section
-from ..source import Source
 
 MOST = 4  # examples of a run
 TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once

@@ -4,11 +4,10 @@ from collections.abc import Iterable
 from shlex import quote
 from typing import Any
 
+from kvexp.report.section import Section
+from kvexp.report.source import Source
 from kvexp.results.read import Folder, Row, number
 from kvexp.results.stats import lower_is_better
-
-from ..section import Section
-from ..source import Source
 
 LONGEST = 4_000  # letters of one text
 TOTAL = 12_000_000  # letters of all texts together: a page a browser still opens at once

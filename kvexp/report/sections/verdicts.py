@@ -4,11 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from kvexp.report.section import Section
+from kvexp.report.source import Group, Source
 from kvexp.results.columns import Column
 from kvexp.results.render import notes
-
-from ..section import Section
-from ..source import Group, Source
 
 VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
 

@@ -14,9 +14,8 @@ from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
 from kvexp.hub import forbidden, unreachable
 from kvexp.paths import path_of
-
-from . import local
-from .package import quiet, require
+from kvexp.tasks.lm_eval import local
+from kvexp.tasks.lm_eval.package import quiet, require
 
 # Reading all of lm-eval's fourteen thousand definitions takes seconds; the papers' seven are found at once.
 FOLDERS = {

@@ -9,8 +9,7 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example
-
-from .package import quiet
+from kvexp.tasks.lm_eval.package import quiet
 
 # Metrics that are shares of 1; others keep lm-eval's own scale.
 PER_UNIT = {"word_perplexity": "word_nll", "byte_perplexity": "byte_nll", "bits_per_byte": "byte_nll"}

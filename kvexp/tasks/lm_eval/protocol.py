@@ -37,7 +37,7 @@ class Protocol:
     """mode prefill_then_step: prefill the context, evict, feed the continuation token by token. The budget comes from
     the context alone. The first token is judged by the full prefill, so answers of one token never feel eviction.
 
-    mode row_mask: one forward over context and continuation under a mask per row (kvexp.core.rowmask); nothing is
+    mode row_mask: one forward over context and continuation under a mask per row (kvexp.core.row_mask); nothing is
     dropped. mask: local is causal, global sees future queries (H2O's LLaMA script). budget_length: tokens that
     ratios are of, the request's own or those of its batch of `padded_batch` requests, longest first. whole_text: feed
     the last token too, whose output nobody reads but which counts for the budget. score_dtype: of the accumulated

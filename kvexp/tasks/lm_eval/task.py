@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.asked import QUESTIONS
 from kvexp.tasks.base import Task
-
-from . import definition
-from .items import Item, items, score
-from .protocol import PROTOCOLS, Protocol, protocol_of
+from kvexp.tasks.lm_eval import definition
+from kvexp.tasks.lm_eval.items import Item, items, score
+from kvexp.tasks.lm_eval.protocol import PROTOCOLS, Protocol, protocol_of
+from kvexp.tasks.questions import QUESTIONS
 
 # Options of every task that this one has no use for, and what they must stay at.
 IDLE = {

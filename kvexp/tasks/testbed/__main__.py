@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.tasks.testbed.export import export
+from kvexp.tasks.testbed.export_tasks import export
 from kvexp.testbed.document import SPLITS
 
 

@@ -7,8 +7,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.asked import Asked
 from kvexp.tasks.base import Example
+from kvexp.tasks.questions import Asked
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.document import Document, Fact, document, draw_value
 from kvexp.testbed.forms import answer, ask, opening

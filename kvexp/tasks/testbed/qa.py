@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-from kvexp.tasks.asked import Asked
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, qa_f1
+from kvexp.tasks.questions import Asked
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.forms import ask, opening
 

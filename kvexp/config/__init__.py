@@ -1,0 +1,1 @@
+"""A composed Hydra configuration as checked objects. Nothing here loads a model."""

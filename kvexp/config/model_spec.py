@@ -1,0 +1,190 @@
+"""Which model a run uses, and the one model a process holds at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvexp.build import typed
+from kvexp.config.labels import MOVING
+from kvexp.config.model_folder import folder_digest
+from kvexp.errors import ConfigError
+from kvexp.paths import path_of
+
+if TYPE_CHECKING:
+    from kvexp.core import Method
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The `model` node. kind: pretrained (path) or random (family, seed, config).
+
+    contents: digests of the folders that path and tokenizer are, None where one is none. What is loaded has them.
+    """
+
+    kind: str
+    path: str | None = None
+    family: str | None = None
+    seed: int = 0
+    config: str = "{}"  # JSON, so that the whole can be a cache key
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    chat: bool = False
+    contents: tuple[str | None, str | None] = (None, None)
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> ModelSpec:
+        """Check the node; a folder must exist, hold a model of a known family and weights."""
+        from kvexp.models.load import check_device, check_device_map, check_source, dtype_of
+
+        node = dict(node)
+        node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
+        kind = node.get("kind")
+        allowed = {
+            "pretrained": {"path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"},
+            "random": {"family", "seed", "config"},
+        }
+        if not isinstance(kind, str) or kind not in allowed:
+            raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
+        for name in node:
+            if name not in allowed[kind] | {"kind", "dtype", "device", "chat"}:
+                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
+        if "config" in node:
+            if not isinstance(node["config"], dict):
+                raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
+            node["config"] = json.dumps(node["config"], sort_keys=True)
+        kinds = {"seed": int, "trust_remote_code": bool, "allow_pickle": bool, "chat": bool}
+        for name, value in node.items():
+            wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
+            node[name] = typed(value, wanted, f"model.{name}")
+        spec = cls(**node)
+        dtype_of(spec.dtype)
+        check_device(spec.device)
+        check_device_map(spec.device_map, spec.device)
+        if kind == "pretrained":
+            if not spec.path:
+                raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
+            check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
+        return replace(spec, contents=spec.contents_now())
+
+    def contents_now(self) -> tuple[str | None, str | None]:
+        return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
+
+    def _digest(self, words: str | None, option: str) -> str | None:
+        folder = path_of(words, option) if words else None
+        return folder_digest(folder, code=self.trust_remote_code) if folder and folder.is_dir() else None
+
+    def identity(self) -> dict[str, Any]:
+        """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
+        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents")}
+        known["device"] = self.resolved_device().split(":")[0]
+        for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
+            known[name] = digest or known[name]
+        return known
+
+    def label(self, choice: str) -> str:
+        """The configuration's name for it, or the folder's for `local`."""
+        return path_of(self.path, "model.path").name if choice in ("local", "") and self.path else choice
+
+    def shown_revision(self) -> str | None:
+        """The revision of a hub model as the configuration gives it; None where there is no hub."""
+        if self.kind != "pretrained" or path_of(self.path or "", "model.path").exists():
+            return None
+        return self.revision or MOVING
+
+    def resolved_device(self) -> str:
+        import torch
+
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.lru_cache(maxsize=1)
+def load(spec: ModelSpec) -> tuple[Any, Any]:
+    """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
+    from kvexp.models import load_model, random_model
+
+    if spec.kind == "random":
+        config = json.loads(spec.config)
+        model = random_model(
+            str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
+        )
+        return model, tokenizer_of(spec)
+    assert spec.path is not None
+    model = load_model(
+        spec.path,
+        dtype=spec.dtype,
+        device=spec.device,
+        device_map=spec.device_map,
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        allow_pickle=spec.allow_pickle,
+    )
+    tokenizer = tokenizer_of(spec)
+    if spec.contents_now() != spec.contents:
+        raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
+    return model, tokenizer
+
+
+def share_weights(model: Any) -> None:
+    """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
+    import torch
+
+    from kvexp.models.cpu_linear import renew
+
+    with torch.no_grad():
+        renew(model)
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_of(spec: ModelSpec) -> Any:
+    """The tokenizer alone, for what can be known before weights load."""
+    from kvexp.models import load_tokenizer
+    from kvexp.models.byte_tokenizer import byte_tokenizer
+
+    if spec.kind == "random":
+        return byte_tokenizer()
+    assert spec.path is not None
+    own = spec.tokenizer is None  # else it is of another repository, which does not know this revision
+    return load_tokenizer(
+        spec.tokenizer or spec.path,
+        revision=spec.revision if own else None,
+        trust_remote_code=spec.trust_remote_code,
+    )
+
+
+def holds(spec: ModelSpec) -> int:
+    """Positions the model has, without its weights."""
+    from kvexp.models.families import longest
+
+    return longest(config_of_spec(spec))
+
+
+def check_fits(spec: ModelSpec, method: Method, config: Any = None) -> None:
+    """ConfigError if the method cannot work on the model, whose configuration alone is read (where it is not given)."""
+    from kvexp.models.retrieval_calibration import check_retrieval
+    from kvexp.retrieval.base import Retrieval
+
+    if isinstance(method, Retrieval):
+        check_retrieval(config or config_of_spec(spec), method)
+
+
+def config_of_spec(spec: ModelSpec) -> Any:
+    """The Hugging Face configuration, without weights."""
+    from kvexp.models.load import config_of, random_config
+
+    if spec.kind == "random":
+        return random_config(str(spec.family), **json.loads(spec.config))
+    return config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+def commit_of(model: Any) -> str | None:
+    """The hub's commit these weights came from; None for folders and random weights."""
+    commit: str | None = getattr(model.config, "_commit_hash", None)
+    return commit

@@ -1,0 +1,54 @@
+"""Prompts that count as padded: Keyformer's release pads every prompt on the left and takes its ratio of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvexp.core import Budget
+from kvexp.errors import ConfigError
+from kvexp.tasks import LMEval
+
+if TYPE_CHECKING:
+    from kvexp.config.settings import Settings
+
+
+def check_padding(settings: Settings) -> None:
+    """ConfigError where padding would do nothing, or where a row's budget would be its neighbours'."""
+    task, budget = settings.task, settings.budget
+    if task.pad_to is not None and isinstance(task, LMEval):
+        raise ConfigError("task.pad_to does not reach lm-eval's tasks: leave it at null")
+    if budget is None:
+        return
+    if task.pad_to is not None and budget.of != "padded":
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} makes pads count towards the budget, budget.of={budget.of} leaves them out: "
+            "set budget.of=padded, or task.pad_to=null"
+        )
+    whole = task.pad_to is not None and task.pad_to == task.max_prompt_tokens  # then all prompts are of one width
+    if budget.of == "padded" and settings.batch_size > 1 and not whole:
+        raise ConfigError(
+            f"batch_size must be 1 with budget.of=padded, got {settings.batch_size}: the longest prompt of a batch "
+            "would set the budget of all (unless task.pad_to is task.max_prompt_tokens)"
+        )
+
+
+def budget_of(settings: Settings, lengths: Sequence[int]) -> Budget | None:
+    """The budget of a batch of prompts of so many tokens.
+
+    With task.pad_to it is a number of slots, the ratio of the padded prompt (floored, as everywhere). The pads
+    themselves are left out: a pad is seen by nothing and is the first to go, so it could only hold memory that no token
+    needs. Of the release (summarize.py, padding="max_length") this keeps budget and recent window, which are of the
+    padded prompt; it leaves out the constant that padded query rows add to the scores of all real prompt tokens, and
+    StreamingLLM's pads that serve as sinks (kvexp.reference_check reproduces both).
+    """
+    budget, pad_to = settings.budget, settings.task.pad_to
+    if budget is None or pad_to is None or budget.kv_ratio is None:
+        return budget
+    widths = {max(pad_to, length) for length in lengths}
+    if len(widths) > 1:
+        raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
+    flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
+    (slots,) = flat.resolve([0], widths.pop(), None, 0, 1)
+    return dataclasses.replace(budget, kv_ratio=None, tokens=slots)

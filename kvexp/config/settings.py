@@ -1,0 +1,244 @@
+"""A composed configuration as checked objects, and what of it identifies a run. Nothing here loads a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvexp.build import build, typed
+from kvexp.config.chat import check_chat
+from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
+from kvexp.config.model_spec import ModelSpec
+from kvexp.config.padding import check_padding
+from kvexp.config.root_values import check_values
+from kvexp.config.shard import Shard
+from kvexp.core import Budget, Cadence, Method, Plan
+from kvexp.errors import ConfigError
+from kvexp.generate import GenerationParams
+from kvexp.methods import Full
+from kvexp.models.half_precision import alone, identifies
+from kvexp.paths import path_of
+from kvexp.tasks import LMEval, Task
+
+# Known by the data's fingerprint, by the generation settings, or unable to change a number.
+_NOT_THE_TASK = (
+    *("limit", "data_files", "streaming", "hub_id", "hub_config", "hub_file", "revision", "split"),
+    *("haystack", "prompt_file"),
+    "size",  # of a generated task: how many of its rows
+    *("max_new_tokens", "min_new_tokens"),
+    *("tasks", "data_dir"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything one run needs. `identity` holds all that can change a number and nothing else.
+
+    command: what `settings_of` made it from (config, choices, overrides), to make it again from a run's folder.
+    """
+
+    model: ModelSpec
+    method: Method
+    budget: Budget | None
+    cadence: Cadence
+    mode: str
+    positions: str
+    observe: str
+    beyond_context: bool
+    task: Task
+    decoding: GenerationParams
+    seed: int
+    limit: int | None
+    batch_size: int
+    shard: Shard
+    timeout_s: float | None
+    retry: bool
+    outputs_dir: Path
+    labels: dict[str, Any]
+    identity: dict[str, Any]
+    command: dict[str, Any]
+
+    @property
+    def is_baseline(self) -> bool:
+        return not self.method.evicts
+
+    def plan(self) -> dict[str, Any]:
+        """Options for `kvexp.generate`."""
+        return {
+            "cadence": self.cadence,
+            "mode": self.mode,
+            "positions": self.positions,
+            "observe": self.observe,
+            "beyond_context": self.beyond_context,
+        }
+
+    def baseline(self) -> Settings:
+        """The same run with full attention: what this one is measured against."""
+        full = dataclasses.replace(
+            self, method=Full(), budget=None, cadence=Cadence(), mode="overwrite", positions="original"
+        )
+        return full.identified(labels_of_baseline(self.labels))
+
+    def parts(self) -> list[Settings]:
+        """One run for each of lm-eval's tasks, each with its name as its label; any other task is one run."""
+        if not isinstance(self.task, LMEval):
+            return [self]
+        return [
+            dataclasses.replace(self, task=task).identified({**self.labels, "task": task.label(task.name)})
+            for task in self.task.parts()
+        ]
+
+    def identified(self, labels: dict[str, Any]) -> Settings:
+        """Fill in labels and identity. Settings that cannot matter are left out, so that equal runs are one run."""
+        identity: dict[str, Any] = {
+            "model": self.model.identity(),
+            "task": {"name": self.task.name, **_plain(self.task, without=_NOT_THE_TASK)},
+            "data": self.task.pinned,
+            "generation": _plain(self.decoding),
+            "method": {"name": self.method.name, **_plain(self.method)},
+            "beyond_context": self.beyond_context,
+            "positions": self.positions,
+        }
+        if not self.is_baseline:
+            identity |= {"budget": _plain(self.budget), "cadence": _plain(self.cadence), "mode": self.mode}
+            identity["observe"] = self.observe
+        if self.decoding.sample or not self.is_baseline:
+            identity["seed"] = self.seed
+        if identifies(self.model.dtype, self.model.resolved_device()):
+            identity["batch_size"] = self.batch_size
+        return dataclasses.replace(self, labels=labels, identity=identity)
+
+
+def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequence[str] = ()) -> Settings:
+    """Check a resolved configuration; ConfigError names the key.
+
+    choices: group -> the option taken; overrides: what was set by hand; both for labels only.
+    """
+    for group in ("cache", "task", "method", "budget", "generation", "model"):
+        if not isinstance(config.get(group), dict):
+            raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
+    check_values(config, choices)
+    _check_protocol(config.get("protocol"), choices.get("task", ""))
+    if "limit" in config["task"]:
+        raise ConfigError("task.limit is set by limit=N, without task. in front")
+    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
+    budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
+    cache = dict(config["cache"])
+    for name in ("mode", "positions", "evict_at_prefill", "evict_every", "observe", "beyond_context"):
+        if name not in cache:
+            raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
+    every, at_prefill = cache.pop("evict_every"), cache.pop("evict_at_prefill")
+    mode = cache.pop("mode")
+    if mode == "auto":
+        mode = "mask" if method.needs_mask or getattr(method.view, "over", "") == "full" else "overwrite"
+    positions = cache.pop("positions") or method.positions
+    observe, beyond = cache.pop("observe"), cache.pop("beyond_context")
+    if cache:
+        raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
+    task: Task = build(
+        {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+    )
+    model = ModelSpec.of(_located(config["model"], "model.path"))
+    task = task.for_model(chat=model.chat)
+    settings = Settings(
+        model=model,
+        method=method,
+        budget=budget,
+        cadence=Cadence(
+            typed(at_prefill, bool, "cache.evict_at_prefill"), typed(every, int | None, "cache.evict_every")
+        ),
+        mode=mode,
+        positions=positions,
+        observe=observe,
+        beyond_context=typed(beyond, bool, "cache.beyond_context"),
+        task=task,
+        decoding=_decoding(config["generation"], task),
+        seed=config["seed"],
+        limit=config["limit"],
+        batch_size=1 if alone(model.dtype, model.resolved_device()) else config["batch_size"],
+        shard=Shard.read(config.get("shard")),
+        timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
+        retry=config["retry"],
+        outputs_dir=Path(config["outputs_dir"]).expanduser(),
+        labels={},
+        identity={},
+        command={"config": config, "choices": choices, "overrides": list(overrides)},
+    )
+    _check(settings)
+    settings = settings.identified(_labels(settings, choices, overrides))
+    return settings.baseline() if settings.is_baseline else settings
+
+
+def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
+    """The node with a path that is found from any folder, where `option` names something that comes with kvexp."""
+    key = option.rpartition(".")[2]
+    path = node.get(key)
+    if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
+        return {**node, key: str(ROOT / path)}
+    return node
+
+
+def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
+    """Generation settings, with the task's lengths where the configuration leaves them open."""
+    node = dict(node)
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if node.get(name) is None:
+            node[name] = getattr(task, name)
+    decoding: GenerationParams = build(node, "generation", within="kvexp.generate")
+    return decoding
+
+
+def _check(settings: Settings) -> None:
+    """What can be wrong without a model or data at hand."""
+    view = settings.method.view
+    if settings.batch_size > 1 and view is not None and view.batch == "sum_all":
+        raise ConfigError(
+            f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
+            "of all prompts of a batch"
+        )
+    check_padding(settings)
+    check_chat(settings)
+    if isinstance(settings.task, LMEval):
+        from kvexp.config.lm_eval_checks import check_item_settings
+
+        check_item_settings(settings)
+    Plan(
+        settings.method,
+        settings.budget,
+        settings.cadence,
+        settings.mode,  # type: ignore[arg-type]
+        settings.positions,  # type: ignore[arg-type]
+        settings.observe,  # type: ignore[arg-type]
+    )
+
+
+def _check_protocol(protocol: Any, task: str) -> None:
+    """A paper's preset sets the switches of the paper's tasks: on another one it would be half a preset."""
+    if protocol is not None and task not in protocol["tasks"]:
+        raise ConfigError(
+            f"protocol={protocol['paper']} has no settings for task={task}; it has for {', '.join(protocol['tasks'])}"
+        )
+
+
+def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str]) -> dict[str, Any]:
+    source = settings.task.source
+    revisions = [settings.model.shown_revision()]
+    if source.data_files is None and source.hub_id and source.revision is None:
+        revisions.append(f"data {MOVING}")
+    return labels_of(
+        {**choices, "task": settings.task.label(choices.get("task", settings.task.name))},
+        overrides,
+        model=settings.model.label(choices.get("model", "")),
+        task=settings.task.name,
+        method=settings.method.name,
+        budget=settings.budget,
+        revision=", ".join(revision for revision in revisions if revision) or None,
+    )
+
+
+def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(item).items() if k not in without}

@@ -1,0 +1,1 @@
+"""One decode step of full caches in as few operations as possible: what `EvictionLayer.forward` does, faster."""

@@ -1,0 +1,1 @@
+"""Observation: the attention that each slot receives, summed over queries, as methods accumulate it."""

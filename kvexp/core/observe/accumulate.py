@@ -1,0 +1,69 @@
+"""The score a layer keeps: column sums of a forward, pooled over rows and heads, added to what was there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvexp.core.attention import AttentionInputs
+from kvexp.core.cross_layer_score import CrossLayerScore
+from kvexp.core.observe import blocked
+from kvexp.core.plan import Plan
+from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.sequence import SequenceState
+from kvexp.core.slots import Slots
+
+
+def columns(
+    plan: Plan,
+    view: AttentionScoreSpec,
+    sight: AttentionInputs,
+    probabilities: Tensor | None,
+    time: SequenceState,
+    layer: int,
+) -> Tensor:
+    """Column sums [B, H, S] of this forward's rows; probabilities: those of a decode step, where it has them anyway."""
+    rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
+    weights = blocked.row_weights(view, sight.query_positions, rows_left)
+    if probabilities is not None and view.plain:
+        return blocked.weighted_columns(probabilities, weights)
+    taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
+    seeds = time.seeds.to(weights.device)
+    return blocked.columns(plan.observe, sight, view, weights, taus, seeds, layer, rows_left, plan.block)
+
+
+def pooled(view: AttentionScoreSpec, columns: Tensor, time: SequenceState) -> Tensor:
+    """Sum columns [B, H, S] over heads and over the batch rows that share a score."""
+    b, h, s = columns.shape
+    if view.pool_heads:
+        columns = columns.sum(1, keepdim=True).expand(b, h, s)
+    group = {"per_beam": 1, "per_sample": time.num_beams, "sum_all": b}[view.batch]
+    if group > 1:
+        view.check_lengths(time.prompt_lengths)
+        columns = columns.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
+        columns = columns.reshape(b, h, s)
+    return columns
+
+
+def accumulate(
+    slots: Slots,
+    view: AttentionScoreSpec,
+    columns: Tensor,
+    query_positions: Tensor,
+    time: SequenceState,
+    shared: CrossLayerScore | None,
+) -> None:
+    """Let the score of the slots fade and add columns [B, H, S]; with a shared score, add to that and read from it."""
+    score = slots.score[:, :, : slots.used]
+    factor: Tensor | None = None
+    if view.decay < 1:
+        new = (query_positions >= 0).sum(1).float()
+        factor = torch.pow(torch.full((), view.decay, device=new.device), new)[:, None, None]
+    if shared is None or time.in_prompt:
+        result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+        columns = result
+    if shared is not None and (not time.in_prompt or time.prompt_complete):
+        # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
+        result = shared.update(slots.positions[:, :, : slots.used], columns, None if time.in_prompt else factor)
+    # In mask mode -inf marks an evicted slot and must survive decay and addition.
+    score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))

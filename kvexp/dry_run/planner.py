@@ -1,0 +1,220 @@
+"""`python run.py --dry-run`: what a command would do, how much of it is done, what the rest takes. Loads no weights."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvexp.config.environment import environment
+from kvexp.config.model_spec import check_fits
+from kvexp.config.settings import Settings
+from kvexp.dry_run import cost
+from kvexp.dry_run.workload import Workload, check_workload, model_config, model_shape, workload
+from kvexp.errors import ConfigError
+from kvexp.models.model_size import Shape
+from kvexp.record import identity
+from kvexp.sweep.hydra_job import SWEPT, Job, parts_of, tell
+from kvexp.sweep.prefill_groups import groups
+from kvexp.sweep.sweep_progress import duration
+from kvexp.sweep.sweep_summary import exit_code, note_failure
+
+LISTED = 40  # runs shown one by one; more are told in groups
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run. left: rows it lacks."""
+
+    settings: Settings
+    work: Workload
+    left: int
+
+    @property
+    def total(self) -> int:
+        return len(self.work.examples)
+
+    @property
+    def state(self) -> str:
+        if not self.left:
+            return "done"
+        return "to do" if self.left == self.total else "partly"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that share prefills, or one alone; seconds: None where the model's size is not known."""
+
+    runs: list[Planned]
+    shape: Shape | None
+    seconds: float | None
+    basis: str
+
+    @property
+    def prefills(self) -> int:
+        """One per example for all runs of the group."""
+        return max(run.left for run in self.runs)
+
+    @property
+    def prompt_tokens(self) -> float:
+        return self.prefills * self.runs[0].work.prompt_tokens
+
+    @property
+    def new_tokens(self) -> float:
+        return sum(run.left * run.work.new_tokens for run in self.runs)
+
+
+def dry_run(main: Callable[[], None], option: str) -> int:
+    """The exit code of run.py: 1 where the option or a job is wrong, which is told."""
+    try:
+        plan(main, option)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return exit_code()
+
+
+def plan(main: Callable[[], None], option: str) -> None:
+    """Let Hydra compose the jobs of sys.argv without running one, and print their plan.
+
+    option: --dry-run, or --dry-run=NAME of another machine (`cost.MACHINES`). Nothing is written: Hydra's own notes on
+    a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here, one after the other.
+    """
+    name = option.partition("=")[2] or None
+    if name is not None and name not in cost.MACHINES:
+        raise ConfigError(f"--dry-run may name a machine, one of {', '.join(cost.MACHINES)}, got {name!r}")
+    words = [word for word in sys.argv[1:] if word.partition("=")[0] != "--dry-run"]
+    if any(word.startswith("hydra/sweeper=") and not word.endswith(("=basic", "=once_composed")) for word in words):
+        raise ConfigError(
+            "--dry-run plans grids; a search chooses its runs one after the other: leave out hydra/sweeper"
+        )
+    basic = "hydra/launcher=basic" in words
+    words = [word for word in words if not word.startswith(("hydra/launcher", "hydra.launcher."))]
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv[1:] = [*words, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
+        SWEPT.begin()
+        try:
+            main()
+        finally:
+            jobs = SWEPT.end()
+    swept = any(job.number is not None for job in jobs)
+    show_plan(jobs, name, shares=swept and not basic)
+
+
+def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None:
+    """shares: the launcher lets runs share prefills. Jobs that cannot run are told as their turn would tell them."""
+    wanted: dict[str, Settings] = {}
+    for job in jobs:
+        try:
+            for settings in parts_of(job):
+                config, _ = model_config(settings.model)
+                if config is not None and not settings.is_baseline:
+                    check_fits(settings.model, settings.method, config)
+                check_workload(settings)
+                for one in (settings if settings.is_baseline else settings.baseline(), settings):
+                    wanted.setdefault(identity(one.identity), one)
+        except Exception as error:
+            if len(jobs) > 1:
+                print(" ".join(job.overrides), end=": ", file=sys.stderr)
+            tell(job, error)
+    together = groups(wanted.values()) if shares else []
+    taken = {str(settings.identity) for group in together for settings in group}
+    alone = [[settings] for settings in wanted.values() if str(settings.identity) not in taken]
+    planned = []
+    for group in [*together, *alone]:
+        try:
+            planned.append(_group(group, machine))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            note_failure(_name(group[0]), str(error), told=True)
+    _show(planned, len(jobs))
+
+
+def _group(members: list[Settings], machine: str | None) -> Group:
+    runs = []
+    for settings in members:
+        work = workload(settings)
+        done = cost.folder_rows(settings.outputs_dir / identity(settings.identity))
+        known = [example for example in work.examples if example is not None]
+        left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))
+        runs.append(Planned(settings, work, left))
+    lead, work = members[0], runs[0].work
+    shape = model_shape(lead.model)
+    todo = [(run.settings, run.left) for run in runs]
+    rates = cost.measured(lead, environment()["device"]) if machine is None else None
+    if rates is not None:
+        seconds = cost.measured_seconds(rates, todo, work.prompt_tokens, work.new_tokens)
+        return Group(runs, shape, seconds, f"measured on {rates.rows} rows")
+    on = cost.machine_here(environment()["device"]) if machine is None else cost.MACHINES[machine]
+    if shape is None:
+        return Group(runs, None, None, "not known")
+    seconds = cost.estimated_seconds(on, shape, todo, work.prompt_tokens, work.new_tokens)
+    return Group(runs, shape, seconds, f"estimated for {on.name}")
+
+
+def _show(planned: list[Group], jobs: int) -> None:
+    runs = [run for group in planned for run in group.runs]
+    if not runs:
+        return
+    full = sum(run.settings.is_baseline for run in runs)
+    print(f"plan: {jobs} job(s), {len(runs)} runs with {full} full-attention baseline(s) among them; nothing is run")
+    if len(runs) <= LISTED:
+        for run in runs:
+            print(f"  {run.state:6} {run.total - run.left:>6}/{run.total} rows  {_name(run.settings)}")
+    by_part: dict[str, list[Group]] = {}
+    for group in planned:
+        by_part.setdefault(_title(group.runs[0].settings), []).append(group)
+    for part in by_part.values():
+        _show_part(part)
+    for spec in dict.fromkeys(group.runs[0].settings.model for group in planned):
+        _show_model(next(group for group in planned if group.runs[0].settings.model == spec))
+    for basis in dict.fromkeys(group.basis for group in planned):
+        print(f"time: {basis}")
+    states = [run.state for run in runs]
+    prompt, new = sum(group.prompt_tokens for group in planned), sum(group.new_tokens for group in planned)
+    print(
+        f"total: {states.count('done')} done, {states.count('partly')} partly, {states.count('to do')} to do; "
+        f"{cost.tokens(prompt)} prompt tokens, at most {cost.tokens(new)} new tokens, about {_time(planned)}"
+    )
+
+
+def _show_part(groups: list[Group]) -> None:
+    """The groups of one model and task."""
+    lead = groups[0].runs[0]
+    runs = [run for group in groups for run in group.runs]
+    sharing = f", prefills shared by {max(len(group.runs) for group in groups)}" if len(groups) < len(runs) else ""
+    memory = "memory not known"
+    if (shape := groups[0].shape) is not None:
+        weights = shape.weight_bytes(lead.settings.model.dtype)
+        each = ([run.settings for run in group.runs] for group in groups)
+        kv = max(cost.kv_bytes(shape, settings, lead.work.prompt_tokens) for settings in each)
+        memory = f"weights {cost.gigabytes(weights)} + KV {cost.gigabytes(kv)}"
+    prompts, new = sum(group.prefills for group in groups), sum(group.new_tokens for group in groups)
+    print(
+        f"{_title(lead.settings)}: {len(runs)} runs{sharing}; {prompts} prefills of {lead.work.prompt_tokens:.0f} "
+        f"tokens ({lead.work.source}), {cost.tokens(new)} new tokens; {memory}; about {_time(groups)}"
+    )
+
+
+def _time(groups: list[Group]) -> str:
+    known = [group.seconds for group in groups if group.seconds is not None]
+    return duration(sum(known)) + ("" if len(known) == len(groups) else " and what is not known")
+
+
+def _title(settings: Settings) -> str:
+    return f"{settings.labels['model']} {settings.labels['task']}"
+
+
+def _show_model(group: Group) -> None:
+    settings = group.runs[0].settings
+    shape, (_, source) = model_shape(settings.model), model_config(settings.model)
+    size = f"{shape.parameters:,} parameters, " if shape else ""
+    print(f"model {settings.labels['model']}: {size}{source}")
+
+
+def _name(settings: Settings) -> str:
+    labels = settings.labels
+    ratio = f"kv_ratio={labels['kv_ratio']:g}" if labels.get("kv_ratio") is not None else ""
+    words = (labels["model"], labels["task"], labels["method"], ratio, labels["setting"])
+    return " ".join(str(word) for word in words if word)

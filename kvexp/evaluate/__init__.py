@@ -1,0 +1,1 @@
+"""One run: prompts, answers, scores and rows for the examples that have none yet."""

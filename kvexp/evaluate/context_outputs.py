@@ -1,0 +1,137 @@
+"""Answers from contexts that are prefilled once: questions after the eviction, and choices by log-probability."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from kvexp.config.padding import budget_of
+from kvexp.config.settings import Settings
+from kvexp.evaluate.outputs import Answer, answers_of, variants
+from kvexp.evaluate.seeds import noise_seed, sampling_seed
+from kvexp.evaluate.tokenized_examples import Prompt
+
+Items = Sequence[tuple[int, Prompt]]
+
+
+def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, Answer]:
+    """Index -> answer, of prompts that have a question or choices; never more than batch_size forks at once.
+
+    Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
+    context (`noise_seed`), sampling by the example.
+    """
+    return asked_together([settings], model, tokenizer, batch)[0]
+
+
+def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Items) -> list[dict[int, Answer]]:
+    """`asked`, for several runs that differ in method and budget: they share every prefill."""
+    made: list[dict[int, Answer]] = [{} for _ in runs]
+    first = runs[0]
+    for part in _parts(first, batch):
+        each, place_of = _prefilled(runs, model, tokenizer, part)
+        groups = defaultdict(list)
+        for index, prompt in part:
+            if not prompt.choices:
+                groups[len(prompt.question)].append((index, prompt))
+                continue
+            for mine, settings, contexts in zip(made, runs, each, strict=True):
+                mine[index] = _chosen(settings, model, prompt, contexts, place_of[index])
+        for group in groups.values():
+            for start in range(0, len(group), first.batch_size):
+                some = group[start : start + first.batch_size]
+                forks = [contexts.fork([place_of[i] for i, _ in some]) for contexts in each]
+                for mine, more in zip(made, _answered(first, model, tokenizer, some, forks), strict=True):
+                    mine |= more
+    return made
+
+
+def mixes_rows(settings: Settings) -> bool:
+    """Does the method add up scores over the whole batch, so that rows must not be multiplied?"""
+    view = settings.method.view
+    return view is not None and view.batch == "sum_all"
+
+
+def _parts(settings: Settings, batch: Items) -> list[Items]:
+    """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many."""
+    groups = defaultdict(list)
+    for item in batch:
+        ahead = tokens_ahead(settings, item[1]) if _counts_ahead(settings) else None
+        groups[bool(item[1].choices), ahead].append(item)
+    return list(groups.values())
+
+
+def _counts_ahead(settings: Settings) -> bool:
+    return settings.budget is not None and settings.budget.of == "sequence"
+
+
+def tokens_ahead(settings: Settings, prompt: Prompt) -> int:
+    """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
+    return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
+
+
+def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items) -> tuple[list[Any], dict[int, int]]:
+    """Every context of the part once, for each run; and the place of each index among them."""
+    from kvexp.generate import prefill, prefill_together
+
+    settings = runs[0]
+    places: dict[Any, int] = {}
+    place_of = {}
+    for index, prompt in part:
+        seed = noise_seed(settings, prompt.example, asked=bool(prompt.question))
+        key = (seed, tuple(prompt.ids), index if mixes_rows(settings) else None)
+        place_of[index] = places.setdefault(key, len(places))
+    choosing, decoding = bool(part[0][1].choices), settings.decoding
+    ahead = tokens_ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
+    prompts = [list(ids) for _, ids, _ in places]
+    options: dict[str, Any] = {
+        "max_new_tokens": ahead,  # not of the longest question: what is allocated shall not depend on the company
+        "tokenizer": tokenizer,
+        "seeds": [seed for seed, _, _ in places],
+    }
+    if len(runs) > 1:
+        beyond = settings.beyond_context
+        made = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=beyond)
+        return made, place_of
+    options |= {"num_beams": 1 if choosing else decoding.num_beams, "chunk": decoding.prefill_chunk}
+    budget = budget_of(settings, [len(ids) for ids in prompts])
+    return [prefill(model, prompts, settings.method, budget, **options, **settings.plan())], place_of
+
+
+def _answered(
+    settings: Settings, model: Any, tokenizer: Any, some: Items, each: Sequence[Any]
+) -> list[dict[int, Answer]]:
+    """Generated after questions of one length, for each run's contexts."""
+    from kvexp.generate import ask_together
+
+    results = ask_together(
+        model,
+        each,
+        [prompt.question for _, prompt in some],
+        decoding=settings.decoding,
+        tokenizer=tokenizer,
+        seeds=[sampling_seed(settings, prompt.example) for _, prompt in some],
+    )
+    indices = [index for index, _ in some]
+    return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
+
+
+def _chosen(settings: Settings, model: Any, prompt: Prompt, contexts: Any, place: int) -> Answer:
+    """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
+    from kvexp.generate import judge, receipts
+
+    words, ahead = prompt.choices, tokens_ahead(settings, prompt)
+    at_once = 1 if mixes_rows(settings) else settings.batch_size
+    logprobs: list[float] = []
+    kept = []
+    for start in range(0, len(words), at_once):
+        some = words[start : start + at_once]
+        forks = contexts.fork([place] * len(some))
+        judged = judge(model, forks, some, [prompt.question] * len(some), max_new_tokens=ahead)
+        logprobs += [sum(steps) for steps in judged]
+        kept += receipts(forks.cache)
+    best = max(range(len(words)), key=logprobs.__getitem__)
+    counts = [len(ids) for ids in words]
+    receipt = dataclasses.asdict(kept[best])
+    return Answer(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)

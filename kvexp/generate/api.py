@@ -1,0 +1,125 @@
+"""Prefill, evict, decode, with timing: token by token, or with beams."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvexp.core import Budget, Method
+from kvexp.errors import ConfigError
+from kvexp.generate.beam_search import search
+from kvexp.generate.decode_loop import finish, joined
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.inputs import check_length, check_questions, check_request, pad_id, pad_left, seeds_of
+from kvexp.generate.output import Generation
+from kvexp.generate.prefilled_context import PrefilledContext, forward, prefill
+from kvexp.models import EvictionCache
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    method: Method,
+    budget: Budget | None = None,
+    *,
+    questions: Sequence[Sequence[int]] | None = None,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    beyond_context: bool = False,
+    keep_logits: bool = False,
+    **plan: Any,
+) -> Generation:
+    """Generate for a batch of prompts (token ids per row) under an eviction method.
+
+    questions: fed token by token after the prompts were prefilled and evicted, all of one length; the budget is that
+    of the prompt alone. seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's
+    tokens depend on its prompt, question and seed alone. plan: cadence, mode, positions, observe, block of
+    `EvictionCache`. Errors are ConfigError before the model runs. keep_logits keeps one [B, vocabulary] tensor per
+    step.
+    """
+    decoding = decoding or GenerationParams()
+    check_request(model, prompts, method, budget)
+    row_seeds = seeds_of(seeds, len(prompts))
+    new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
+    check_length(model, max(len(p) for p in prompts), new, beyond_context)
+    ahead: dict[str, Any] = {"num_beams": decoding.num_beams, "max_new_tokens": new, "beyond_context": beyond_context}
+    if questions is not None or decoding.num_beams == 1:
+        start = time.perf_counter()
+        ahead |= {"chunk": decoding.prefill_chunk, "tokenizer": tokenizer}
+        context = prefill(model, prompts, method, budget, seeds=row_seeds, **ahead, **plan)
+        if questions is None:
+            return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+        options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": row_seeds}
+        return ask(model, context, questions, **options, keep_logits=keep_logits)
+    ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+    cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], seeds=row_seeds, **ahead, **plan)
+    cache.resolve([len(p) for p in prompts], ids.shape[1])
+    cache.prompts = [list(prompt) for prompt in prompts]
+    start = time.perf_counter()
+    return search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+
+
+@torch.no_grad()
+def ask(
+    model: PreTrainedModel,
+    context: PrefilledContext,
+    questions: Sequence[Sequence[int]],
+    *,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+) -> Generation:
+    """Generate the answer to one question (token ids) per row of a context, which this uses up.
+
+    Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
+    noise inside methods keeps the context's. Times include the context's prefill.
+    """
+    options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": seeds}
+    return ask_together(model, [context], questions, **options, keep_logits=keep_logits)[0]
+
+
+@torch.no_grad()
+def ask_together(
+    model: PreTrainedModel,
+    contexts: Sequence[PrefilledContext],
+    questions: Sequence[Sequence[int]],
+    *,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+) -> list[Generation]:
+    """`ask` of several caches of the same contexts (`prefill_together`), as rows of one batch; not with beams."""
+    decoding, first = decoding or GenerationParams(), contexts[0]
+    rows, beams = len(first.ids), decoding.num_beams
+    row_seeds, length = seeds_of(seeds, rows), check_questions(model, rows, questions)
+    new = length + decoding.max_new_tokens
+    for context in contexts:
+        if context.cache.timeline.num_beams != beams:
+            was = context.cache.timeline.num_beams
+            raise ConfigError(f"the context was prefilled for num_beams={was}, not for {beams}")
+        check_length(model, max(context.lengths), new, context.cache.timeline.max_positions is None)
+        context.expects(new)
+    start = time.perf_counter() - first.seconds
+    asked = torch.as_tensor([list(q) for q in questions]).to(first.ids.device)
+    before, ids = first.ids.shape[1], torch.cat([first.ids, asked], dim=1)
+    mask = torch.cat([first.mask, torch.ones_like(asked)], dim=1)
+    steps = asked.repeat_interleave(beams, 0).repeat(len(contexts), 1)
+    seen = mask.repeat_interleave(beams, 0).repeat(len(contexts), 1)
+    cache, logits = joined(contexts), first.logits
+    for j in range(length - 1 if beams > 1 else length):  # generate(), which does the beams, feeds the last one itself
+        logits = forward(model, steps[:, j : j + 1], seen[:, : before + j + 1], cache)
+    if beams > 1:
+        whole = dataclasses.replace(decoding, prefill_chunk=None)
+        return [search(model, first.cache, ids, mask, whole, tokenizer, start=start, keep_logits=keep_logits)]
+    for context, last in zip(contexts, logits.split(rows), strict=True):
+        context.ids, context.mask, context.logits = ids, mask, last
+    return finish(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)

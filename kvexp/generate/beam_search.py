@@ -1,0 +1,92 @@
+"""Beam search under Hugging Face's own generate(), on kvexp's cache."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from kvexp.generate.finish_reason import endings
+from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.inputs import eos_ids, pad_id
+from kvexp.generate.output import Generation, Timing, check_columns, check_scores
+from kvexp.models import EvictionCache
+
+
+class _Stamps(StoppingCriteria):  # type: ignore[misc]
+    """Notes the time each token became known. generate() reads the tokens itself, so the device has finished."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def search(
+    model: PreTrainedModel,
+    cache: EvictionCache,
+    ids: Tensor,
+    mask: Tensor,
+    decoding: GenerationParams,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    start: float,
+    keep_logits: bool,
+) -> Generation:
+    """generate() on ids and mask [B, columns], of which the cache may have seen a part."""
+    stamps, eos = _Stamps(), eos_ids(model, decoding.eos)
+    output: Any = without_defaults(model).generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        do_sample=False,
+        num_beams=decoding.num_beams,
+        early_stopping=decoding.early_stopping,
+        length_penalty=decoding.length_penalty,
+        max_new_tokens=decoding.max_new_tokens,
+        min_new_tokens=decoding.min_new_tokens or None,
+        eos_token_id=eos or None,
+        pad_token_id=pad_id(model, tokenizer),
+        stop_strings=list(decoding.stop_strings) or None,
+        tokenizer=tokenizer if decoding.stop_strings else None,
+        prefill_chunk_size=decoding.prefill_chunk,
+        stopping_criteria=StoppingCriteriaList([stamps]),
+        return_dict_in_generate=True,
+        output_logits=keep_logits,
+        output_scores=True,
+    )
+    check_columns(cache, ids.shape[1], len(stamps.times))
+    check_scores(cache)
+    tokens, ends = endings(output.sequences, ids.shape[1], eos, decoding.stop_strings, tokenizer)
+    return Generation(
+        tokens=tokens,
+        endings=ends,
+        sequences=output.sequences,
+        timing=Timing.of(start, stamps.times),
+        ledger=cache.ledger,
+        cache=cache,
+        beam_scores=output.sequences_scores.tolist(),
+        logits=tuple(output.logits) if keep_logits else (),
+    )
+
+
+def without_defaults(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, weights and all, without its own generation defaults: none of them may change a result unseen."""
+    other = copy.copy(model)
+    other.generation_config = GenerationConfig()
+    return other

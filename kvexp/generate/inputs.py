@@ -1,0 +1,114 @@
+"""What a caller asks for: token ids, seeds and lengths checked before the model runs, and rows made one batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvexp.core import Budget, Method
+from kvexp.errors import ConfigError
+from kvexp.models.families import longest
+
+
+def check_request(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], method: Method, budget: Budget | None
+) -> None:
+    """What a caller can get wrong, said before the model runs."""
+    if not isinstance(method, Method):
+        raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
+    if budget is not None and not isinstance(budget, Budget):
+        raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
+    if _text(prompts):
+        raise ConfigError("prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)")
+    if not prompts:
+        raise ConfigError("no prompts were given")
+    check_tokens(model, prompts)
+
+
+def _text(rows: Any) -> bool:
+    """Is this text, or one row, where rows of token ids are wanted?"""
+    return isinstance(rows, str | Tensor) or any(isinstance(row, str | int) for row in rows)
+
+
+def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: str = "") -> None:
+    """ConfigError for a token id the model does not know."""
+    size = model.get_input_embeddings().num_embeddings
+    for row, ids in enumerate(rows):
+        wrong = [t for t in ids if not 0 <= int(t) < size]
+        if wrong:
+            raise ConfigError(f"{what}row {row} holds token id {wrong[0]}, the model knows 0 to {size - 1}")
+
+
+def check_questions(model: PreTrainedModel, rows: int, questions: Sequence[Sequence[int]]) -> int:
+    """The one length that all questions of a batch have: padding inside a row would count as steps of the others."""
+    if _text(questions):
+        raise ConfigError("questions must be lists of token ids, one per row: tokenize first")
+    if len(questions) != rows:
+        raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")
+    check_tokens(model, questions, "the question of ")
+    lengths = {len(q) for q in questions}
+    if len(lengths) > 1 or 0 in lengths:
+        raise ConfigError(
+            f"questions of {min(lengths)} to {max(lengths)} tokens: those of one batch must be of equal length and not "
+            "empty; ask those of another length apart (Context.fork)"
+        )
+    return lengths.pop()
+
+
+def seeds_of(seeds: int | Sequence[int], rows: int) -> list[int]:
+    """One seed per row."""
+    try:
+        wanted = [operator.index(seeds)] * rows if not isinstance(seeds, Sequence | range) else list(seeds)
+        result = [operator.index(seed) for seed in wanted]
+    except TypeError as error:
+        raise ConfigError(f"seeds must be a whole number or one per row, got {seeds!r}") from error
+    if len(result) != rows:
+        raise ConfigError(f"got {len(result)} seeds for a batch of {rows} rows: give one, or one per row")
+    if any(not 0 <= seed < 1 << 63 for seed in result):
+        raise ConfigError("seeds must be between 0 and 2**63 - 1")
+    return result
+
+
+def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:
+    # The last new token is never fed back, so it needs no position.
+    holds = longest(model.config)
+    if not beyond_context and prompt + new - 1 > holds:
+        raise ConfigError(
+            f"the prompt has {prompt} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
+            "lower max_new_tokens, or say beyond_context=True (not for learned positions)"
+        )
+
+
+def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Prompts of unequal length -> ids and mask [B, columns], padded on the left."""
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
+    width = max(len(p) for p in prompts)
+    ids = torch.full((len(prompts), width), pad, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.as_tensor(list(prompt))
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    for value in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id, *eos_ids(model, "model")):
+        if isinstance(value, int) and 0 <= value < model.config.vocab_size:
+            return value
+    return 0
+
+
+def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
+    if isinstance(eos, str):  # "model": GenerationParams lets no other word pass
+        own: Any = getattr(model.generation_config, "eos_token_id", None)
+        eos = own if own is not None else getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return [eos] if isinstance(eos, int) else list(eos)

@@ -1,0 +1,160 @@
+"""Log-probabilities of given continuations under eviction: prefill, evict, feed token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvexp.core import Budget, Method, Plan
+from kvexp.errors import ConfigError
+from kvexp.generate.inputs import check_length, check_request, check_tokens
+from kvexp.generate.output import check_scores
+from kvexp.generate.prefilled_context import PrefilledContext, forward, forward_all, prefill
+
+__all__ = ["Token", "continuation_logprobs", "feeds_at_once", "forward", "judge", "judged"]
+
+
+@torch.no_grad()
+def continuation_logprobs(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    continuations: Sequence[Sequence[int]],
+    method: Method,
+    budget: Budget | None = None,
+    *,
+    questions: Sequence[Sequence[int]] | None = None,
+    seeds: int | Sequence[int] = 0,
+    beyond_context: bool = False,
+    max_new_tokens: int | None = None,
+    **plan: Any,
+) -> list[list[float]]:
+    """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
+
+    The first token is judged by the full prefill, every later one by what survived. One list per row. questions: fed
+    after the eviction and before the continuations, not judged; then no token is judged by the full prefill.
+    max_new_tokens: the length that tau schedules and budget.of=sequence go by, questions included; needed where rows
+    differ in it, since a row must not depend on its neighbours'.
+    """
+    check_request(model, prompts, method, budget)
+    lengths = _lengths(model, len(prompts), continuations, questions)
+    length = _schedule(method, budget, max_new_tokens, lengths)
+    check_length(model, max(len(p) for p in prompts), max(lengths), beyond_context)
+    context = prefill(
+        model, prompts, method, budget, max_new_tokens=length, seeds=seeds, beyond_context=beyond_context, **plan
+    )
+    return judge(model, context, continuations, questions, max_new_tokens=length)
+
+
+@torch.no_grad()
+def judge(
+    model: PreTrainedModel,
+    context: PrefilledContext,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int | None = None,
+) -> list[list[float]]:
+    """`continuation_logprobs` from contexts that are prefilled already, one per continuation; uses them up."""
+    rows = judged(model, context, continuations, questions, max_new_tokens=max_new_tokens)
+    return [[token.logprob for token in row] for row in rows]
+
+
+class Token(NamedTuple):
+    """Natural-log probability of a token, and whether it was the likeliest."""
+
+    logprob: float
+    likeliest: bool
+
+
+@torch.no_grad()
+def judged(
+    model: PreTrainedModel,
+    context: PrefilledContext,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    at_once: bool = False,
+) -> list[list[Token]]:
+    """`judge`, telling also which tokens greedy decoding would have taken.
+
+    at_once: feed all tokens in one forward; for caches that evict nothing while decoding, where it changes no number
+    beyond rounding. ConfigError for others: nothing would be evicted between the tokens.
+    """
+    cache = context.cache
+    before = questions or [[]] * len(continuations)
+    lengths = _lengths(model, len(context.ids), continuations, questions)
+    length = _schedule(cache.plan.method, cache.plan.budget, max_new_tokens, lengths)
+    check_length(model, max(context.lengths), max(lengths), cache.timeline.max_positions is None)
+    context.expects(length)
+    fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
+        fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
+    fed = fed.to(context.ids.device)
+    if at_once and not feeds_at_once(cache.plan):
+        raise ConfigError(f"method {cache.plan.method.name} evicts while decoding: feed it one token at a time")
+    width = fed.shape[1] - 1 if at_once else 1
+    tokens = [_judge_step(context.logits[:, None], fed[:, :1])]
+    mask = context.mask
+    cache.several_tokens(width > 1)
+    for step, following in zip(fed[:, :-1].split(width or 1, 1), fed[:, 1:].split(width or 1, 1), strict=True):
+        mask = torch.cat([mask, torch.ones_like(step)], dim=1)
+        if step.shape[1]:
+            tokens.append(_judge_step(forward_all(model, step, mask, cache, keep=step.shape[1]), following))
+    check_scores(cache)
+    rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
+    return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
+
+
+def feeds_at_once(plan: Plan) -> bool:
+    """Whether nothing is evicted or chosen while decoding, so that tokens may come several at a time."""
+    method = plan.method
+    if method.keeps_everything or method.per_query:
+        return False
+    return not method.evicts or plan.cadence.every is None
+
+
+def _judge_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
+    """logits [B, Q, V] of the tokens [B, Q] they predict -> B rows of Q pairs."""
+    tokens = tokens.to(logits.device)
+    chosen = logits.float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0].tolist()
+    likeliest = (logits.argmax(-1) == tokens).tolist()
+    return [list(zip(*row, strict=True)) for row in zip(chosen, likeliest, strict=True)]
+
+
+def _lengths(
+    model: PreTrainedModel,
+    rows: int,
+    continuations: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]] | None,
+) -> list[int]:
+    """Tokens fed per row, question and continuation; ConfigError for what cannot be fed."""
+    if rows != len(continuations) or not rows:
+        raise ConfigError(f"got {rows} prompts and {len(continuations)} continuations: give one for each")
+    if min(len(c) for c in continuations) == 0:
+        raise ConfigError("a continuation is empty: every continuation needs at least one token")
+    check_tokens(model, continuations, "the continuation of ")
+    if questions is None:
+        return [len(c) for c in continuations]
+    if len(questions) != rows:
+        raise ConfigError(f"got {len(questions)} questions for {rows} prompts: give one for each, or None")
+    check_tokens(model, questions, "the question of ")
+    return [len(q) + len(c) for q, c in zip(questions, continuations, strict=True)]
+
+
+def _schedule(method: Method, budget: Budget | None, asked: int | None, lengths: list[int]) -> int:
+    """The max_new_tokens that schedules go by; ConfigError where it would depend on the batch."""
+    view = method.view
+    matters = (view is not None and view.tau[0] != view.tau[1]) or (budget is not None and budget.of == "sequence")
+    if asked is None and matters and len(set(lengths)) > 1:
+        raise ConfigError(
+            f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or budget.of=sequence needs "
+            "max_new_tokens, else a row would depend on its neighbours"
+        )
+    if asked is not None and asked < max(lengths):
+        raise ConfigError(f"max_new_tokens={asked}, but a continuation has {max(lengths)} tokens")
+    return asked or max(lengths)

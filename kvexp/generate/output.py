@@ -1,0 +1,67 @@
+"""What a generation returns, and what is checked before it is returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvexp.core import MemoryTracker
+from kvexp.errors import CacheError, NotFinite
+from kvexp.generate.eviction_stats import EvictionStats
+from kvexp.generate.finish_reason import Ending
+from kvexp.models import EvictionCache
+
+
+@dataclass
+class Timing:
+    """Seconds from the call to the first and second token, then per output token; NaN where there were too few."""
+
+    ttft_s: float = float("nan")
+    tt2t_s: float = float("nan")
+    tpot_s: float = float("nan")
+
+    @classmethod
+    def of(cls, start: float, stamps: list[float]) -> Timing:
+        nan = float("nan")
+        first = stamps[0] - start if stamps else nan
+        second = stamps[1] - start if len(stamps) > 1 else nan
+        per_token = (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else nan
+        return cls(first, second, per_token)
+
+
+@dataclass
+class Generation:
+    """tokens: new token ids per row, cut after the end token or stop string; endings: how each row ended;
+    sequences [B, columns]: prompts and new tokens, padded.
+
+    beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it; ends: receipts
+    of rows that ended before the batch did, as they stood then (`receipts` takes both).
+    """
+
+    tokens: list[list[int]]
+    endings: list[Ending]
+    sequences: Tensor
+    timing: Timing
+    ledger: MemoryTracker
+    cache: EvictionCache
+    beam_scores: list[float] | None = None
+    logits: tuple[Tensor, ...] = field(default=(), repr=False)
+    ends: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
+
+
+def check_scores(cache: EvictionCache) -> None:
+    """After a run: NaN means that tokens or slots were chosen by nothing."""
+    if not cache.logits_were_finite():
+        raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
+    if not cache.scores_are_finite():
+        raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
+
+
+def check_columns(cache: EvictionCache, prompt: int, steps: int) -> None:
+    seen = cache.get_seq_length()
+    if seen != prompt + steps - 1:
+        raise CacheError(
+            f"the cache has seen {seen} columns, {prompt + steps - 1} were expected: this version of transformers "
+            "feeds the model differently, no number of this run can be trusted"
+        )

@@ -1,0 +1,133 @@
+"""Contexts that were prefilled and evicted, and wait for what is asked of them: once, or several times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvexp.core import Budget, Method
+from kvexp.errors import ConfigError
+from kvexp.generate.inputs import check_request, pad_id, pad_left, seeds_of
+from kvexp.models import EvictionCache
+
+
+@dataclass
+class PrefilledContext:
+    """What is left of B contexts: cache (B * num_beams rows), ids and mask [B, columns], logits [B * num_beams, V].
+
+    logits: of each context's last token. seconds: how long the prefill took, eviction included. Whatever goes on from
+    a context uses it up: fork it first to go on from it again.
+    """
+
+    cache: EvictionCache
+    ids: Tensor
+    mask: Tensor
+    logits: Tensor
+    seconds: float
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each context."""
+        return [int(n) for n in self.mask.sum(1).tolist()]
+
+    def fork(self, rows: Sequence[int]) -> PrefilledContext:
+        """A context of its own for these rows, which may repeat; this one stays as it is."""
+        pick = torch.as_tensor(list(rows), device=self.ids.device)
+        beams = self.cache.timeline.num_beams
+        expanded = (pick[:, None] * beams + torch.arange(beams, device=pick.device)).flatten()
+        return PrefilledContext(
+            self.cache.fork(rows),
+            self.ids[pick],
+            self.mask[pick],
+            self.logits[expanded.to(self.logits.device)],
+            self.seconds,
+        )
+
+    def expects(self, new_tokens: int) -> None:
+        """Say how many tokens will be fed or generated from here: tau schedules and allocations go by it."""
+        budget, timeline = self.cache.plan.budget, self.cache.timeline
+        if budget is not None and budget.of == "sequence" and timeline.max_new_tokens != new_tokens:
+            raise ConfigError(
+                f"budget.of=sequence was resolved for max_new_tokens={timeline.max_new_tokens}, and {new_tokens} "
+                "tokens are to follow the context: prefill it with that number"
+            )
+        timeline.max_new_tokens = new_tokens
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    method: Method,
+    budget: Budget | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    num_beams: int = 1,
+    chunk: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    beyond_context: bool = False,
+    prepare: Callable[[EvictionCache], object] | None = None,
+    **plan: Any,
+) -> PrefilledContext:
+    """Prefill contexts (token ids per row) and evict at their end, where the cadence says so; budgets count no more.
+
+    max_new_tokens: all that will follow, questions included. chunk: columns per forward. seeds: of noise inside
+    methods, one or one per row; prepare: is given the new cache before anything is fed; the rest as `generate`.
+    """
+    check_request(model, prompts, method, budget)
+    ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+    cache = EvictionCache(
+        model,
+        method,
+        budget,
+        num_beams=num_beams,
+        prompt_tokens=ids.shape[1],
+        max_new_tokens=max_new_tokens,
+        seeds=seeds_of(seeds, len(prompts)),
+        beyond_context=beyond_context,
+        **plan,
+    )
+    cache.resolve([len(p) for p in prompts], ids.shape[1])
+    cache.prompts = [list(prompt) for prompt in prompts]
+    if prepare is not None:
+        prepare(cache)
+    start = time.perf_counter()
+    columns, rows_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
+    end = 0
+    for part in columns.split(chunk or columns.shape[1], dim=1):
+        end += part.shape[1]
+        logits = forward(model, part, rows_mask[:, :end], cache)
+    if logits.device.type == "cuda":
+        torch.cuda.synchronize(logits.device)
+    return PrefilledContext(cache, ids, mask, logits, time.perf_counter() - start)
+
+
+def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
+    """One forward of ids [B, Q] through the cache; mask [B, columns so far]. Returns the last logits [B, V]."""
+    return forward_all(model, ids, mask, cache, keep=1)[:, -1]
+
+
+def one_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    """One real new token per row, [B, 1] at positions [B, 1], with no mask to look through. Returns logits [B, V]."""
+    options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions}
+    # A mask of no columns: without one some models look for padding in the token, a wait for the device at every step.
+    options["attention_mask"] = token.new_ones(token.shape[0], 0)
+    output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+def forward_all(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
+    """`forward`, with the logits of the last `keep` columns: [B, keep, V]."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
+    output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
+    logits: Tensor = output.logits
+    return logits

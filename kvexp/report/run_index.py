@@ -1,0 +1,61 @@
+"""The runs as every section's script sees them: `page.runs`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from kvexp.figures.quality import dashes_of
+from kvexp.report.look import look
+from kvexp.report.source import Group, Source
+from kvexp.results.columns import few
+from kvexp.results.units import absent
+
+COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "smallest_batch", "batch_size")
+SAID = ("kv_ratio", "status", "note", "verdict99", "verdict999", "n", "paired", "headline", "numerics", "baseline")
+
+
+def index(source: Source) -> list[dict[str, Any]]:
+    """One entry per run, in the table's order; `line` parts the lines of a chart, `of` holds percentages of full."""
+    several = source.frame.loc[source.frame["status"] != "refused", "numerics"].nunique() > 1
+    return [entry for group in source.groups for entry in _entries(source, group, several)]
+
+
+def _entries(source: Source, group: Group, several: bool) -> list[dict[str, Any]]:
+    lines = [_line(row, several) for row in group.rows]
+    dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
+    return [
+        {
+            **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
+            **{"model": group.model, "task": group.task, "method": method, "line": setting},
+            **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
+            **look(method, dashes[method, setting]),
+            **_where(source, row["hash"]),
+        }
+        for row, (method, setting) in zip(group.rows, lines, strict=True)
+    ]
+
+
+def _line(row: Mapping[str, Any], several: bool) -> tuple[str, str]:
+    """Method and setting: what one line of a chart may join. Numbers of two NUMERICS are two lines."""
+    method = "-" if absent(row.get("method")) else str(row["method"])
+    setting = "" if absent(row.get("setting")) else str(row["setting"])
+    return method, f"{setting} NUMERICS {row['numerics']}".lstrip() if several else setting
+
+
+def _percentages(row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Metric -> [percent of full, ends of its 95 % interval, mean score]."""
+    names = [name.removesuffix("_of_full") for name in row if name.endswith("_of_full") and name != "length_of_full"]
+    return {
+        name: [row[f"{name}{ending}"] for ending in ("_of_full", "_low", "_high", "")]
+        for name in names
+        if not absent(row[name])
+    }
+
+
+def _where(source: Source, key: str) -> dict[str, str]:
+    """The commit that made the rows, and what their seconds depend on."""
+    env = source.folders[key].run.env if key in source.folders else {}
+    place = [str(env.get("device", "")), f"{env['threads']} threads" if "threads" in env else ""]
+    place += [f"torch {env['torch']}" if "torch" in env else ""]
+    return {"commit": str(env.get("commit") or ""), "place": ", ".join(word for word in place if word)}
