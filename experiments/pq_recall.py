@@ -25,10 +25,10 @@ from kvexp.generate import GenerationParams, generate
 from kvexp.models.retrieval_calibration import head_dim
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import Oracle, PQCache
-from kvexp.retrieval.base import Prompt
+from kvexp.retrieval.base import PrefillKV
 from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import Asked, Chosen, combined
+from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Watching(Oracle):
         default_factory=lambda: defaultdict(lambda: [0.0, 0.0]), compare=False, hash=False
     )
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         for name, rival in self.rivals.items():
             self.indices[id(index), name] = Index()
             rival.build(self.indices[id(index), name], prompt)
@@ -50,7 +50,7 @@ class Watching(Oracle):
         for name, rival in self.rivals.items():
             rival.extend(self.indices[id(index), name], key, value, at)
 
-    def select(self, asked: Asked) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Chosen:
         exact = asked.top(combined(asked.exact(), "softmax_sum"))
         truth = torch.zeros(*exact.shape[:2], asked.memory.used, dtype=torch.bool).scatter_(-1, exact, True)
         pairs = truth.sum().item()

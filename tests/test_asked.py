@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import pytest
 
 from kvexp.errors import ConfigError
-from kvexp.tasks import Asked, Example
+from kvexp.tasks import Example, QuestionTask
 
 ROWS = [{"text": "A cat sat.", "asked": f"\nWho sat {n}?", "answer": "cat"} for n in (1, 2, 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(Asked):
+class Pairs(QuestionTask):
     """Rows made here: a text, a question, two answers to choose from."""
 
     name: ClassVar[str] = "pairs"

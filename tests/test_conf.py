@@ -14,7 +14,7 @@ import kvexp.methods
 import kvexp.retrieval
 from kvexp.build import build
 from kvexp.config.settings import settings_of
-from kvexp.tasks.data import Source
+from kvexp.tasks.data import DataSource
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 GROUPS = {g.name: sorted(p.stem for p in g.glob("*.yaml")) for g in CONF.iterdir() if g.is_dir()}
@@ -66,7 +66,7 @@ def test_tasks(task):
     built.check_options()
     fields, given = {f.name for f in dataclasses.fields(built)}, set(config["task"]) - {"_target_"}
     assert given <= fields
-    source = {f.name for f in dataclasses.fields(Source)}  # of no use to a task that makes its own rows
+    source = {f.name for f in dataclasses.fields(DataSource)}  # of no use to a task that makes its own rows
     missing = fields - given - {"limit"} - (source if built.generated else set())
     assert not missing, f"add to conf/task/{task}.yaml, so that nobody needs a + on the command line: {sorted(missing)}"
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kvexp.errors import CacheError
-from kvexp.sweep.fork_pool import Crew, hands
+from kvexp.sweep.fork_pool import ForkPool, hands
 
 ROOT = Path(__file__).resolve().parents[1]
 forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -54,7 +54,7 @@ def test_every_item_once(size, note):
             yield
 
     before = set(multiprocessing.active_children())
-    with Crew(size, task) as crew:
+    with ForkPool(size, task) as crew:
         assert rows(crew, [3, 0, 1, 4, 2]) == 10
         assert rows(crew, [2]) == 2 and rows(crew, []) == 0
     done = [line.split() for line in note.lines]
@@ -74,7 +74,7 @@ def test_they_work_side_by_side(note):
         note(f"seen {len(note.lines)}")
         yield
 
-    with Crew(2, task) as crew:
+    with ForkPool(2, task) as crew:
         assert rows(crew, ["a", "b"]) == 2
     assert len(note.lines) == 4
 
@@ -89,7 +89,7 @@ def test_what_is_raised_is_raised_here_when_the_others_are_done(note):
         note(f"done {item}")
         yield
 
-    with pytest.raises(CacheError, match="this prompt is no prompt") as raised, Crew(2, task) as crew:
+    with pytest.raises(CacheError, match="this prompt is no prompt") as raised, ForkPool(2, task) as crew:
         rows(crew, list(range(6)))
     assert "in task" in str(raised.value.__cause__), "where it came from"
     assert note.lines == ["done 1"], "what was under way is finished, nothing new is begun"
@@ -106,7 +106,7 @@ def test_an_error_of_another_kind_comes_as_words():
         raise Odd(1, 2)
         yield
 
-    with pytest.raises(RuntimeError, match="Odd: odd words"), Crew(2, task) as crew:
+    with pytest.raises(RuntimeError, match="Odd: odd words"), ForkPool(2, task) as crew:
         rows(crew, [1])
 
 
@@ -119,7 +119,7 @@ def test_a_process_that_is_killed_leaves_its_item(item, note, capfd):
         note(f"done {one}")
         yield
 
-    with Crew(2, task) as crew:
+    with ForkPool(2, task) as crew:
         assert rows(crew, list(range(6))) == 5
     assert sorted(note.lines) == [f"done {one}" for one in range(6) if one != item]
     assert capfd.readouterr().err.count("one of 2 processes ended (-9); what it was at is made again") == 1
@@ -131,7 +131,7 @@ def test_all_killed(capfd):
         os.kill(os.getpid(), signal.SIGKILL)
         yield
 
-    with Crew(2, task) as crew:
+    with ForkPool(2, task) as crew:
         assert rows(crew, list(range(6))) == 0
     assert capfd.readouterr().err.count("ended (-9)") == 2
 
@@ -145,7 +145,7 @@ def test_whoever_stops_reading_stops_them(note):
 
     begun = time.monotonic()
     before = set(multiprocessing.active_children())
-    crew = Crew(2, task)
+    crew = ForkPool(2, task)
     with crew:
         next(crew.each([1, 2]))
         assert len(set(multiprocessing.active_children()) - before) == 2

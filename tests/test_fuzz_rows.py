@@ -141,14 +141,14 @@ def test_files_that_hold_something_else(tmp_path, name, lines):
 
 def test_rows_are_read_as_they_are_written(tmp_path):
     """Texts that look like dates or numbers stay texts, and no row lends another its fields."""
-    from kvexp.tasks.data import Source
+    from kvexp.tasks.data import DataSource
 
     rows = [{"text": "2026-11-21", "id": 1}, {"text": "12", "more": [1, "a", None]}, {"text": "é\u2028 x", "id": "b"}]
     lines, whole = tmp_path / "rows.jsonl", tmp_path / "rows.json"
     lines.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     whole.write_text(json.dumps(rows, indent=1))
     for file in (lines, whole):
-        assert [row for _, row in Source(data_files=str(file)).rows()] == rows
+        assert [row for _, row in DataSource(data_files=str(file)).rows()] == rows
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_rows_are_read_as_they_are_written(tmp_path):
     ],
 )
 def test_what_is_no_row_is_named(tmp_path, data, message):
-    from kvexp.tasks.data import Source
+    from kvexp.tasks.data import DataSource
 
     file = tmp_path / "rows.jsonl"
     file.write_bytes(data)
     with pytest.raises(ConfigError, match=message):
-        list(Source(data_files=str(file)).rows())
+        list(DataSource(data_files=str(file)).rows())

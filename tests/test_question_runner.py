@@ -23,7 +23,7 @@ from kvexp.evaluate.tokenized_examples import continuation, tokenise
 from kvexp.generate import continuation_logprobs
 from kvexp.methods import H2O, Keyformer
 from kvexp.models.byte_tokenizer import byte_tokenizer
-from kvexp.tasks import Asked, Example, XSum
+from kvexp.tasks import Example, QuestionTask, XSum
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("The quick brown fox jumps over the lazy dog and runs on into the wood. ", "A crow stole a piece of cheese. ")
@@ -32,7 +32,7 @@ EXAMPLES = [(TEXTS[i > 2] * 2, "\nQ: " + asked + "\nA:") for i, asked in enumera
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading(Asked):
+class Reading(QuestionTask):
     """Five questions about two texts; rows made here."""
 
     name = "reading"

@@ -14,7 +14,7 @@ from kvexp.generate.api import ask as answer
 from kvexp.methods import H2OC, Full
 from kvexp.models import EvictionCache
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
-from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
 
 # Small enough for prompts of a few tokens; block caches of two blocks, so that they fill and are emptied again.
 METHODS = {
@@ -255,7 +255,7 @@ def test_receipts_count_what_would_move():
     method = Oracle(n_sinks=2, recent_ratio=0.5)
     streams = Streams.random(1, 23)
     time = SequenceState(prompt_columns=20, max_new_tokens=3)
-    state = RetrievalState(Plan(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), Crew())
+    state = RetrievalState(Plan(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), LayerGroup())
     for rows in (slice(0, 20), *(slice(t, t + 1) for t in range(20, 23))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
         state.forward(q, k, v, AttentionParams(7**-0.5), None)

@@ -138,12 +138,12 @@ def test_prompts_are_cut_as_the_task_says():
 
 def test_a_continuation_is_tokenised_where_it_stands(stories260k):
     """SentencePiece gives a text that starts with a space one token more than the same words inside a text have."""
-    from kvexp.evaluate.tokenized_examples import Prompt, continuation
+    from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
     from kvexp.models import load_tokenizer
 
     tokenizer = load_tokenizer(stories260k)
     text, words = "Once upon a time", " there was a girl named Lily."
-    prompt = Prompt(Example("a", text, words, words), text, tokenizer(text).input_ids)
+    prompt = TokenizedExample(Example("a", text, words, words), text, tokenizer(text).input_ids)
     ids = continuation(prompt, tokenizer, chat=False)
     assert prompt.ids + ids == tokenizer(text + words).input_ids
     assert len(ids) < len(tokenizer(words, add_special_tokens=False).input_ids)

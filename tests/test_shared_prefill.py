@@ -16,7 +16,7 @@ import kvexp.evaluate.memory_limits as memory
 import kvexp.sweep.prefill_groups as together
 from kvexp.config.settings import settings_of
 from kvexp.record import runs
-from kvexp.sweep.fork_pool import Crew
+from kvexp.sweep.fork_pool import ForkPool
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
@@ -100,7 +100,7 @@ def test_how_many_processes(tmp_path, monkeypatch):
     asked, found, needs = [], [], memory.needs
     monkeypatch.setattr(memory, "needs", lambda *call: found.append(needs(*call)) or found[-1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(together, "Crew", lambda size, make: asked.append(size) or Crew(1, make))
+    monkeypatch.setattr(together, "ForkPool", lambda size, make: asked.append(size) or ForkPool(1, make))
 
     def made(name, *overrides):
         members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]

@@ -8,7 +8,7 @@ import pytest
 from kvexp.errors import ConfigError
 from kvexp.tasks import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
 from kvexp.testbed import LANGUAGE
-from kvexp.testbed.document import LONGEST, SPLITS, Shape, document, split_of
+from kvexp.testbed.document import LONGEST, SPLITS, DocumentShape, document, split_of
 from kvexp.testbed.forms import dialogue
 from kvexp.testbed.needle_document import needle_document
 from kvexp.testbed.words import END, ORDINALS, vocabulary
@@ -17,7 +17,7 @@ TASKS = (TestbedSummary, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedChoic
 
 
 def documents(split, count=30, shape=None):
-    return [document(Random(f"{split} {i}"), split, shape or Shape()) for i in range(count)]
+    return [document(Random(f"{split} {i}"), split, shape or DocumentShape()) for i in range(count)]
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -30,7 +30,7 @@ def test_every_fact_belongs_to_its_split(split):
 def test_documents_speak_the_vocabulary_and_have_the_length_asked_for():
     words = set(vocabulary())
     for tokens in (64, 288, 1024):
-        for doc in documents("train", 10, Shape(tokens, tokens // 30, tokens // 120, 1)):
+        for doc in documents("train", 10, DocumentShape(tokens, tokens // 30, tokens // 120, 1)):
             assert set(doc.text.split()) <= words
             assert tokens - 12 <= len(doc.text.split()) <= tokens
 
@@ -38,7 +38,7 @@ def test_documents_speak_the_vocabulary_and_have_the_length_asked_for():
 def test_a_seed_is_a_document():
     """A change here is another language: raise LANGUAGE, NUMERICS, and train again."""
     text = "\n".join(doc.text for doc in documents("test", 5))
-    talk = "".join(dialogue(Random("talk"), "test", Shape(), recalls=2))
+    talk = "".join(dialogue(Random("talk"), "test", DocumentShape(), recalls=2))
     assert LANGUAGE == 1
     assert hashlib.sha256((text + talk).encode()).hexdigest()[:16] == "dc312f830e3c3d9e"
 
@@ -177,7 +177,7 @@ def test_documents_of_64_to_1024_tokens_have_the_length_asked_for(task, tokens):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda s: document(Random("d"), s, Shape()), lambda s: needle_document(Random("n"), s, 99, 0.5)]
+    "make", [lambda s: document(Random("d"), s, DocumentShape()), lambda s: needle_document(Random("n"), s, 99, 0.5)]
 )
 def test_an_unknown_split_is_an_error_and_no_endless_search(make):
     with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'valid'"):
@@ -186,7 +186,7 @@ def test_an_unknown_split_is_an_error_and_no_endless_search(make):
 
 def test_more_facts_than_there_are_is_an_error_and_no_endless_search():
     with pytest.raises(ValueError, match=r"have no more than these .* facts in split test"):
-        document(Random("d"), "test", Shape(facts=60, marked=1, updated=0), attribute="color")
+        document(Random("d"), "test", DocumentShape(facts=60, marked=1, updated=0), attribute="color")
 
 
 def test_the_longest_fact_is_as_long_as_said():

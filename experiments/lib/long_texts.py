@@ -11,7 +11,7 @@ from typing import Any
 import kvexp.testbed
 from kvexp.errors import ConfigError
 from kvexp.models import load_model, load_tokenizer
-from kvexp.testbed.document import LONGEST, Shape, document
+from kvexp.testbed.document import LONGEST, DocumentShape, document
 from kvexp.testbed.forms import opening
 
 MODELS = Path(kvexp.testbed.__file__).parent / "models"
@@ -41,7 +41,7 @@ def read(options: argparse.Namespace) -> tuple[Any, list[list[int]]]:
 def long_text(tokenizer: Any, tokens: int, number: int) -> list[int]:
     """Document `number`, facts of the test split among filler, cut to so many tokens."""
     facts = min(FACTS, max(1, tokens // (SPREAD * LONGEST)))
-    text = document(Random(f"long {number}"), "test", Shape(tokens + SLACK, facts, 0, 0)).text
+    text = document(Random(f"long {number}"), "test", DocumentShape(tokens + SLACK, facts, 0, 0)).text
     ids: list[int] = tokenizer(opening(text)).input_ids
     return ids[:tokens]
 

@@ -42,7 +42,7 @@ class Article:
 
 
 @dataclass(frozen=True)
-class Needle:
+class NeedleSentence:
     """A sentence that states one odd fact, to hide in a long text, and what to ask about it."""
 
     id: str
@@ -59,10 +59,10 @@ def articles() -> tuple[Article, ...]:
 
 
 @cache
-def needles() -> tuple[Needle, ...]:
+def needles() -> tuple[NeedleSentence, ...]:
     """All needles, in the order of the file."""
     rows = json.loads((resources.files(__name__) / "needles.json").read_text("utf-8"))
-    return tuple(Needle(**row) for row in rows)
+    return tuple(NeedleSentence(**row) for row in rows)
 
 
 def _article(row: dict[str, Any]) -> Article:

@@ -14,6 +14,7 @@ from kvexp.core.plan import Plan
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
+from kvexp.deprecation import deprecated_names
 
 __all__ = [
     "AttentionParams",
@@ -30,3 +31,16 @@ __all__ = [
     "SequenceState",
     "Slots",
 ]
+
+__getattr__ = deprecated_names(
+    __name__,
+    {
+        "Attention": ("AttentionScoreSpec", AttentionScoreSpec),
+        "Geometry": ("AttentionParams", AttentionParams),
+        "LayerState": ("EvictionLayer", EvictionLayer),
+        "Ledger": ("MemoryTracker", MemoryTracker),
+        "Moment": ("EvictionContext", EvictionContext),
+        "Rotation": ("RoPE", RoPE),
+        "Timeline": ("SequenceState", SequenceState),
+    },
+)

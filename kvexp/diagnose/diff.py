@@ -47,7 +47,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PairedOutcome:
     """Examples by who is right: as good as the full cache, which scores more than nothing, in the first metric."""
 
     both: list[str]
@@ -56,7 +56,7 @@ class Outcome:
     neither: list[str]
 
 
-def outcome(a: Run, b: Run) -> Outcome:
+def outcome(a: Run, b: Run) -> PairedOutcome:
     """ConfigError for runs that do not compare."""
     if a.baseline is None or a.baseline != b.baseline:
         raise ConfigError(
@@ -64,7 +64,7 @@ def outcome(a: Run, b: Run) -> Outcome:
             "task and generation"
         )
     full, rows_a, rows_b = (rows_of(run) for run in (baseline_of(a), a, b))
-    result = Outcome([], [], [], [])
+    result = PairedOutcome([], [], [], [])
     for name in (name for name in rows_a if name in rows_b and name in full):
         if not _solvable(full[name]):
             continue

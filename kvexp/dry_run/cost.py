@@ -11,7 +11,7 @@ from statistics import fmean
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.evaluate.memory_limits import held
-from kvexp.models.model_size import Shape
+from kvexp.models.model_size import ModelSize
 from kvexp.record import runs
 
 
@@ -73,7 +73,7 @@ def measured_seconds(rates: Rates, runs: Sequence[tuple[Settings, int]], prompt:
 
 
 def estimated_seconds(
-    machine: Machine, shape: Shape, runs: Sequence[tuple[Settings, int]], prompt: float, new: float
+    machine: Machine, shape: ModelSize, runs: Sequence[tuple[Settings, int]], prompt: float, new: float
 ) -> float:
     """2 operations per parameter and token and 4 per query, key and component; a step reads weights and held slots."""
     lead = runs[0][0]
@@ -96,7 +96,7 @@ def slots_of(settings: Settings, prompt: float) -> int:
         return int(prompt) + settings.decoding.max_new_tokens
 
 
-def kv_bytes(shape: Shape, runs: Sequence[Settings], prompt: float) -> int:
+def kv_bytes(shape: ModelSize, runs: Sequence[Settings], prompt: float) -> int:
     """At most, of a batch: the prompts as they are read, and what every run keeps of them."""
     lead = runs[0]
     batch = lead.batch_size * lead.decoding.num_beams

@@ -13,7 +13,7 @@ from kvexp.config.settings import Settings
 from kvexp.dry_run import cost
 from kvexp.dry_run.workload import Workload, check_workload, model_config, model_shape, workload
 from kvexp.errors import ConfigError
-from kvexp.models.model_size import Shape
+from kvexp.models.model_size import ModelSize
 from kvexp.record import identity
 from kvexp.sweep.hydra_job import SWEPT, Job, parts_of, tell
 from kvexp.sweep.prefill_groups import groups
@@ -43,11 +43,11 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Group:
+class PlannedGroup:
     """Runs that share prefills, or one alone; seconds: None where the model's size is not known."""
 
     runs: list[Planned]
-    shape: Shape | None
+    shape: ModelSize | None
     seconds: float | None
     basis: str
 
@@ -131,7 +131,7 @@ def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None
     _show(planned, len(jobs))
 
 
-def _group(members: list[Settings], machine: str | None) -> Group:
+def _group(members: list[Settings], machine: str | None) -> PlannedGroup:
     runs = []
     for settings in members:
         work = workload(settings)
@@ -145,15 +145,15 @@ def _group(members: list[Settings], machine: str | None) -> Group:
     rates = cost.measured(lead, environment()["device"]) if machine is None else None
     if rates is not None:
         seconds = cost.measured_seconds(rates, todo, work.prompt_tokens, work.new_tokens)
-        return Group(runs, shape, seconds, f"measured on {rates.rows} rows")
+        return PlannedGroup(runs, shape, seconds, f"measured on {rates.rows} rows")
     on = cost.machine_here(environment()["device"]) if machine is None else cost.MACHINES[machine]
     if shape is None:
-        return Group(runs, None, None, "not known")
+        return PlannedGroup(runs, None, None, "not known")
     seconds = cost.estimated_seconds(on, shape, todo, work.prompt_tokens, work.new_tokens)
-    return Group(runs, shape, seconds, f"estimated for {on.name}")
+    return PlannedGroup(runs, shape, seconds, f"estimated for {on.name}")
 
 
-def _show(planned: list[Group], jobs: int) -> None:
+def _show(planned: list[PlannedGroup], jobs: int) -> None:
     runs = [run for group in planned for run in group.runs]
     if not runs:
         return
@@ -162,7 +162,7 @@ def _show(planned: list[Group], jobs: int) -> None:
     if len(runs) <= LISTED:
         for run in runs:
             print(f"  {run.state:6} {run.total - run.left:>6}/{run.total} rows  {_name(run.settings)}")
-    by_part: dict[str, list[Group]] = {}
+    by_part: dict[str, list[PlannedGroup]] = {}
     for group in planned:
         by_part.setdefault(_title(group.runs[0].settings), []).append(group)
     for part in by_part.values():
@@ -179,7 +179,7 @@ def _show(planned: list[Group], jobs: int) -> None:
     )
 
 
-def _show_part(groups: list[Group]) -> None:
+def _show_part(groups: list[PlannedGroup]) -> None:
     """The groups of one model and task."""
     lead = groups[0].runs[0]
     runs = [run for group in groups for run in group.runs]
@@ -197,7 +197,7 @@ def _show_part(groups: list[Group]) -> None:
     )
 
 
-def _time(groups: list[Group]) -> str:
+def _time(groups: list[PlannedGroup]) -> str:
     known = [group.seconds for group in groups if group.seconds is not None]
     return duration(sum(known)) + ("" if len(known) == len(groups) else " and what is not known")
 
@@ -206,7 +206,7 @@ def _title(settings: Settings) -> str:
     return f"{settings.labels['model']} {settings.labels['task']}"
 
 
-def _show_model(group: Group) -> None:
+def _show_model(group: PlannedGroup) -> None:
     settings = group.runs[0].settings
     shape, (_, source) = model_shape(settings.model), model_config(settings.model)
     size = f"{shape.parameters:,} parameters, " if shape else ""

@@ -17,7 +17,7 @@ from kvexp.evaluate.budget_check import check_length
 from kvexp.evaluate.example_prompts import check_beforehand
 from kvexp.evaluate.preflight import fitted
 from kvexp.evaluate.tokenized_examples import tokenise
-from kvexp.models.model_size import Shape, shape_of
+from kvexp.models.model_size import ModelSize, shape_of
 from kvexp.tasks import Example, LMEval, Task
 
 SAMPLED = 32  # prompts that are tokenised to know the mean: enough for a plan
@@ -51,7 +51,7 @@ def model_config(spec: ModelSpec) -> tuple[Any, str]:
 
 
 @functools.lru_cache
-def model_shape(spec: ModelSpec) -> Shape | None:
+def model_shape(spec: ModelSpec) -> ModelSize | None:
     config, _ = model_config(spec)
     return None if config is None else shape_of(config)
 

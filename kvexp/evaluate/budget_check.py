@@ -11,20 +11,20 @@ from kvexp.core import Budget
 from kvexp.core.eviction_backend import granted
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_ahead
-from kvexp.evaluate.tokenized_examples import Prompt, continuation
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.models.families import layers_of
 from kvexp.tasks import LMEval
 
 
-def within_budget(settings: Settings, config: Any, tokenizer: Any, prompt: Prompt) -> Prompt:
+def within_budget(settings: Settings, config: Any, tokenizer: Any, prompt: TokenizedExample) -> TokenizedExample:
     """The prompt, skipped where the budget cannot hold what the method protects of it. config: the model's."""
     why = None if prompt.skipped else obstacle(settings, config, tokenizer, prompt)
     if why is None:
         return prompt
-    return Prompt(prompt.example, "", [], skipped=why.partition(";")[0], tokens=len(prompt.ids))
+    return TokenizedExample(prompt.example, "", [], skipped=why.partition(";")[0], tokens=len(prompt.ids))
 
 
-def obstacle(settings: Settings, config: Any, tokenizer: Any, prompt: Prompt) -> str | None:
+def obstacle(settings: Settings, config: Any, tokenizer: Any, prompt: TokenizedExample) -> str | None:
     """Why some layer's budget cannot hold what the method protects, and what to change; None where all can."""
     if settings.budget is None or isinstance(settings.task, LMEval):
         return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
@@ -44,7 +44,7 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
             granted(settings.method, budget, [size], size, new, layer, layers)
 
 
-def _fed(settings: Settings, tokenizer: Any, prompt: Prompt) -> list[int]:
+def _fed(settings: Settings, tokenizer: Any, prompt: TokenizedExample) -> list[int]:
     """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
     given = [] if settings.task.only_nll else [tokens_ahead(settings, prompt)]
     if settings.task.needs_nll:

@@ -11,9 +11,9 @@ from kvexp.config.padding import budget_of
 from kvexp.config.settings import Settings
 from kvexp.evaluate.outputs import Answer, answers_of, variants
 from kvexp.evaluate.seeds import noise_seed, sampling_seed
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 
-Items = Sequence[tuple[int, Prompt]]
+Items = Sequence[tuple[int, TokenizedExample]]
 
 
 def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, Answer]:
@@ -66,7 +66,7 @@ def _counts_ahead(settings: Settings) -> bool:
     return settings.budget is not None and settings.budget.of == "sequence"
 
 
-def tokens_ahead(settings: Settings, prompt: Prompt) -> int:
+def tokens_ahead(settings: Settings, prompt: TokenizedExample) -> int:
     """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
     return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
 
@@ -117,7 +117,7 @@ def _answered(
     return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
 
 
-def _chosen(settings: Settings, model: Any, prompt: Prompt, contexts: Any, place: int) -> Answer:
+def _chosen(settings: Settings, model: Any, prompt: TokenizedExample, contexts: Any, place: int) -> Answer:
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
     from kvexp.generate import judge, receipts
 

@@ -24,13 +24,13 @@ from kvexp.evaluate.progress import Progress
 from kvexp.evaluate.rows import check_commit, check_threads, recordable
 from kvexp.evaluate.teacher_forcing import forced
 from kvexp.evaluate.timeout import start_anew
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.evaluate.warm_up import warm_up
 from kvexp.record import Run, identity
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 
-Numbered = list[tuple[int, Prompt]]
+Numbered = list[tuple[int, TokenizedExample]]
 
 AHEAD: set[str] = set()  # runs that this process has filled in before their turn: no news to the reader
 
@@ -167,7 +167,7 @@ def _generate(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> d
 
 
 def row_of(
-    settings: Settings, model: Any, tokenizer: Any, index: int, prompt: Prompt, answer: Answer | None
+    settings: Settings, model: Any, tokenizer: Any, index: int, prompt: TokenizedExample, answer: Answer | None
 ) -> dict[str, Any]:
     """answer: None where the task wants log-probabilities alone."""
     example, metrics = prompt.example, {}
@@ -201,7 +201,7 @@ def row_of(
     return row
 
 
-def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
+def _head(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
     return {
         "example": prompt.example.id,
         "index": index,
@@ -217,13 +217,13 @@ def _head(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
     } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
 
 
-def skipped(settings: Settings, index: int, prompt: Prompt) -> dict[str, Any]:
+def skipped(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
     empty: dict[str, Any] = {"metrics": {}, "new_tokens": 0, "finish_reason": None, "stop_reason": None}
     empty |= {"seconds": dict(UNTIMED), "receipt": None}
     return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
 
 
-def lost(settings: Settings, index: int, prompt: Prompt, why: str, more: str = "") -> dict[str, Any]:
+def lost(settings: Settings, index: int, prompt: TokenizedExample, why: str, more: str = "") -> dict[str, Any]:
     """The row of an example that was tried and failed (attempts.MEMORY or TIME): skipped, and for this reason."""
     words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
     row = skipped(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))

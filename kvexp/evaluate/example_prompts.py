@@ -14,12 +14,12 @@ from kvexp.errors import ConfigError
 from kvexp.evaluate.budget_check import obstacle, within_budget
 from kvexp.evaluate.lm_eval_items import item_prompt
 from kvexp.evaluate.preflight import check_room, check_template, fitted
-from kvexp.evaluate.tokenized_examples import Prompt, continuation, tokenise
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, tokenise
 from kvexp.models.families import check_positions
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item
 
-Numbered = list[tuple[int, Prompt]]
+Numbered = list[tuple[int, TokenizedExample]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def answerable(settings: Settings, model: Any, tokenizer: Any, prompts: Numbered
     return held, [(index, prompt) for index, prompt in held if prompt.skipped is None]
 
 
-def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> Prompt:
+def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) -> TokenizedExample:
     """The example's tokens, which leave room for its answer: what is generated, the longest choice, a continuation.
 
     model: its configuration is all that is looked at.
@@ -79,7 +79,7 @@ def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) 
     from kvexp.models.families import longest
 
     if example.skipped:
-        return Prompt(example, "", [], skipped=example.skipped.partition(";")[0])
+        return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
     most = 1 << 40 if settings.beyond_context else longest(model.config)
@@ -88,15 +88,15 @@ def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) 
     room = most - max(alone, default=new) + 1
     prompt = tokenise(example, settings.task, tokenizer, room, chat=settings.model.chat)
     if not prompt.skipped and not prompt.ids:
-        return Prompt(example, "", [], skipped="its prompt has no tokens")
+        return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
     given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
     if prompt.skipped or not given:
         return prompt
     after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
     if not all(after):
         why = "a choice has no tokens" if example.choices else "its continuation has no tokens"
-        return Prompt(example, "", [], skipped=why, tokens=prompt.tokens)
+        return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
     if prompt.size + max(map(len, after)) > most + 1:  # a choice may have more tokens where it stands than alone
         why = "too long" if example.choices else "too long with its continuation"
-        return Prompt(example, "", [], skipped=why, tokens=prompt.tokens)
+        return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
     return dataclasses.replace(prompt, choices=after) if example.choices else prompt

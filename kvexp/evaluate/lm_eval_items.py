@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvexp.evaluate.outputs import UNTIMED, Answer, answers_of
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.tasks.lm_eval import Item, LMEval
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ItemPrompt(Prompt):
+class ItemPrompt(TokenizedExample):
     """asks: the log-likelihoods to measure (kvexp.lm_eval.requests.Ask); ids are the first one's context."""
 
     asks: tuple[Any, ...] = ()
@@ -39,7 +39,7 @@ def bench_of(settings: Settings, model: Any, tokenizer: Any) -> Bench:
     return Bench(model, tokenizer, settings.method, settings.budget, how, settings.batch_size, plan)
 
 
-def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> Prompt:
+def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> TokenizedExample:
     """The item in tokens, or why it is skipped."""
     bench = bench_of(settings, model, tokenizer)
     if item.kind == "generate_until":
@@ -51,7 +51,7 @@ def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> P
         asked = [bench.ask(r.context, r.question, r.continuation, group=item.number, seed=seed) for r in item.requests]
         asks = [ask for ask in asked if ask is not None]
         if len(asks) < len(asked):
-            return Prompt(item, "", [], skipped="too long")
+            return TokenizedExample(item, "", [], skipped="too long")
     assert isinstance(settings.task, LMEval)
     if bench.protocol.budget_length == "padded":
         bases = _bases(settings.task, settings.task.pinned, tokenizer, bench.holds)
@@ -59,22 +59,22 @@ def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> P
     cut = max(ask.cut for ask in asks)
     tokens = len(asks[0].context) + len(asks[0].question) + asks[0].cut
     if cut and settings.task.truncate == "skip":
-        return Prompt(item, "", [], skipped="too long", tokens=tokens)
+        return TokenizedExample(item, "", [], skipped="too long", tokens=tokens)
     if obstacle := bench.obstacle(asks):
-        return Prompt(item, "", [], skipped=obstacle, tokens=tokens)
+        return TokenizedExample(item, "", [], skipped=obstacle, tokens=tokens)
     ids, question = list(asks[0].context), list(asks[0].question)
     return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question=question, asks=tuple(asks))
 
 
-def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> Prompt:
+def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
     from kvexp.lm_eval.requests import Ask
 
     ids, question, cut = bench.prompt(item.prompt, item.question, item.generation)
     count = len(ids) + len(question) + cut
     if not ids or (cut and settings.task.truncate == "skip"):
-        return Prompt(item, "", [], skipped="too long", tokens=count)
+        return TokenizedExample(item, "", [], skipped="too long", tokens=count)
     if obstacle := bench.obstacle([Ask(tuple(ids), tuple(question) or (0,))]):
-        return Prompt(item, "", [], skipped=obstacle, tokens=count)
+        return TokenizedExample(item, "", [], skipped=obstacle, tokens=count)
     return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=count, question=question)
 
 
@@ -99,7 +99,7 @@ def _bases(task: LMEval, data: str, tokenizer: Any, holds: int) -> dict[tuple[in
 
 
 def item_answers(
-    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
+    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
 ) -> dict[int, Answer]:
     """Index -> answer. Items are measured together; what each answers does not depend on that."""
     bench = bench_of(settings, model, tokenizer)
@@ -128,7 +128,7 @@ def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> Answer:
     return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 
 
-def _generated(settings: Settings, bench: Bench, tokenizer: Any, prompt: Prompt) -> Answer:
+def _generated(settings: Settings, bench: Bench, tokenizer: Any, prompt: TokenizedExample) -> Answer:
     item = prompt.example
     assert isinstance(item, Item)
     seed = settings.seed + item.number

@@ -7,13 +7,13 @@ from typing import Any
 
 from kvexp.config.padding import budget_of
 from kvexp.config.settings import Settings
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
 
 
 def at_once(
-    runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]], processes: int = 1
+    runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, TokenizedExample]], processes: int = 1
 ) -> list[list[int]]:
     """Places of the runs to take together: neighbours, as many as fit into a process's share; one alone is tried."""
     prompts, each = needs(runs, model, batch)
@@ -28,7 +28,7 @@ def at_once(
     return groups
 
 
-def needs(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, Prompt]]) -> tuple[int, list[int]]:
+def needs(runs: Sequence[Settings], model: Any, batch: Sequence[tuple[int, TokenizedExample]]) -> tuple[int, list[int]]:
     """Bytes of the prompts, which the runs share, and of what each run keeps."""
     lengths = [prompt.size for _, prompt in batch]
     token = token_bytes(model)

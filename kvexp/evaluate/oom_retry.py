@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvexp.evaluate.timeout import Overdue, deadline
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 
-Items = Sequence[tuple[int, Prompt]]
+Items = Sequence[tuple[int, TokenizedExample]]
 Rows = dict[int, dict[str, Any]]
 
 MEMORY, TIME = "memory", "time"  # the values of a row's `failed`

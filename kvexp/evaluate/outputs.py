@@ -12,7 +12,7 @@ from typing import Any
 from kvexp.config.padding import budget_of
 from kvexp.config.settings import Settings
 from kvexp.evaluate.seeds import sampling_seed
-from kvexp.evaluate.tokenized_examples import Prompt
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 
 UNTIMED: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
 
@@ -35,7 +35,9 @@ class Answer:
     stop_reason: str | None = None
 
 
-def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]) -> dict[int, Answer]:
+def generated(
+    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
+) -> dict[int, Answer]:
     """Index -> answer generated after the prompt."""
     from kvexp.generate import generate
 
@@ -53,7 +55,7 @@ def generated(settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tu
 
 
 def generated_together(
-    runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, Prompt]]
+    runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
 ) -> list[dict[int, Answer]]:
     """`generated`, for several runs that differ in method and budget: one prefill, and all decode together."""
     from kvexp.generate import finish, prefill_together

@@ -10,10 +10,10 @@ from kvexp.config.padding import budget_of
 from kvexp.config.settings import Settings
 from kvexp.evaluate.outputs import UNTIMED, Answer
 from kvexp.evaluate.seeds import noise_seed
-from kvexp.evaluate.tokenized_examples import Prompt, continuation
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 
 
-def forced(settings: Settings, model: Any, tokenizer: Any, prompt: Prompt) -> tuple[list[float], Answer]:
+def forced(settings: Settings, model: Any, tokenizer: Any, prompt: TokenizedExample) -> tuple[list[float], Answer]:
     """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
 
     One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.

@@ -13,7 +13,7 @@ from kvexp.tasks import Example, Task
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenizedExample:
     """text and its ids; cut: something was left out; skipped: why it is not run (then ids are empty).
 
     asked, question: text and ids of what is fed after the eviction; an answer follows text + asked. choices: ids of
@@ -43,7 +43,7 @@ class Prompt:
         return len(self.ids) + len(self.question)
 
 
-def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: bool) -> Prompt:
+def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: bool) -> TokenizedExample:
     """The example's prompt and question in at most `room` tokens (and the task's own maximum), cut as the task says.
 
     task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
@@ -58,14 +58,14 @@ def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: b
     wrapped = chat and task.wrapped
     templated = wrapped and task.frame is None
 
-    def of(words: str) -> Prompt:
+    def of(words: str) -> TokenizedExample:
         text, asked = _framed(example, words, tokenizer, task.frame if wrapped else "{prompt}")
         # A chat template brings its own start token.
         ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
         question = _after(text, ids, asked, tokenizer, templated)
-        return Prompt(example, text, ids, asked=asked, question=question, templated=templated)
+        return TokenizedExample(example, text, ids, asked=asked, question=question, templated=templated)
 
-    def made(kept: int) -> Prompt:
+    def made(kept: int) -> TokenizedExample:
         return of(example.prefix + example.body[:kept] + example.suffix)
 
     whole = made(len(example.body))
@@ -83,10 +83,12 @@ def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: b
             fits, over = (half, over) if made(half).size <= limit else (fits, half)
         if fits > 0:
             return replace(made(fits), cut=True, tokens=count)
-    return Prompt(example, "", [], skipped="too long", tokens=count)
+    return TokenizedExample(example, "", [], skipped="too long", tokens=count)
 
 
-def _halves(whole: Prompt, of: Callable[[str], Prompt], most: int | None, room: int, tokenizer: Any) -> Prompt:
+def _halves(
+    whole: TokenizedExample, of: Callable[[str], TokenizedExample], most: int | None, room: int, tokenizer: Any
+) -> TokenizedExample:
     """The first and last `most` // 2 tokens of the words, each half decoded, put together and tokenised again.
 
     LongBench's pred.py, to the letter: `most` counts the start token and no chat template, which goes around what is
@@ -103,10 +105,10 @@ def _halves(whole: Prompt, of: Callable[[str], Prompt], most: int | None, room: 
         if made.size <= room:
             return made
         keep -= made.size - room
-    return Prompt(whole.example, "", [], skipped="too long")
+    return TokenizedExample(whole.example, "", [], skipped="too long")
 
 
-def continuation(prompt: Prompt, tokenizer: Any, *, chat: bool, words: str | None = None) -> list[int]:
+def continuation(prompt: TokenizedExample, tokenizer: Any, *, chat: bool, words: str | None = None) -> list[int]:
     """Ids of the words (None: the example's continuation) that follow the prompt and its question."""
     words = prompt.example.continuation if words is None else words
     templated = chat and prompt.templated

@@ -1,5 +1,6 @@
 """Prefill, evict and decode: generation with timing, and log-probabilities of given continuations."""
 
+from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import ask, ask_together, generate
 from kvexp.generate.decode_loop import finish
 from kvexp.generate.eviction_stats import EvictionStats, receipts
@@ -32,3 +33,13 @@ __all__ = [
     "prefill_together",
     "receipts",
 ]
+
+__getattr__ = deprecated_names(
+    __name__,
+    {
+        "Context": ("PrefilledContext", PrefilledContext),
+        "Decoding": ("GenerationParams", GenerationParams),
+        "Receipt": ("EvictionStats", EvictionStats),
+        "Variant": ("MethodSpec", MethodSpec),
+    },
+)

@@ -67,7 +67,7 @@ def plan_of(method: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ModelArguments:
     """What is to be measured with a model, checked without one."""
 
     method: Method
@@ -76,7 +76,7 @@ class Asked:
     protocol: Protocol
 
     @classmethod
-    def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> Asked:
+    def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> ModelArguments:
         """settings: method.x, budget.x, cache.x and the protocol's switches. ConfigError names what is wrong."""
         groups = parted(settings)
         made = method_of(method, groups["method"])
@@ -92,7 +92,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     if not isinstance(given.get("pretrained"), str):
         raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
     asked = {key: settings.pop(key, default) for key, default in OWN.items()}
-    Asked.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
+    ModelArguments.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
     trusted = (bool(given.get(key, False)) for key in ("allow_pickle", "trust_remote_code"))
     check_source(given["pretrained"], *trusted)
 

@@ -10,7 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from kvexp.errors import ConfigError
-from kvexp.lm_eval.arguments import Asked
+from kvexp.lm_eval.arguments import ModelArguments
 from kvexp.lm_eval.evaluator import Bench
 from kvexp.lm_eval.requests import Ask
 from kvexp.models import load_model, load_tokenizer
@@ -50,7 +50,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         **settings: Any,
     ) -> None:
         super().__init__()
-        asked = Asked.of(method, kv_ratio, protocol, settings)
+        asked = ModelArguments.of(method, kv_ratio, protocol, settings)
         if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
             raise ConfigError(f"batch_size must be a number of rows, at least 1, got {batch_size!r}")
         if isinstance(pretrained, str):

@@ -1,5 +1,6 @@
 """The only package that knows Hugging Face: loading, the cache, the attention hook, two adapters."""
 
+from kvexp.deprecation import deprecated_names
 from kvexp.models.batched_cache import MultiMethodCache
 from kvexp.models.cache import EvictionCache
 from kvexp.models.load import load_model, load_tokenizer, random_model
@@ -15,3 +16,5 @@ __all__ = [
     "load_tokenizer",
     "random_model",
 ]
+
+__getattr__ = deprecated_names(__name__, {"JoinedCache": ("MultiMethodCache", MultiMethodCache)})

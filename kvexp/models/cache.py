@@ -25,7 +25,7 @@ from kvexp.models.families import check_positions, layers_of, longest, rotation_
 from kvexp.models.retrieval_calibration import check_retrieval, prepare
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
 
 
 class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -120,7 +120,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self.shared = CrossLayerScore(self.timeline) if view is not None and view.across_layers else None
         states: list[EvictionLayer | RetrievalState]
         if isinstance(method, Retrieval):
-            crew = Crew(prepared=prepare(model, method))
+            crew = LayerGroup(prepared=prepare(model, method))
             states = [RetrievalState(self.plan, i, count, self.timeline, self.ledger, crew) for i in range(count)]
         else:
             common = (self.timeline, self.ledger, self.shared, CrossLayerBuffers(count))

@@ -15,7 +15,7 @@ from kvexp.models.retrieval_calibration import head_dim
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """parameters: all of them, embeddings included; width: query heads times their components; positions: the longest
     sequence."""
 
@@ -34,7 +34,7 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype_of(dtype).itemsize
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: Any) -> ModelSize:
     """Of a Hugging Face configuration. The model is made of tensors without memory, to count its parameters exactly."""
     try:
         with torch.device("meta"):
@@ -42,7 +42,7 @@ def shape_of(config: Any) -> Shape:
     except Exception as error:  # torch's and transformers' own, of values that no model has
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
-    return Shape(
+    return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=layers_of(config),
         width=int(config.num_attention_heads) * head_dim(config),

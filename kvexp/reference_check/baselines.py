@@ -11,27 +11,27 @@ from torch import Tensor
 
 from kvexp.methods import H2OC
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.streams import Streams, streams
 from kvexp.retrieval import Oracle, SparQ
-from kvexp.retrieval.query import Asked
+from kvexp.retrieval.query import RetrievalQuery
 
 _TIGHT = 1e-5
 
 
 @dataclass(frozen=True)
-class _Watched(SparQ):
+class _RecordedSelections(SparQ):
     """Notes its scores."""
 
     noted: list[Tensor] = field(default_factory=list, compare=False)
 
-    def approximate(self, asked: Asked) -> Tensor:
+    def approximate(self, asked: RetrievalQuery) -> Tensor:
         dots = super().approximate(asked)
         self.noted.append(asked.logits(dots, past=True).flatten(1, 2)[0])
         return dots
 
 
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Choices exactly; weights, scores and outputs within 1e-5."""
     whole = streams(archive)
     for name in sorted({name.rsplit("_", 1)[0] for name in archive if name.startswith("sparq") and "idx" in name}):
@@ -46,14 +46,14 @@ def check(archive: Archive, report: Report) -> None:
         _check_h2o(archive, report, whole)
 
 
-def _check_sparq(archive: Archive, report: Report, whole: Streams, name: str) -> None:
+def _check_sparq(archive: Recording, report: Report, whole: Streams, name: str) -> None:
     """name: sparq_r<r>_mv<0 or 1>, or that with _official."""
     _, r, mean, *official = name.split("_")
     noted: list[Tensor] = []
     kept: list[np.ndarray] = []
     sink = 0 if official else int(archive["sink"])
     count = int(archive["prompt"] * archive["ratio"])
-    method = _Watched(r=int(r[1:]), mean_value=mean == "mv1", n_sinks=sink, noted=noted)
+    method = _RecordedSelections(r=int(r[1:]), mean_value=mean == "mv1", n_sinks=sink, noted=noted)
     out = whole.run(method, sink + count + 1, lambda state, _: kept.append(_attended(state, whole)))
     masks = _by_layer(kept, whole)
     if not official:
@@ -72,7 +72,7 @@ def _check_sparq(archive: Archive, report: Report, whole: Streams, name: str) ->
     report.close(f"{name}_out", out[:, whole.prompt :], archive[f"{name}_out"], _TIGHT)
 
 
-def _check_h2o(archive: Archive, report: Report, whole: Streams) -> None:
+def _check_h2o(archive: Recording, report: Report, whole: Streams) -> None:
     sink, heavy, recent = (int(archive[name]) for name in ("sink", "h2o_heavy", "h2o_recent"))
     method = H2OC(n_sinks=sink, recent_ratio=recent / (heavy + recent), compensation="none")
     scores: list[np.ndarray] = []
@@ -101,7 +101,7 @@ def _check_h2o(archive: Archive, report: Report, whole: Streams) -> None:
     report.close("h2o_scores", ours.repeat(theirs.shape[2] // ours.shape[2], axis=2), theirs)
 
 
-def _compare(archive: Archive, report: Report, name: str, whole: Streams, out: np.ndarray, masks: np.ndarray) -> None:
+def _compare(archive: Recording, report: Report, name: str, whole: Streams, out: np.ndarray, masks: np.ndarray) -> None:
     """masks [L, steps, H, T]: what each step attended to; the recorded weights are those of the query heads."""
     group = whole.q.shape[2] // whole.k.shape[2]
     seen = torch.from_numpy(masks).repeat_interleave(group, dim=2)

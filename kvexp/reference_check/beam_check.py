@@ -13,7 +13,7 @@ from kvexp.models import EvictionCache
 from kvexp.reference_check.comparison import Report
 from kvexp.reference_check.generation_check import by_column
 from kvexp.reference_check.recorded import RecordedKeyformer, recorded_noise
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.trace import Trace, note, tapped
 
 
@@ -31,7 +31,7 @@ class _Watched(EvictionCache):
 
 
 @torch.inference_mode()
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Sequences, their scores, the beam order of every step, logits, scores and masks."""
     c, model = archive.config, archive.model()
     ids, steps = archive.tensor("input_ids").long(), int(c["T"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.retrieval.kmeans_schedule import Profile
 from kvexp.retrieval.policies import policy_of
 
@@ -17,7 +17,7 @@ _RELEASED: dict[str, tuple[tuple[float, ...], float, int]] = {
 }
 
 
-def check_policies(archive: Archive, report: Report) -> None:
+def check_policies(archive: Recording, report: Report) -> None:
     """Batches of insertions: what was there before each, and which block is where after it."""
     count, limit = int(archive["n_blocks"]), int(archive["limit"])
     for name in ("lfu", "lru"):
@@ -36,7 +36,7 @@ def check_policies(archive: Archive, report: Report) -> None:
             report.exact(f"{name}_resident_after", np.asarray(places) >= 0, archive[f"{name}_resident_after"])
 
 
-def check_iterations(archive: Archive, report: Report) -> None:
+def check_iterations(archive: Recording, report: Report) -> None:
     """The formula with the recorded clustering times and the releases' own layer times."""
     for name, (compute, share, most) in _RELEASED.items():
         if name in archive:

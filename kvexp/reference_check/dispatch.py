@@ -14,12 +14,12 @@ from kvexp.reference_check import (
     tensors,
 )
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 
 
 def run(path: str) -> Report:
     """Compare one recording; ConfigError where it is of no known kind."""
-    archive, report = Archive(path), Report()
+    archive, report = Recording(path), Report()
     if "gen1_ideal_mask" in archive:
         tensors.check_rowmask(archive, report)
     elif any(name.startswith(("hh_", "drop_")) and name.endswith("_out") for name in archive):

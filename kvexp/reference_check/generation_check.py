@@ -14,11 +14,11 @@ from kvexp.models import EvictionCache
 from kvexp.reference_check.comparison import Report
 from kvexp.reference_check.padded_sinks import revive_padding
 from kvexp.reference_check.recorded import RecordedKeyformer, recorded_noise
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.trace import Trace, teacher_forced
 
 
-def setting(archive: Archive) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
+def setting(archive: Recording) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
     """The method a file was recorded with, how the cache must be set up, and the modes that can reproduce it."""
     c, variant = archive.config, archive.variant
     padding = int(c.get("npad", 0))
@@ -59,7 +59,7 @@ def setting(archive: Archive) -> tuple[Method, dict[str, Any], tuple[str, ...]]:
     return method, options, modes
 
 
-def _keeps_leaving_token(archive: Archive) -> bool:
+def _keeps_leaving_token(archive: Recording) -> bool:
     """Is this the release with its off-by-one mended ("paperfix")? Then the token that leaves the window may stay."""
     if "paperfix" in archive.path or "paperfix" in archive.variant:
         return True
@@ -68,7 +68,7 @@ def _keeps_leaving_token(archive: Archive) -> bool:
     return bool((archive["keep_mask_next"][0][..., width - window] == 1).any())
 
 
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Replay the recorded tokens in every mode and compare all fields."""
     method, options, modes = setting(archive)
     model, ids = archive.model(), archive.tensor("input_ids").long()
@@ -84,7 +84,7 @@ def check(archive: Archive, report: Report) -> None:
         compare(archive, report, trace, mode, ids.shape[1], padding)
 
 
-def compare(archive: Archive, report: Report, trace: Trace, mode: str, width: int, padding: int) -> None:
+def compare(archive: Recording, report: Report, trace: Trace, mode: str, width: int, padding: int) -> None:
     """All fields of one run; columns of the recording are positions + padding."""
     logits = np.stack(trace.logits)
     report.close(f"{mode}: logits", logits, archive["logits"])
@@ -141,7 +141,7 @@ def by_column(states: list[Any], shape: tuple[int, ...], width: int, padding: in
     return table
 
 
-def _compare_slots(archive: Archive, report: Report, trace: Trace, mode: str, width: int) -> None:
+def _compare_slots(archive: Recording, report: Report, trace: Trace, mode: str, width: int) -> None:
     """Real-drop files: what each step attended to, slot by slot in order of position, and the survivors' score."""
     positions: np.ndarray = np.full(archive["slot_orig_pos"].shape, -1)
     for step in range(len(trace.logits)):

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.streams import Streams, streams
 from kvexp.retrieval import InfLLM, infllm_blocks
 
 _TIGHT = 1e-5
 
 
-class _Tap:
+class _BlockTap:
     """Notes which blocks every chunk of the prompt chose."""
 
     def __init__(self) -> None:
         self.real, self.chosen = infllm_blocks.far_slots, []  # type: ignore[var-annotated]
 
-    def __enter__(self) -> _Tap:
+    def __enter__(self) -> _BlockTap:
         infllm_blocks.far_slots = self  # type: ignore[assignment]
         return self
 
@@ -44,7 +44,7 @@ def _numbers(method: InfLLM, slots: Tensor, count: int) -> list[list[int]]:
     return rows
 
 
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Both ways of choosing: one for all heads, one per query head."""
     whole = streams(archive, "q_pre_rope k_pre_rope v")
     for prefix, choice in (("perhead0", "shared"), ("perhead1", "query_head")):
@@ -52,7 +52,7 @@ def check(archive: Archive, report: Report) -> None:
             _check(archive, report, whole, prefix, choice)
 
 
-def _check(archive: Archive, report: Report, whole: Streams, prefix: str, choice: str) -> None:
+def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choice: str) -> None:
     sinks, size = int(archive["n_init"]), int(archive["block"])
     granted = int((whole.prompt - sinks) * float(archive["ratio"]))
     method = InfLLM(
@@ -78,7 +78,7 @@ def _check(archive: Archive, report: Report, whole: Streams, prefix: str, choice
         length, local = state.memory.lengths[0], state.memory.layout.local[0]
         chosen[layer].append(_numbers(method, state.tally.attended[0], max(0, length - 2 - local - sinks) // size))
 
-    with _Tap() as tap:
+    with _BlockTap() as tap:
         out = whole.run(method, sinks + granted, note)
     theirs = archive[f"{prefix}_selected_blocks"]
     ours = np.full(theirs.shape, -1)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.streams import streams
 from kvexp.retrieval import PQCache
 from kvexp.retrieval.kmeans import starting_rows
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import Asked, Chosen, combined
+from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
 
 _TIGHT = 1e-5
 # In half precision: two steps between neighbouring numbers near 1; eight times that for sums over a head's width.
@@ -33,7 +33,7 @@ class _Replayed(PQCache):
     total: int = 0  # positions in all
     notes: dict[str, list[Any]] = field(default_factory=dict, compare=False)
 
-    def select(self, asked: Asked) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Chosen:
         assert self.recorded is not None
         x = dots(asked.query, asked.index["centroids"], asked.index["codes"][:, :, : asked.memory.used])
         relevance = combined(asked.logits(x), self.combine)
@@ -57,7 +57,7 @@ class _Replayed(PQCache):
         return Chosen(asked.top(rank))
 
 
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Every `clean` run: real keys, a window that moves in step. The released run's defects are not reproduced."""
     for prefix in ("clean_fp32", "cleancand_fp32", "cleanraw_fp32", "clean_fp16"):
         if f"{prefix}_out" in archive:
@@ -67,7 +67,7 @@ def check(archive: Archive, report: Report) -> None:
             report.skip(name, "the release's defects (rows of an unfilled buffer, layers out of step) are not copied")
 
 
-def _check_pq_run(archive: Archive, report: Report, prefix: str) -> None:
+def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
     half = prefix.endswith("fp16")
     whole = streams(archive, dtype=torch.float16 if half else torch.float32)
     sink, steps = int(archive["sink"]), int(archive["steps"])
@@ -108,7 +108,7 @@ def _check_pq_run(archive: Archive, report: Report, prefix: str) -> None:
 
 
 def _compare_pq(
-    archive: Archive, report: Report, prefix: str, noted: list[dict[str, np.ndarray]], indexed: list[Any], half: bool
+    archive: Recording, report: Report, prefix: str, noted: list[dict[str, np.ndarray]], indexed: list[Any], half: bool
 ) -> None:
     total, sink = archive["q"].shape[3], int(archive["sink"])
     for name in ("topk_idx", "exact_topk_idx"):

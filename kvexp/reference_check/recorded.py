@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, Noise
 from kvexp.methods import Keyformer
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class RecordedKeyformer(Keyformer):
         return replace(super().view, noise=self.zeta)
 
 
-def recorded_noise(archive: Archive, padding: int, *, by_slot: bool) -> RecordedNoise:
+def recorded_noise(archive: Recording, padding: int, *, by_slot: bool) -> RecordedNoise:
     """Prefill draws [L, B, H, T, T] and decode draws [steps, L, B, H, T + steps] as one table."""
     prompt, decode = archive["noise_prefill"], archive["noise_decode"]
     width = prompt.shape[-1]

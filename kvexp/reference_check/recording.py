@@ -21,7 +21,7 @@ _KEPT = (
 )
 
 
-class Archive(Mapping[str, np.ndarray]):
+class Recording(Mapping[str, np.ndarray]):
     """Arrays by name; `config` parsed; weights (`w:NAME`) apart."""
 
     def __init__(self, path: str) -> None:

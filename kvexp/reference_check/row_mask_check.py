@@ -10,10 +10,10 @@ from kvexp.core.masked_layer import Rule
 from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.models import RowMaskCache
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 
 
-def rule_of(archive: Archive) -> Rule:
+def rule_of(archive: Recording) -> Rule:
     """The mask rule of the release a file comes from, with its budgets over the whole text."""
     c, width = archive.config, archive["input_ids"].shape[1]
     if "heavy_ratio" in c:
@@ -27,13 +27,13 @@ def rule_of(archive: Archive) -> Rule:
     return lambda x, layer: local_mask(x, heavy, recent, scores=causal_probs(x, noise[layer], c["tau_init"]))
 
 
-def _noise(archive: Archive, heavy: int) -> Tensor:
+def _noise(archive: Recording, heavy: int) -> Tensor:
     """[L, B, H, T, T]: one draw for the first `heavy` rows, a fresh one for each later row."""
     return torch.cat((archive.tensor("noise_block")[..., :heavy, :], archive.tensor("noise_rows")), dim=-2)
 
 
 @torch.inference_mode()
-def check(archive: Archive, report: Report) -> None:
+def check(archive: Recording, report: Report) -> None:
     """Logits at all positions, and each layer's mask (and attention, where recorded)."""
     model = archive.model()
     ids = archive.tensor("input_ids").long()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvexp.core import AttentionParams, Budget, EvictionLayer, MemoryTracker, Method, Plan, SequenceState
 from kvexp.core.attention import RoPE
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.retrieval_layer import Crew, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Streams:
             time, plan = SequenceState(prompt_columns=self.prompt), Plan(method, Budget(tokens=tokens))
             retrieves = isinstance(method, Retrieval)
             state: Any = (
-                RetrievalState(plan, 0, 1, time, MemoryTracker(1), Crew())
+                RetrievalState(plan, 0, 1, time, MemoryTracker(1), LayerGroup())
                 if retrieves
                 else EvictionLayer(plan, 0, 1, time, MemoryTracker(1), None)
             )
@@ -49,7 +49,7 @@ class Streams:
         return np.stack(outs)
 
 
-def streams(archive: Archive, names: str = "q k v", dtype: torch.dtype = torch.float32) -> Streams:
+def streams(archive: Recording, names: str = "q k v", dtype: torch.dtype = torch.float32) -> Streams:
     """The file's streams; what is recorded before RoPE is rotated here."""
     q, k, v = (archive.tensor(name).to(dtype) for name in names.split())
     if names == "q k v":

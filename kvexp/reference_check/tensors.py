@@ -23,7 +23,7 @@ from kvexp.core.row_mask import (
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O
 from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.recording import Archive
+from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.trace import tapped
 
 _TIGHT = 1e-5
@@ -41,7 +41,7 @@ def alpha_of(name: str) -> float:
     return alpha
 
 
-def check_rowmask(archive: Archive, report: Report) -> None:
+def check_rowmask(archive: Recording, report: Report) -> None:
     """Masks, outputs, accumulators and similarities of the three generations of A2SF's mask.
 
     A file whose outputs are half was recorded in half, whatever its inputs are stored as; so is what is compared.
@@ -82,12 +82,12 @@ def check_rowmask(archive: Archive, report: Report) -> None:
             _close(report, archive, f"{generation}_{name}_out", masked_attention(x, mask, v))
 
 
-def _mask(report: Report, archive: Archive, name: str, ours: Tensor) -> None:
+def _mask(report: Report, archive: Recording, name: str, ours: Tensor) -> None:
     if name in archive:
         report.exact(name, ours.numpy(), archive[name])
 
 
-def _close(report: Report, archive: Archive, name: str, ours: Tensor) -> None:
+def _close(report: Report, archive: Recording, name: str, ours: Tensor) -> None:
     """To the bit in half precision, where the order of a sum seldom shows; within 1e-5 in float32."""
     if name not in archive:
         return
@@ -105,7 +105,7 @@ def _similarity(ours: Tensor, others: list[Tensor], budget: int, name: str) -> T
     return torch.stack([*rows, matrix_cosine(ours, others[1]).flatten(1).mean(1)], dim=1)
 
 
-def check_decode(archive: Archive, report: Report) -> None:
+def check_decode(archive: Recording, report: Report) -> None:
     """A2SF's and H2O's decode-time code: `hh_` masks and keeps one key more, `drop_` drops; both via the core."""
     prompt = int(archive["prompt"])
     for prefix in sorted({name.rsplit("_", 1)[0] for name in archive if name.startswith(("hh_", "drop_"))}):
@@ -132,7 +132,7 @@ def check_decode(archive: Archive, report: Report) -> None:
             report.close(f"{mode}: {prefix}_score", dense, archive[f"{prefix}_score"], _TIGHT)
 
 
-def _decode_method(archive: Archive, prefix: str, count: int) -> Method:
+def _decode_method(archive: Recording, prefix: str, count: int) -> Method:
     if "h2o" in prefix:
         recent = archive.whole_number("recent")
         return H2O(recent_ratio=0.5 if recent is None else recent / count)
@@ -142,7 +142,7 @@ def _decode_method(archive: Archive, prefix: str, count: int) -> Method:
     return A2SF(alpha=alpha_of(name), protect_recent=protect)
 
 
-def _run(archive: Archive, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _run(archive: Recording, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every layer's prompt and decode steps: out [L, T, H, D]; kept ids and scores [L, steps + 1, H, N]."""
     outs, kepts, scores = [], [], []
     for layer in range(archive["q"].shape[0]):
@@ -168,7 +168,7 @@ def _run(archive: Archive, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndar
     return np.stack(outs), np.stack(kepts), np.stack(scores)
 
 
-def check_head(archive: Archive, report: Report) -> None:
+def check_head(archive: Recording, report: Report) -> None:
     """The 2026 code with grouped heads: scores summed over a query group, top of them plus the newest, prefill only."""
     names = [name[: -len("_scores")] for name in archive if name.endswith("_scores")]
     q, k, v = (archive.tensor(name) for name in "qkv")
@@ -207,7 +207,7 @@ def check_head(archive: Archive, report: Report) -> None:
         report.close("out", (fits or [whole])[0].reshape(-1), theirs)
 
 
-def _recent(archive: Archive, names: list[str], tokens: int) -> int:
+def _recent(archive: Recording, names: list[str], tokens: int) -> int:
     """How many of the newest tokens are protected: what the file says, else what all of its choices have in common.
 
     A token that all choices hold anyway is chosen whether it is protected or not, so the latter loses nothing.

@@ -18,6 +18,6 @@ Content-Security-Policy names each script by its digest and forbids all requests
 """
 
 from kvexp.report.html_page import page
-from kvexp.report.source import Source, read
+from kvexp.report.source import ReportSource, read
 
-__all__ = ["Source", "page", "read"]
+__all__ = ["ReportSource", "page", "read"]

@@ -8,7 +8,7 @@ from kvexp.report.escape import digest, embed
 from kvexp.report.run_index import index
 from kvexp.report.section import Section
 from kvexp.report.sections import about, cost_section, explorer, kept, needle_section, samples, verdicts
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 
 SECTIONS: tuple[Section, ...] = (
     verdicts.SECTION,
@@ -23,7 +23,7 @@ BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
 
 
-def page(source: Source) -> str:
+def page(source: ReportSource) -> str:
     """The HTML, in ASCII but for the scripts; the same runs give the same text."""
     found = [(section, section.data(source)) for section in SECTIONS]
     shown = [(section, data) for section, data in found if data is not None]

@@ -7,7 +7,7 @@ import pandas as pd
 
 from kvexp.figures.quality import dashes_of
 from kvexp.report.look import look
-from kvexp.report.source import Group, Source
+from kvexp.report.source import ReportSource, RunGroup
 from kvexp.results.columns import few
 from kvexp.results.units import absent
 
@@ -15,13 +15,13 @@ COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s"
 SAID = ("kv_ratio", "status", "note", "verdict99", "verdict999", "n", "paired", "headline", "numerics", "baseline")
 
 
-def index(source: Source) -> list[dict[str, Any]]:
+def index(source: ReportSource) -> list[dict[str, Any]]:
     """One entry per run, in the table's order; `line` parts the lines of a chart, `of` holds percentages of full."""
     several = source.frame.loc[source.frame["status"] != "refused", "numerics"].nunique() > 1
     return [entry for group in source.groups for entry in _entries(source, group, several)]
 
 
-def _entries(source: Source, group: Group, several: bool) -> list[dict[str, Any]]:
+def _entries(source: ReportSource, group: RunGroup, several: bool) -> list[dict[str, Any]]:
     lines = [_line(row, several) for row in group.rows]
     dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
     return [
@@ -53,7 +53,7 @@ def _percentages(row: Mapping[str, Any]) -> dict[str, list[Any]]:
     }
 
 
-def _where(source: Source, key: str) -> dict[str, str]:
+def _where(source: ReportSource, key: str) -> dict[str, str]:
     """The commit that made the rows, and what their seconds depend on."""
     env = source.folders[key].run.env if key in source.folders else {}
     place = [str(env.get("device", "")), f"{env['threads']} threads" if "threads" in env else ""]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 
 
 @dataclass(frozen=True)
@@ -17,4 +17,4 @@ class Section:
     name: str
     title: str
     lead: str
-    data: Callable[[Source], Any]
+    data: Callable[[ReportSource], Any]

@@ -14,7 +14,7 @@ from kvexp.results.render import groups
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs of one model and task; setting: of each row, without the overrides that all of them share."""
 
     model: str
@@ -25,7 +25,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Source:
+class ReportSource:
     """folders: by hash, baselines included; frame: `kvexp.results.table` of those shown; samples: per run."""
 
     outputs: Path
@@ -34,21 +34,21 @@ class Source:
     samples: int
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[RunGroup]:
         return [
-            Group(_label(rows[0], "model"), _label(rows[0], "task"), title, rows, columns)
+            RunGroup(_label(rows[0], "model"), _label(rows[0], "task"), title, rows, columns)
             for title, rows, columns, _ in groups(self.frame, "kv_ratio")
         ]
 
 
-def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> Source:
+def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> ReportSource:
     """Everything under the folder; ConfigError if there is no such folder, or no run that `where` leaves."""
     if samples < 0:
         raise ConfigError(f"--samples must be 0 or more, got {samples}")
     frame = table(outputs, where)
     if frame.empty:
         raise ConfigError(unmatched(outputs, where or {}))
-    return Source(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
+    return ReportSource(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
 
 
 def _label(row: Mapping[str, Any], name: str) -> str:

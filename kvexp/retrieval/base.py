@@ -14,11 +14,11 @@ from kvexp.core.method import Method
 from kvexp.errors import ConfigError
 from kvexp.retrieval.block_cache import CacheSpec
 from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Asked, Chosen
+from kvexp.retrieval.query import Chosen, RetrievalQuery
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PrefillKV:
     """A prompt at its end, to be indexed: slot = position, left-aligned, whatever the padding was.
 
     keys [B, H, S, D], values [B, H, S, Dv]; lengths: real tokens per row (what lies behind them is nothing);
@@ -90,23 +90,23 @@ class Retrieval(Method):
 
     # -- what a method is made of -------------------------------------------------------------------------------------
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         """Index a prompt."""
 
     def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
         """Index the new token of every row: key [B, H, D], value [B, H, Dv] at position at[i]."""
 
-    def relevance(self, asked: Asked) -> Tensor:
+    def relevance(self, asked: RetrievalQuery) -> Tensor:
         """[B, H, S] float32, higher is chosen first; what it says about other slots than candidates is ignored."""
         raise NotImplementedError
 
-    def select(self, asked: Asked) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Chosen:
         """The slots to attend to, besides sinks, window and current token."""
         return Chosen(asked.top(self.relevance(asked)))
 
     # -- what a method may do differently -----------------------------------------------------------------------------
 
-    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
         """Output [B, H, G, 1, Dv] over the slots of `sight`: sinks, chosen, window and current token, in this order."""
         return attend_prompt(sight)
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, attend_prompt, attend_with
 from kvexp.core.select import best
 from kvexp.errors import ConfigError
-from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.base import PrefillKV, Retrieval
 from kvexp.retrieval.block_cache import CacheSpec
 from kvexp.retrieval.infllm_blocks import banded, block_scores, blockwise, far_query, far_sight, representatives
 from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Asked, Chosen
+from kvexp.retrieval.query import Chosen, RetrievalQuery
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class InfLLM(Retrieval):
         index.put("received", received)
         return out
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         received = prompt.left_aligned(index["received"])
         blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
         inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
@@ -112,7 +112,7 @@ class InfLLM(Retrieval):
         received[rows, :, places] = 0.0
         index.grow(max(at) + 1)
 
-    def _observe(self, sight: AttentionInputs, asked: Asked, probabilities: Tensor) -> None:
+    def _observe(self, sight: AttentionInputs, asked: RetrievalQuery, probabilities: Tensor) -> None:
         """Add what the window's tokens got, and represent the block that is complete from the next step on."""
         index, memory, received = asked.index, asked.memory, asked.index["received"]
         local = torch.tensor(memory.layout.local, device=sight.positions.device)
@@ -133,7 +133,7 @@ class InfLLM(Retrieval):
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
-    def select(self, asked: Asked) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Chosen:
         local, size = asked.memory.layout.local, self.block
         lengths = asked.memory.lengths
         complete = [max(0, n - 2 - past - self.n_sinks) // size for n, past in zip(lengths, local, strict=True)]
@@ -156,7 +156,7 @@ class InfLLM(Retrieval):
         rest = rest.masked_fill(~open_end | (rest >= asked.memory.used), -1)
         return Chosen(torch.cat([slots, rest[:, None].expand(-1, slots.shape[1], -1)], dim=2))
 
-    def _scores(self, asked: Asked, blocks: int) -> Tensor:
+    def _scores(self, asked: RetrievalQuery, blocks: int) -> Tensor:
         """[B, H, blocks] float32."""
         keys, at = asked.index["repr"][:, :, :blocks], asked.index["repr_at"][:, :, :blocks]
         query, place = asked.query[..., None, :], asked.positions[:, None]
@@ -165,7 +165,7 @@ class InfLLM(Retrieval):
             query = far_query(query, place, edge, asked.geometry)
         return block_scores(self, query, place, keys, at, asked.geometry)
 
-    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
         rows = slice(0, 1)
         x = sight.logits(rows, sight.keys.shape[2])
         if self.clamps:

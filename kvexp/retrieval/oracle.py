@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.query import Asked
+from kvexp.retrieval.query import RetrievalQuery
 
 
 @dataclass(frozen=True)
@@ -24,5 +24,5 @@ class Oracle(Retrieval):
     def search_bits(self, dim: int) -> float:
         return 16.0 * dim
 
-    def relevance(self, asked: Asked) -> Tensor:
+    def relevance(self, asked: RetrievalQuery) -> Tensor:
         return torch.softmax(asked.exact(past=True), dim=-1).sum(2)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.base import PrefillKV, Retrieval
 from kvexp.retrieval.block_cache import CacheSpec
 from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
 from kvexp.retrieval.kmeans_schedule import Profile, measured
 from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Asked, combined
+from kvexp.retrieval.query import RetrievalQuery, combined
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 
@@ -95,7 +95,7 @@ class PQCache(Retrieval):
 
     # -- indexing -----------------------------------------------------------------------------------------------------
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         keys, (batch, heads, _, dim) = prompt.keys, prompt.keys.shape
         shape = (batch, heads, self.m, 1 << self.b, dim // self.m)
         centroids = torch.zeros(shape, device=keys.device)
@@ -110,7 +110,7 @@ class PQCache(Retrieval):
         index.put("centroids", centroids)
         index.put("codes", codes, per=1, home=prompt.home)
 
-    def _cluster(self, keys: Tensor, prompt: Prompt, row: int, centroids: Tensor, codes: Tensor) -> float | None:
+    def _cluster(self, keys: Tensor, prompt: PrefillKV, row: int, centroids: Tensor, codes: Tensor) -> float | None:
         """One row's keys [H, S, D] into centroids [H, m, C, d] and codes [H, S, m]; mean iterations, None: too few."""
         length, clusters = prompt.lengths[row], 1 << self.b
         last = length if self.cluster == "prompt" else length - prompt.local[row]
@@ -128,7 +128,7 @@ class PQCache(Retrieval):
         codes[:, self.n_sinks : length] = labels.view(len(keys), self.m, -1).transpose(1, 2).to(codes.dtype)
         return float(found.iterations.float().mean())
 
-    def _iterations(self, prompt: Prompt, count: int) -> int:
+    def _iterations(self, prompt: PrefillKV, count: int) -> int:
         if self.max_iter != "adaptive":
             return self.max_iter
         assert isinstance(prompt.prepared, Profile)
@@ -149,7 +149,7 @@ class PQCache(Retrieval):
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
-    def relevance(self, asked: Asked) -> Tensor:
+    def relevance(self, asked: RetrievalQuery) -> Tensor:
         codes = asked.index["codes"][:, :, : asked.memory.used]
         asked.memory.shipped(codes.shape[1] * self.m * codes.element_size())
         found = combined(asked.logits(dots(asked.query, asked.index["centroids"], codes)), self.combine)

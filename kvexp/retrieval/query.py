@@ -18,7 +18,7 @@ COMBINE = ("softmax_sum", "raw_sum", "max")
 
 
 @dataclass(frozen=True)
-class Asked:
+class RetrievalQuery:
     """One query per row, and everything a method may use to answer it.
 
     query [B, H, G, D]; positions [B]: its position id; candidates [B, 1, S] bool: slots that may be chosen, neither
@@ -36,7 +36,7 @@ class Asked:
     @classmethod
     def of(
         cls, query: Tensor, positions: Tensor, most: list[int], index: Index, memory: Memory, geometry: AttentionParams
-    ) -> Asked:
+    ) -> RetrievalQuery:
         """The question of the newest token of every row; most: slots to choose in each, where there are as many."""
         sinks = memory.layout.sinks
         ends = [length - 1 - local for length, local in zip(memory.lengths, memory.layout.local, strict=True)]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.base import PrefillKV, Retrieval
 from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Asked, combined
+from kvexp.retrieval.query import RetrievalQuery, combined
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Quest(Retrieval):
     def search_bits(self, dim: int) -> float:
         return 2 * 16.0 * dim / self.page
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         keys, slots = prompt.keys, torch.arange(prompt.keys.shape[2], device=prompt.device)
         nowhere = -(-prompt.room // self.page)
         at = torch.where(prompt.real(), slots // self.page, nowhere)[:, None, :, None].expand_as(keys)
@@ -48,7 +48,7 @@ class Quest(Retrieval):
             before = index[name][rows, :, torch.tensor(pages)]
             index.write(name, pages, torch.where(first, key, pick(before, key)))
 
-    def relevance(self, asked: Asked) -> Tensor:
+    def relevance(self, asked: RetrievalQuery) -> Tensor:
         query = asked.query
         above = torch.matmul(query.clamp(min=0), asked.index["high"].transpose(-1, -2))
         below = torch.matmul(query.clamp(max=0), asked.index["low"].transpose(-1, -2))

@@ -16,16 +16,16 @@ from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.retrieval.background import Later
-from kvexp.retrieval.base import Prompt, Retrieval, left_aligned
+from kvexp.retrieval.base import PrefillKV, Retrieval, left_aligned
 from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.offload import Memory
 from kvexp.retrieval.offload_config import Layout
-from kvexp.retrieval.query import Asked, Chosen
+from kvexp.retrieval.query import Chosen, RetrievalQuery
 from kvexp.retrieval.selection_stats import Tally
 
 
 @dataclass
-class Crew:
+class LayerGroup:
     """What the layers of a cache share: one another, so that each can prefetch for the next, and `prepared`."""
 
     prepared: Any = None
@@ -36,7 +36,7 @@ class RetrievalState:
     """Stands where `EvictionLayer` stands. Batch rows are independent, and slot = position in each of them."""
 
     def __init__(
-        self, plan: Plan, index: int, layers: int, timeline: SequenceState, ledger: MemoryTracker, crew: Crew
+        self, plan: Plan, index: int, layers: int, timeline: SequenceState, ledger: MemoryTracker, crew: LayerGroup
     ) -> None:
         self.plan, self.index, self.layers = plan, index, layers
         self.timeline, self.ledger, self.crew = timeline, ledger, crew
@@ -145,7 +145,7 @@ class RetrievalState:
         self.ledger.set(self.index, memory.near_bytes, memory.near_bytes + self.slots.kv_bytes)
         self.memory, self.slots, self.tally = memory, None, Tally(len(lengths))
         at_home = method.builds_on_host
-        prompt = Prompt(
+        prompt = PrefillKV(
             keys=memory.keys if at_home else left_aligned(sight.keys, lengths),
             values=memory.values if at_home else left_aligned(sight.values, lengths),
             lengths=lengths,
@@ -181,7 +181,7 @@ class RetrievalState:
         at = list(memory.lengths)
         memory.add(key, value)
         method.extend(known, key[:, :, 0], value[:, :, 0], at)
-        asked = Asked.of(query[..., 0, :], positions[:, 0], self._at_most(), known, memory, geometry)
+        asked = RetrievalQuery.of(query[..., 0, :], positions[:, 0], self._at_most(), known, memory, geometry)
         everything = asked.everything()
         chosen = method.select(asked) if everything is None else Chosen(everything)
         sight = self._sight(query, positions, geometry, chosen.slots)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
 from kvexp.retrieval.offload import Memory
-from kvexp.retrieval.query import Asked
+from kvexp.retrieval.query import RetrievalQuery
 
 
 class Tally:
@@ -25,7 +25,7 @@ class Tally:
         self.kept: Tensor | None = None
         self.broken: Tensor | None = None
 
-    def note(self, sight: AttentionInputs, asked: Asked, sinks: int, out: Tensor) -> None:
+    def note(self, sight: AttentionInputs, asked: RetrievalQuery, sinks: int, out: Tensor) -> None:
         """One new token has attended to `sight`."""
         memory = asked.memory
         self.steps += 1

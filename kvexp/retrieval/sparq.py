@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, attend_prompt
 from kvexp.errors import ConfigError
-from kvexp.retrieval.base import Prompt, Retrieval
+from kvexp.retrieval.base import PrefillKV, Retrieval
 from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Asked, Chosen, combined
+from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SparQ(Retrieval):
     def search_bits(self, dim: int) -> float:
         return 16.0 * self.r
 
-    def build(self, index: Index, prompt: Prompt) -> None:
+    def build(self, index: Index, prompt: PrefillKV) -> None:
         if self.mean_value:
             index.put("value_sum", (prompt.values.float() * prompt.real()[:, None, :, None]).sum(2))
 
@@ -54,7 +54,7 @@ class SparQ(Retrieval):
         if self.mean_value:
             index["value_sum"].add_(value.float())
 
-    def approximate(self, asked: Asked) -> Tensor:
+    def approximate(self, asked: RetrievalQuery) -> Tensor:
         """[B, H, G, S]: s before scaling by the model's scale."""
         query = asked.query.float()
         largest = query.abs().sum(2).topk(self.r, dim=-1).indices
@@ -63,12 +63,12 @@ class SparQ(Retrieval):
         share = part.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True).clamp(min=1e-30)
         return torch.matmul(part, keys.transpose(-1, -2)) / share.clamp(min=1e-30).sqrt()
 
-    def select(self, asked: Asked) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Chosen:
         dots = self.approximate(asked)
         chosen = asked.top(combined(asked.logits(dots), self.combine))
         return Chosen(chosen, asked.logits(dots, past=True) if self.mean_value else None)
 
-    def attend(self, sight: AttentionInputs, asked: Asked, chosen: Chosen) -> Tensor:
+    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
         out = attend_prompt(sight)
         if chosen.carry is None:
             return out

@@ -41,7 +41,7 @@ def hands(model: Any) -> int:
     return torch.get_num_threads()
 
 
-class Crew(Generic[Item]):
+class ForkPool(Generic[Item]):
     """Context manager around `each`: forks `size` processes at its start, if that is more than one; ends with none.
 
     task(item) makes something of an item and yields once for every row it has written to disk. It is called in a copy
@@ -52,7 +52,7 @@ class Crew(Generic[Item]):
         self.size, self.task = size, task
         self._workers: dict[Connection, Any] = {}
 
-    def __enter__(self) -> Crew[Item]:
+    def __enter__(self) -> ForkPool[Item]:
         if self.size < 2:
             return self
         fork = multiprocessing.get_context("fork")

@@ -31,7 +31,7 @@ from kvexp.evaluate.rows import check_commit, recordable
 from kvexp.evaluate.timeout import Overdue, start_anew
 from kvexp.models.half_precision import alone
 from kvexp.record import Run, identity
-from kvexp.sweep.fork_pool import Crew, hands
+from kvexp.sweep.fork_pool import ForkPool, hands
 from kvexp.tasks import Example, LMEval
 
 Numbered = Sequence[tuple[int, Example]]
@@ -160,7 +160,7 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
         for member, rows in _rows(lacking, model, tokenizer, batch, Patience(lead.timeout_s, stuck), size):
             yield from member.write(rows, commit)
 
-    with Crew(size, make) as crew, Progress(title, missing, 0) as progress:
+    with ForkPool(size, make) as crew, Progress(title, missing, 0) as progress:
         for _ in crew.each(work):
             progress.advance()
 

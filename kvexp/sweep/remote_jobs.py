@@ -28,7 +28,7 @@ class Shipment:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchResult:
     """hashes: runs and baselines; values: each job's objective."""
 
     hashes: list[str]
@@ -36,7 +36,9 @@ class Outcome:
     values: dict[int, float | None]
 
 
-Engine = Callable[[Callable[[Shipment], Outcome], Sequence[Shipment]], Iterable[tuple[int, Outcome | BaseException]]]
+Engine = Callable[
+    [Callable[[Shipment], BatchResult], Sequence[Shipment]], Iterable[tuple[int, BatchResult | BaseException]]
+]
 
 
 def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]:
@@ -52,7 +54,7 @@ def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]
     if len(shipments) > 1:
         print(f"{len(jobs)} jobs go out in {len(shipments)} pieces", flush=True)
     for done, (place, outcome) in enumerate(engine(work, shipments), start=1):
-        if isinstance(outcome, Outcome):
+        if isinstance(outcome, BatchResult):
             note(*outcome.hashes)
             for failure in outcome.failures:  # told where its worker ran, which nobody may be looking at
                 note_failure(failure.job, failure.why, told=False)
@@ -63,7 +65,7 @@ def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]
     return [values.get(_number(job)) for job in jobs]
 
 
-def work(shipment: Shipment) -> Outcome:
+def work(shipment: Shipment) -> BatchResult:
     """In the worker: perform the jobs, and tell what they were."""
     before = taken()  # what this process did else is not the shipment's
     SWEEP.jobs = shipment.words
@@ -72,7 +74,7 @@ def work(shipment: Shipment) -> Outcome:
     note(*before.hashes)
     for failure in before.failures:
         note_failure(failure.job, failure.why, told=failure.told)
-    return Outcome(command.hashes, command.failures, dict(zip(map(_number, shipment.jobs), values, strict=True)))
+    return BatchResult(command.hashes, command.failures, dict(zip(map(_number, shipment.jobs), values, strict=True)))
 
 
 def _shipments(jobs: Sequence[Job], shards: int) -> Iterator[Shipment]:

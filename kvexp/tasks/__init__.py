@@ -8,7 +8,7 @@ from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle
 from kvexp.tasks.perplexity import Perplexity
-from kvexp.tasks.questions import QUESTIONS, Asked
+from kvexp.tasks.questions import QUESTIONS, QuestionTask
 from kvexp.tasks.soda import Soda
 from kvexp.tasks.stories import Stories
 from kvexp.tasks.summarization import TEMPLATES, Summarization
@@ -21,7 +21,6 @@ __all__ = [
     "SAMPLES",
     "TEMPLATES",
     "TRUNCATIONS",
-    "Asked",
     "CNNDailyMail",
     "Example",
     "GovReport",
@@ -29,6 +28,7 @@ __all__ = [
     "LongBench",
     "Needle",
     "Perplexity",
+    "QuestionTask",
     "Soda",
     "Stories",
     "Summarization",

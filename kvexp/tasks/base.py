@@ -115,8 +115,8 @@ class Task:
     pad_to: int | None = None
 
     @property
-    def source(self) -> data.Source:
-        return data.Source(
+    def source(self) -> data.DataSource:
+        return data.DataSource(
             data_files=self.data_files,
             hub_id=self.hub_id,
             hub_config=self.hub_config,

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class DataSource:
     """Where rows come from: `data_files` if given, else the hub. `Task` documents the fields."""
 
     data_files: str | None = None
@@ -156,7 +156,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     )
 
 
-def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
+def _hub_rows(source: DataSource) -> Iterator[tuple[str, Row]]:
     from datasets import load_dataset_builder
 
     if not source.hub_id:
@@ -187,7 +187,7 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
         raise ConfigError(f"cannot load {source} {where}: {error}. Either {way}, or {files}") from error
 
 
-def _check_copy(builder: Any, source: Source) -> None:
+def _check_copy(builder: Any, source: DataSource) -> None:
     """ConfigError where `datasets` fell back on a copy in its cache that is not of the commit asked for.
 
     It takes the newest one whatever the revision, also where the hub answers and this data set cannot be fetched.

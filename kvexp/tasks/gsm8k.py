@@ -13,7 +13,7 @@ from kvexp.errors import ConfigError
 from kvexp.paths import path_of
 from kvexp.tasks.base import Example, row_id
 from kvexp.tasks.data import text
-from kvexp.tasks.questions import Asked
+from kvexp.tasks.questions import QuestionTask
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNSIGNED = re.compile(r"\d*\.?\d+")
@@ -21,7 +21,7 @@ _SIGNED = re.compile(r"(?:(?<![\w.)])-)?\d*\.?\d+")  # the minus of 5-3 is none 
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSM8K(Asked):
+class GSM8K(QuestionTask):
     """Solve a word problem after worked examples; rows {"question", "answer"}, 1,319 in the test split
     (Cobbe et al., arXiv:2110.14168).
 

@@ -16,8 +16,8 @@ from kvexp.tasks.json_rows import json_row
 
 
 @dataclass(frozen=True, kw_only=True)
-class Members(data.Source):
-    """A `Source` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
+class Members(data.DataSource):
+    """A `DataSource` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
 
     The member may lie at any depth. Without `data_files`, `hub_file` is the .zip in the hub repository (a loading
     script, which `datasets` 4 and later refuse, is not needed to read it); null: the repository is in a format that
@@ -59,7 +59,7 @@ class Members(data.Source):
                 yield f"row {number} of {self.member} in {archive}", row
 
     def fingerprint(self) -> str:
-        """Of a .zip the member's, as if it were unpacked; else as for any `Source`."""
+        """Of a .zip the member's, as if it were unpacked; else as for any `DataSource`."""
         if self.data_files is None:
             return f"hub:{self}"
         archive = self._archive()

@@ -10,7 +10,7 @@ QUESTIONS = ("in_prompt", "after_eviction")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked(Task):
+class QuestionTask(Task):
     """A task whose examples are a context and a question about it.
 
     question=in_prompt: both are prefilled, so the last query rows that a method scores by are the question's, and

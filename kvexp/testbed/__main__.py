@@ -6,7 +6,7 @@ import argparse
 from random import Random
 
 from kvexp.pipes import watch_pipes
-from kvexp.testbed.document import LONGEST, SPLITS, Shape, document
+from kvexp.testbed.document import LONGEST, SPLITS, DocumentShape, document
 from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
 from kvexp.testbed.needle_document import needle_document
 from kvexp.testbed.words import vocabulary
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
 def show(seed: int, split: str, tokens: int, facts: int) -> None:
     """Print one document and what every testbed task asks of such a text."""
     rng = Random(f"sample {split} {seed}")
-    doc = document(rng, split, Shape(tokens, facts, marked=facts // 3, updated=1))
+    doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
     print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
     print(_wrapped(opening(doc.text)))
     print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
@@ -45,7 +45,7 @@ def show(seed: int, split: str, tokens: int, facts: int) -> None:
     print("\ntestbed_needle: a code in the middle of a text\n")
     print(_wrapped(opening(text.text)))
     print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
-    pieces = dialogue(rng, split, Shape(tokens, facts, 0, 1), recalls=2)
+    pieces = dialogue(rng, split, DocumentShape(tokens, facts, 0, 1), recalls=2)
     print("\ntestbed_dialogue: the last turn is to be said\n")
     print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
     print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")

@@ -42,7 +42,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Shape:
+class DocumentShape:
     """What a document is like. tokens: its length, reached to within a sentence (facts that do not fit make it longer).
 
     facts: different (name, attribute) pairs stated; marked: how many of them belong in the summary; updated: how many
@@ -109,7 +109,7 @@ def draw_value(rng: Random, attribute: str) -> str:
     return " ".join([rng.choice(words) for words in ATTRIBUTES[attribute]])
 
 
-def document(rng: Random, split: str, shape: Shape, attribute: str | None = None) -> Document:
+def document(rng: Random, split: str, shape: DocumentShape, attribute: str | None = None) -> Document:
     """A random document; `attribute` makes all its facts of that one. The same generator state gives the same document.
 
     Some people have several attributes: what is asked must match both the name and the attribute.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from kvexp.testbed.document import Fact, Shape, document
+from kvexp.testbed.document import DocumentShape, Fact, document
 from kvexp.testbed.words import END, START
 
 SPEAKERS = ("ann", "ben")
@@ -39,7 +39,7 @@ def reply(facts: Iterable[Fact]) -> str:
     return " . ".join(fact.plain() for fact in facts)
 
 
-def dialogue(rng: Random, split: str, shape: Shape, recalls: int = 1, per_recall: int = 3) -> list[str]:
+def dialogue(rng: Random, split: str, shape: DocumentShape, recalls: int = 1, per_recall: int = 3) -> list[str]:
     """A conversation as a list of pieces: even ones are what was said, odd ones the replies that refer back.
 
     Two speakers state the sentences of a document by turns, one to three at a time. Then and in between one asks the

@@ -8,7 +8,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from kvexp.testbed.document import Shape, document
+from kvexp.testbed.document import DocumentShape, document
 from kvexp.testbed.forms import SUMMARY, answer, ask, dialogue, opening, summary
 from kvexp.testbed.words import ATTRIBUTES, END, GRAMMAR, PAD, vocabulary
 from kvexp.training.recipe import Recipe
@@ -39,12 +39,12 @@ class Stage:
     high: int
     facts: tuple[int, int]
 
-    def shape(self, rng: Random) -> Shape:
+    def shape(self, rng: Random) -> DocumentShape:
         tokens = rng.randint(self.low, self.high)
         most = max(self.facts[0], min(self.facts[1], tokens // 10))
         facts = rng.randint(self.facts[0], most)
         marked = rng.randint(1, min(10, (facts + 1) // 2))
-        return Shape(tokens, facts, marked, rng.randint(0, min(2, (facts - marked) // 2)))
+        return DocumentShape(tokens, facts, marked, rng.randint(0, min(2, (facts - marked) // 2)))
 
 
 # Short and dense first: on documents of full length from the start, recall does not form.
@@ -74,7 +74,9 @@ def lesson(rng: Random, split: str, stage: Stage, kind: str, recipe: Recipe) -> 
     return _batch(rows, width, kind, recipe.context_weight)
 
 
-def _row(rng: Random, split: str, shape: Shape, kind: str, one_attribute: float) -> tuple[list[str], list[bool]]:
+def _row(
+    rng: Random, split: str, shape: DocumentShape, kind: str, one_attribute: float
+) -> tuple[list[str], list[bool]]:
     """(words, which of them are answers)."""
     words: list[str] = []
     answers: list[bool] = []

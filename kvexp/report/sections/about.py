@@ -4,10 +4,10 @@ from typing import Any
 
 import kvexp
 from kvexp.report.section import Section
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 
 
-def data(source: Source) -> dict[str, Any]:
+def data(source: ReportSource) -> dict[str, Any]:
     """Runs by NUMERICS, commit and machine (one who-when-where per line); runs that are not done, with the reason."""
     real = source.frame[source.frame["status"] != "refused"]
     envs = [source.folders[key].run.env for key in real["hash"] if key in source.folders]

@@ -6,14 +6,14 @@ from kvexp.errors import ConfigError
 from kvexp.evictions.eviction_files import EVICTIONS, has, need_told, read_table
 from kvexp.evictions.held_tokens import made
 from kvexp.report.section import Section
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 from kvexp.results.read import Folder
 
 MOST = 4  # examples of a run
 TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once
 
 
-def data(source: Source) -> dict[str, Any] | None:
+def data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log or twin."""
     found: dict[str, Any] = {}
     room = TOTAL

@@ -5,11 +5,11 @@ from typing import Any
 from kvexp.errors import ConfigError
 from kvexp.figures.heatmap import grid
 from kvexp.report.section import Section
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 from kvexp.results.read import Folder
 
 
-def data(source: Source) -> dict[str, Any] | None:
+def data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> lengths, depths and, per metric, rows of percentages; None where no run has a length and a depth."""
     grids = {key: _cells(source.folders[key]) for key in source.frame["hash"] if key in source.folders}
     return {key: cells for key, cells in grids.items() if cells} or None

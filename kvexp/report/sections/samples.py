@@ -5,7 +5,7 @@ from shlex import quote
 from typing import Any
 
 from kvexp.report.section import Section
-from kvexp.report.source import Source
+from kvexp.report.source import ReportSource
 from kvexp.results.read import Folder, Row, number
 from kvexp.results.stats import lower_is_better
 
@@ -13,7 +13,7 @@ LONGEST = 4_000  # letters of one text
 TOTAL = 12_000_000  # letters of all texts together: a page a browser still opens at once
 
 
-def data(source: Source) -> dict[str, Any]:
+def data(source: ReportSource) -> dict[str, Any]:
     """texts: hash -> example -> what its row says; chosen: hash -> its examples; per_run: how many there could be;
     outputs: the folder of the runs, quoted for a shell.
 
@@ -35,7 +35,7 @@ def data(source: Source) -> dict[str, Any]:
 _PARTS = ("output", "reference")
 
 
-def _baseline(source: Source, folder: Folder) -> Folder | None:
+def _baseline(source: ReportSource, folder: Folder) -> Folder | None:
     return source.folders.get(folder.run.baseline or "")
 
 
@@ -62,7 +62,7 @@ def _losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
     return {name: loss for name, loss in found.items() if loss > 0}
 
 
-def _texts(source: Source, shown: Iterable[Folder], chosen: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
+def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
     """The rows needed: each run's own and the same examples of its baseline, which alone carries the reference."""
     wanted: dict[str, set[str]] = {}
     for folder in shown:
@@ -73,7 +73,7 @@ def _texts(source: Source, shown: Iterable[Folder], chosen: dict[str, dict[str, 
     return {key: _rows(source.folders[key], names, source) for key, names in wanted.items()}
 
 
-def _rows(folder: Folder, names: set[str], source: Source) -> dict[str, Any]:
+def _rows(folder: Folder, names: set[str], source: ReportSource) -> dict[str, Any]:
     alone = _baseline(source, folder) is None
     return {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
 

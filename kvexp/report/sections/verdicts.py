@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvexp.report.section import Section
-from kvexp.report.source import Group, Source
+from kvexp.report.source import ReportSource, RunGroup
 from kvexp.results.columns import Column
 from kvexp.results.render import notes
 
 VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
 
 
-def data(source: Source) -> dict[str, Any]:
+def data(source: ReportSource) -> dict[str, Any]:
     """Tables with heads and cells as the terminal prints them, and the notes below them."""
     return {"tables": [_table(group) for group in source.groups], "notes": notes(source.frame)}
 
 
-def _table(group: Group) -> dict[str, Any]:
+def _table(group: RunGroup) -> dict[str, Any]:
     columns = _verdicts_first(group.columns)
     return {
         **{"model": group.model, "task": group.task, "title": group.title},

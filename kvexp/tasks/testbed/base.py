@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Task
 from kvexp.testbed import LANGUAGE
-from kvexp.testbed.document import LONGEST, SPLITS, Document, Shape, document
+from kvexp.testbed.document import LONGEST, SPLITS, Document, DocumentShape, document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class Generated(Task):
         return made, rng
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.tokens, self.facts, self.marked, self.updated)
+    def shape(self) -> DocumentShape:
+        return DocumentShape(self.tokens, self.facts, self.marked, self.updated)
 
     def fingerprint(self) -> str:
         return f"testbed language {LANGUAGE}, split {self.split}"
@@ -94,7 +94,7 @@ class Generated(Task):
 
 
 @lru_cache(maxsize=512)  # a sweep reads the same rows for every run; states are large
-def _seeded(words: str, split: str, shape: Shape) -> tuple[Document, tuple[Any, ...]]:
+def _seeded(words: str, split: str, shape: DocumentShape) -> tuple[Document, tuple[Any, ...]]:
     rng = Random(words)
     return document(rng, split, shape), rng.getstate()
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example
-from kvexp.tasks.questions import Asked
+from kvexp.tasks.questions import QuestionTask
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.document import Document, Fact, document, draw_value
 from kvexp.testbed.forms import answer, ask, opening
@@ -19,7 +19,7 @@ SEVERAL_WORDS = tuple(attribute for attribute, parts in ATTRIBUTES.items() if le
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedChoice(Asked, Generated):
+class TestbedChoice(QuestionTask, Generated):
     """Choose among `options` values of two or three words by log-likelihood, after `num_fewshot` answered questions.
 
     One wrong option begins with the right one's first word (in 11 of 12 questions, in 99 of 100 about codes), others

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, word_recall
-from kvexp.tasks.questions import Asked
+from kvexp.tasks.questions import QuestionTask
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.document import LONGEST
 from kvexp.testbed.forms import ask, opening
@@ -18,7 +18,7 @@ from kvexp.testbed.needle_document import needle_document
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedNeedle(Asked, Generated):
+class TestbedNeedle(QuestionTask, Generated):
     """Say the three digits of somebody's code: a grid of `lengths` (tokens) and `depths` (percent), round and round.
 
     `facts` others are strewn about as distractors. Exact match and word recall, in percent; rows carry length and
