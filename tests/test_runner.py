@@ -319,6 +319,13 @@ VALUES = {
     "+model.colour=red": "model.colour is not a setting of a random model",
     "+cache.colour=red": "cache.colour is not a setting of cache",
     "task.data_files=/nowhere.jsonl": "/nowhere.jsonl",
+    f"limit={10**30}": r"limit must be below 2\*\*62, got a whole number of 31 digits",
+    f"timeout_s={10**400}": r"timeout_s must be below 2\*\*62, got a whole number of 401 digits",
+    f"seed=-{10**30}": r"seed must be below 2\*\*62",
+    f"generation.top_k={1 << 62}": r"generation.top_k must be below 2\*\*62, got a whole number of 19 digits",
+    f"generation.eos=[1,{10**30}]": r"generation.eos\[1\] must be below 2\*\*62",
+    f"generation.num_beams={1 << 61}": "num_beams may be at most 1024, got",
+    f"cache.evict_every={1 << 61}": "at most 65536 decode steps, for which slots are laid out, or null for never, got",
     "kv_ratio=nan": r"kv_ratio must be in \(0, 1\], got nan",
     "kv_ratio=[0.1]": r"kv_ratio must be a number in \(0, 1\], got \[0.1\]",
     "seed=-1": "seed must be at least 0, got -1",
@@ -351,6 +358,10 @@ def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=VALUES[override]):
         run(settings(tmp_path, override))
+
+
+def test_a_time_limit_longer_than_clocks_count(tmp_path):
+    assert run(settings(tmp_path, "timeout_s=1e300", "limit=1")).finished
 
 
 def folder(path, config=None, **files):

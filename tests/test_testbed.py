@@ -149,6 +149,8 @@ def test_shots_stand_before_the_question():
         (TestbedQA, {"facts": 20, "marked": 11}, "task.marked must be at most 10, as the models were trained"),
         (TestbedSummary, {"tokens": 64}, "task.tokens must be at least 112 to hold task.facts=14"),
         (TestbedDialogue, {"recalls": 5}, "task.recalls must be at most 4"),
+        (TestbedSummary, {"tokens": 1 << 61}, "task.tokens must be at most 1000000, got 2305843009213693952"),
+        (TestbedNeedle, {"lengths": [300, 1 << 61]}, "task.lengths must be at most 1000000 tokens, got 230584"),
         (TestbedNeedle, {"tokens": 512}, "task.tokens has no meaning for testbed_needle: set task.lengths"),
         (TestbedNeedle, {"marked": 2}, "task.marked has no meaning"),
     ],

@@ -9,6 +9,9 @@ from typing import Literal
 
 from kvexp.errors import ConfigError
 
+MOST_TOKENS = 1 << 62  # a pyramid's half as many again are still a number of 64 bits
+LONGEST_WAIT = 1 << 16  # decode steps between two evictions
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -46,6 +49,8 @@ class Budget:
             raise ConfigError(f"tokens must be a whole number of slots, got {self.tokens!r}")
         if self.tokens is not None and self.tokens < 1:
             raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
+        if self.tokens is not None and self.tokens >= MOST_TOKENS:
+            raise ConfigError("tokens must be below 2**62; more than any prompt has is everything")
         if self.of not in ("prompt", "padded", "sequence"):
             raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
         if not 0 <= self.pyramid < 1:
@@ -91,3 +96,8 @@ class Cadence:
             raise ConfigError(f"cadence.every must be a whole number of decode steps or null, got {self.every!r}")
         if self.every is not None and self.every < 1:
             raise ConfigError(f"cadence.every must be at least 1 decode step or null, got {self.every}")
+        if self.every is not None and self.every > LONGEST_WAIT:
+            raise ConfigError(
+                f"cadence.every may be at most {LONGEST_WAIT} decode steps, for which slots are laid out, or null for "
+                f"never, got {self.every}"
+            )

@@ -17,6 +17,8 @@ from transformers.generation.logits_process import (
 from kvexp.errors import ConfigError
 from kvexp.generate.sampling import SeededGumbelSampler
 
+MOST_BEAMS = 1024  # each is a row of the batch
+
 
 @dataclass(frozen=True)
 class GenerationParams:
@@ -53,6 +55,8 @@ class GenerationParams:
             )
         if self.num_beams < 1:
             raise ConfigError(f"num_beams must be at least 1, got {self.num_beams}")
+        if self.num_beams > MOST_BEAMS:
+            raise ConfigError(f"num_beams may be at most {MOST_BEAMS}, got {self.num_beams}")
         if self.sample and self.num_beams > 1:
             raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
         if self.sample and self.temperature <= 0:

@@ -13,6 +13,8 @@ from kvexp.tasks.base import Task
 from kvexp.testbed import LANGUAGE
 from kvexp.testbed.document import LONGEST, SPLITS, Document, DocumentShape, document
 
+MOST_TOKENS = 1_000_000  # of a document: more takes hours to write, and no model of the testbed reads as many
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generated(Task):
@@ -66,6 +68,8 @@ class Generated(Task):
                 raise ConfigError(f"task.{option} has no meaning for {self.name}, which makes its own rows")
         for option in ("size", "tokens"):
             self.at_least(option, 1)
+        if self.tokens > MOST_TOKENS:
+            raise ConfigError(f"task.tokens must be at most {MOST_TOKENS}, got {self.tokens}")
         for option in ("facts", "marked", "updated"):
             self.at_least(option, 0)
         if not self.marked + self.updated <= self.facts <= MOST_FACTS:

@@ -11,7 +11,7 @@ from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, word_recall
 from kvexp.tasks.questions import QuestionTask
-from kvexp.tasks.testbed.base import Generated
+from kvexp.tasks.testbed.base import MOST_TOKENS, Generated
 from kvexp.testbed.document import LONGEST
 from kvexp.testbed.forms import ask, opening
 from kvexp.testbed.needle_document import needle_document
@@ -63,5 +63,7 @@ class TestbedNeedle(QuestionTask, Generated):
                 f"task.lengths must be numbers of tokens, at least {least} to hold the needle and task.facts="
                 f"{self.facts} others, got {list(self.lengths)}"
             )
+        if max(self.lengths) > MOST_TOKENS:
+            raise ConfigError(f"task.lengths must be at most {MOST_TOKENS} tokens, got {max(self.lengths)}")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
             raise ConfigError(f"task.depths must be percent, between 0 and 100, got {list(self.depths)}")
