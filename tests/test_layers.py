@@ -59,9 +59,6 @@ ALLOWED: dict[str, set[str]] = {
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
-    "cli": {".paths", ".pipes", ".run", ".runner"},
-    "__main__": {".cli"},  # kvexp/__main__.py
-    "run": {".paths", ".pipes", ".runner", "hydra", "omegaconf"},
     "config": {
         *(".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models", ".generate"),
         *(".tasks", ".lm_eval", ".record", "torch", "hydra", "omegaconf"),
@@ -78,6 +75,9 @@ ALLOWED: dict[str, set[str]] = {
         *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
         *(".record", ".results", "torch", "hydra", "omegaconf", "rich"),
     },
+    "run": {".paths", ".pipes", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
+    "cli": {".paths", ".pipes", ".run", ".sweep"},
+    "__main__": {".cli"},  # kvexp/__main__.py
     "diagnose": {
         *(
             ".errors",
