@@ -94,7 +94,7 @@ def test_every_key_of_the_defaults_is_known():
     check_keys({"model": {}, "objective": None, "log": {"wandb": True, "project": "", "mode": "auto"}})
     with pytest.raises(ConfigError, match="there is no setting outputdir; did you mean outputs_dir"):
         check_keys({"outputdir": "x"})
-    assert unknown("nonsense", {}) == "there is no setting nonsense; python run.py --help lists the settings"
+    assert unknown("nonsense", {}) == "there is no setting nonsense; kvexp run --help lists the settings"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_the_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "no run under {folder}; run: python run.py"),
+        ([], "no run under {folder}; run: kvexp run"),
         (["{folder}/nowhere"], "no folder {folder}/nowhere"),
         (["--samples", "-1"], "--samples must be 0 or more, got -1"),
         (["--where", "h2o"], "--where takes LABEL=VALUE"),

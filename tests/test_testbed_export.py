@@ -109,7 +109,7 @@ def test_the_command_prints_commands_that_hydra_reads(tmp_path, capsys):
 
     command.main([str(tmp_path / "a folder, with 'marks'"), "--size", "3"])
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line[:2] for line in lines] == [["python", "run.py"]] * 3
+    assert [line[:2] for line in lines] == [["kvexp", "run"]] * 3
     for line in lines:
         values = {each.key_or_group: each.value() for each in OverridesParser.create().parse_overrides(line[2:])}
         place = {"lm_eval": "task.tasks", "longbench": "task.data_files", "needle": "task.haystack"}[values["task"]]

@@ -109,7 +109,7 @@ def _check_options(words: Sequence[str]) -> None:
         key = option.lstrip("-").replace("-", "_")
         if key.partition(".")[0] in roots():
             _stop(f"{word}: settings have no dashes, write {key}={value if equals else 'VALUE'}")
-        _stop(f"there is no option {option}{meant(option, there)} (settings are KEY=VALUE; python run.py --help)")
+        _stop(f"there is no option {option}{meant(option, there)} (settings are KEY=VALUE; kvexp run --help)")
 
 
 def _first_line(error: BaseException | None) -> str:

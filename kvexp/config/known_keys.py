@@ -69,7 +69,7 @@ def unknown(key: str, chosen: Mapping[str, str]) -> str:
         return f"{key} is a setting of {group}={','.join(options)}" + (f", not of {group}={option}" if option else "")
     if not name or group not in defaults():
         near = meant(key, [*dict.fromkeys([*sorted(roots()), *settings()])])
-        return f"there is no setting {key}{near or '; python run.py --help lists the settings'}"
+        return f"there is no setting {key}{near or '; kvexp run --help lists the settings'}"
     own = [each for each, options in settings().items() if each.startswith(f"{group}.") and option in (None, *options)]
     has = f"; {group}={option} has {', '.join(each.partition('.')[2] for each in own)}" if option else ""
     return f"there is no setting {key}{meant(key, own) or has}"

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         frame = table(args.outputs)
         if frame.empty:
-            raise ConfigError(f"no run under {args.outputs}; run: python run.py")
+            raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
         described = spec(frame)
         if args.print:
             print(json.dumps(described, indent=2))

@@ -23,10 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if not Path(args.outputs).is_dir():
-            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: python run.py")
+            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
         paths = [run.path for run in runs(args.outputs)]
         if not paths:
-            print(f"no runs under {args.outputs}; run: python run.py")
+            print(f"no runs under {args.outputs}; run: kvexp run")
             return 1
         mode = check(args.project, args.mode)
         written = publish(paths, args.project, mode)

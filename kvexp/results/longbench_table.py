@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if frame.empty:
-        print(f"no finished runs of task=longbench under {args.outputs}; run: python run.py experiment=longbench14")
+        print(f"no finished runs of task=longbench under {args.outputs}; run: kvexp run experiment=longbench14")
         return 1
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)

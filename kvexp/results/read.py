@@ -104,7 +104,7 @@ def _why(row: Row) -> str:
 def folders(outputs_dir: str | Path) -> list[Folder]:
     """Every run, then every job that was refused one."""
     if not Path(outputs_dir).is_dir():
-        raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: python run.py")
+        raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
     return [*map(_folder, runs(outputs_dir)), *map(_refused, refusals(outputs_dir))]
 
 
@@ -164,7 +164,7 @@ def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
     """Why no run was chosen: what there is for each label that none of them has with the value asked for."""
     found = folders(outputs_dir)
     if not found or not where:
-        return f"no run under {outputs_dir}; run: python run.py"
+        return f"no run under {outputs_dir}; run: kvexp run"
     lines = []
     for name, wanted in where.items():
         if not chosen(found, {name: wanted}):

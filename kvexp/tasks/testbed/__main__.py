@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=12345)
     asked = parser.parse_args(arguments)
     for overrides in export(asked.folder, asked.size, asked.split, asked.seed).values():
-        print(shlex.join(["python", "run.py", *overrides]))
+        print(shlex.join(["kvexp", "run", *overrides]))
 
 
 if __name__ == "__main__":
