@@ -92,7 +92,7 @@ def check(task, row, where="row 7 of rows.jsonl", outputs=OUTPUTS):
         return
     example = task.example(row, where)
     assert isinstance(example, Example) and isinstance(example.id, str)
-    assert example.prompt == "".join(example.prompt_parts) and example.prompt.strip()
+    assert example.prompt == "".join(example.prompt_parts) and bool(example.prompt.strip()) != bool(example.skipped)
     assert isinstance(example.reference, str)
     if not task.only_nll:
         for output in outputs:

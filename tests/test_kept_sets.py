@@ -83,7 +83,7 @@ class Truth:
 @contextmanager
 def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor]) -> Iterator[None]:
     """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`."""
-    attentions = [m for m in model.modules() if type(m).__name__.endswith("AttentionScoreSpec")]
+    attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     assert len(attentions) == visible.shape[0]
     hooks = []
     for i, module in enumerate(attentions):

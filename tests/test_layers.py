@@ -17,15 +17,17 @@ PACKAGE = ROOT / "kvexp"
 ALLOWED: dict[str, set[str]] = {
     "": set(),  # kvexp/__init__.py: constants, so that `import kvexp` costs nothing
     "errors": set(),
+    "deprecation": set(),
     "paths": {".errors"},
     "digests": {".errors"},
     "kept_text": set(),
     "pipes": set(),  # of every command line, so it stands below all layers
     "hub": {"huggingface_hub"},  # comes with transformers and with datasets
-    "core": {".errors", "torch", "triton"},  # triton: in ON_DEMAND alone
+    "core": {".errors", ".deprecation", "torch", "triton"},  # triton: in ON_DEMAND alone
     "methods": {".errors", ".core", "torch"},
     "retrieval": {".errors", ".core", "torch", "numpy"},  # numpy: its legacy generator drew PQCache's first centroids
     "models": {
+        ".deprecation",
         *(
             ".errors",
             ".paths",
@@ -38,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
         *("torch", "transformers", "tokenizers", "numpy", "safetensors"),
     },
-    "generate": {".errors", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
+    "generate": {".errors", ".deprecation", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},
     "articles": set(),
     "testbed": set(),

@@ -172,7 +172,7 @@ def test_the_examples_are_part_of_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"shots": 11}, "task.shots=11, but task.prompt_file=conf/task/gsm8k_cot.txt has 10"),
+        ({"shots": 11}, "task.shots=11, but task.prompt_file=kvexp/conf/task/gsm8k_cot.txt has 10"),
         ({"shots": -1}, "task.shots must be at least 0"),
         ({"shots": 0, "question": "after_eviction"}, "needs a context to evict from: set task.shots to 1 or more"),
         ({"prompt_file": "nowhere.txt"}, "task.prompt_file=nowhere.txt: cannot read it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +49,8 @@ def run(settings: Settings) -> Run:
 def _check(settings: Settings) -> None:
     """An impossible run is told before weights are made or read, its baseline's too. One that has rows is possible."""
     check_fits(settings.model, settings.method)
-    if not (settings.outputs_dir / identity(settings.identity) / "examples.jsonl").exists():
+    # os.path: a folder that may not be looked into is told of by opening the run.
+    if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, tokenizer_of(settings.model), list(settings.task.examples()))
 
 

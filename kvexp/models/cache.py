@@ -99,7 +99,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     ) -> None:
         config = model.config
         if getattr(config, "_attn_implementation", None) != NAME:
-            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.patch(model) first")
+            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
         place = positions or method.positions
         if isinstance(method, Retrieval):
             check_retrieval(config, method)

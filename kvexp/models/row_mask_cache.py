@@ -20,7 +20,7 @@ class RowMaskCache(Cache):  # type: ignore[misc]
 
     def __init__(self, model: PreTrainedModel, rule: Rule) -> None:
         if getattr(model.config, "_attn_implementation", None) != NAME:
-            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.patch(model) first")
+            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
         states = [MaskedLayer(rule, index) for index in range(layers_of(model.config))]
         super().__init__(layers=[EvictionCacheLayer(state, None) for state in states])
 

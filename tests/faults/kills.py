@@ -19,13 +19,13 @@ SWEEP = (
 )
 # All that may differ between a run that was killed and one that was not: how long things took.
 TIMES = re.compile(rb'"seconds":\{[^}]*\}')
-NOT_COMPARED = (".sweeps",)  # Hydra's record of the command line, which names the folder
+NOT_COMPARED = {".sweeps", "command.json"}  # records of the command line, which name the folder
 
 
 def content(folder, ordered=True):
     """File -> its bytes, but for times; if not ordered, also for the order of rows: several processes wrote them."""
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    compared = {name: path for name, path in files.items() if name.parts[0] not in NOT_COMPARED}
+    compared = {name: path for name, path in files.items() if NOT_COMPARED.isdisjoint(name.parts)}
     found = {str(name): TIMES.sub(b'"seconds":{}', path.read_bytes()) for name, path in compared.items()}
     return found if ordered else {name: b"\n".join(sorted(text.splitlines())) for name, text in found.items()}
 
