@@ -157,13 +157,13 @@ def test_none_outlives_its_parent(tmp_path, note):
     """Killed, it cannot end them; they end with it, in the middle of what they do."""
     program = f"""
 import os, time
-from kvexp.sweep.fork_pool import Crew
+from kvexp.sweep.fork_pool import ForkPool
 def task(item):
     with open({str(note.path)!r}, "a") as file:
         file.write(f"{{os.getpid()}}\\n")
     time.sleep(60)
     yield
-with Crew(2, task) as crew:
+with ForkPool(2, task) as crew:
     list(crew.each([1, 2]))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
