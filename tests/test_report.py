@@ -227,5 +227,6 @@ def test_a_choice_that_leaves_nothing_and_a_file_that_cannot_be_written(folder: 
 def test_a_section_is_a_python_file_a_script_and_a_line() -> None:
     for section in SECTIONS:
         assert f'kvexp.section("{section.name}"' in asset(f"{section.name}.js")
-    python = {path.stem for path in (ROOT / "kvexp" / "report" / "sections").glob("*.py")} - {"__init__"}
+    files = (ROOT / "kvexp" / "report" / "sections").glob("*.py")
+    python = {path.stem.removesuffix("_section") for path in files} - {"__init__"}
     assert python == {section.name for section in SECTIONS}
