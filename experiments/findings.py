@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import HERE, PAPERS, load, names
 from experiments.lib.pages import TITLES, recorded, status, write_or_check
+from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 
@@ -70,7 +71,11 @@ def _count(outcome: dict[str, str]) -> str:
 
 
 def _limits(outcome: dict[str, str]) -> str:
-    told = [f"- **{name}** ({outcome[name]}): {words(name)['limits']}" for name in names() if "limits" in words(name)]
+    told = [
+        f"- **{exhibit_title(name)}** ({outcome[name]}): {words(name)['limits']}"
+        for name in names()
+        if "limits" in words(name)
+    ]
     return "\n".join(["## What cannot hold, or be seen, at this scale\n", *told]) + "\n"
 
 
@@ -78,13 +83,14 @@ def _waiting(outcome: dict[str, str], known: dict[str, Any]) -> str:
     lines = ["## What waits\n"]
     for name in (name for name in names() if outcome[name] in (WAITING, NOT_RUN)):
         why = known[name]["words"] if name in known else f"not run: `make reproduce-{name}`"
-        lines.append(f"- **{name}**: {load(name).claim}. {words(name)['why']} ({why})")
+        lines.append(f"- **{exhibit_title(name)}**: {load(name).claim}. {words(name)['why']} ({why})")
     return "\n".join([*lines, ""])
 
 
 def _section(name: str, came_out: str, number: str) -> str:
     said = words(name)
-    lines = [f"### {name}: {came_out}\n", f"Claim: {load(name).claim}.\n", f"Here: {number}\n", f"{said['why']}\n"]
+    head = f"### {exhibit_title(name)}\n\n**{came_out}** (`make reproduce-{name}`)\n"
+    lines = [head, f"Claim: {load(name).claim}.\n", f"Here: {number}\n", f"{said['why']}\n"]
     return "\n".join(lines)
 
 

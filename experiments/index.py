@@ -12,6 +12,7 @@ from typing import Any
 
 from experiments.lib.exhibits import HERE, PAPERS, load, names
 from experiments.lib.pages import TITLES, recorded, status, write_or_check
+from experiments.lib.titles import exhibit_title
 from kvexp.pipes import watch_pipes
 
 README = HERE / "README.md"
@@ -54,9 +55,9 @@ def text() -> str:
 def _row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
     claim, command = load(name).claim.replace("|", "\\|"), f"`make reproduce-{name}`"
     if entry is None:
-        return name, claim, "not run", "", command, ""
+        return exhibit_title(name), claim, "not run", "", command, ""
     return (
-        name,
+        exhibit_title(name),
         claim,
         f"**{status(entry)}**",
         entry["words"].replace("|", "\\|"),

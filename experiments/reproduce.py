@@ -16,6 +16,7 @@ from pathlib import Path
 from experiments.lib.exhibits import SCALES, full_name, load, names, sweeps
 from experiments.lib.pages import VERDICT, record
 from experiments.lib.runner import Asked, markdown, results
+from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _title(name: str, scale: str) -> str:
-    return f"\n{name} ({scale}): {load(name).claim}"
+    return f"\n{exhibit_title(name)}\n{name} ({scale}): {load(name).claim}"
 
 
 def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:

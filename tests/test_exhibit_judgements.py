@@ -175,7 +175,7 @@ def test_a_curve_has_full_in_black_the_mark_in_red_and_intervals():
     module, figure = load("fig7"), Figure()
     module.draw(module.table(two_models(runs=FIG7)), figure)
     assert len(figure.axes) == 4
-    assert figure.axes[0].get_title().startswith("a, testbed_summary\n(n = 40)")
+    assert figure.axes[0].get_title().startswith("a: summaries\n(n = 40)")
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     assert lines["full"].get_color() == "black" and lines["full"].get_ydata()[0] == 100
     assert lines["99 % of full"].get_color() == MARK_COLOR and lines["99 % of full"].get_ydata()[0] == 99

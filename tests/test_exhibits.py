@@ -13,6 +13,7 @@ from experiments.lib import runner, sweep
 from experiments.lib.data import COLUMNS, KEYS, paper_numbers
 from experiments.lib.exhibits import ROOT, full_name, load, module_of, names, sweeps
 from experiments.lib.sweep import smaller
+from experiments.lib.titles import MODELS, exhibit_title, panel_title
 from kvexp.errors import ConfigError
 from kvexp.evaluate.progress import Progress
 from tests.exhibits import changed
@@ -70,7 +71,30 @@ def test_smoke_takes_the_first_model_and_the_ends_of_the_budgets():
 def test_the_index_is_current():
     assert index.README.read_text("utf-8") == index.text(), "python -m experiments.index"
     rows = [line.split(" | ") for line in index.text().splitlines() if "`make reproduce-" in line and line[0] == "|"]
-    assert tuple(row[0].strip("| ") for row in rows) == names()
+    assert tuple(row[4].strip("`").removeprefix("make reproduce-") for row in rows) == names()
+    assert [row[0].strip("| ") for row in rows] == [exhibit_title(name) for name in names()]
+
+
+@pytest.mark.parametrize("name", names())
+def test_titles_are_words(name):
+    """Of exhibits, each another, and told instead of the name in what we conclude."""
+    title = exhibit_title(name)
+    assert re.match(r"(Keyformer|A2SF|PQCache), (Figs?\.|Table|section|appendix) [\w.]+", title) and "_" not in title
+    found = (ROOT / "experiments" / "FINDINGS.md").read_text("utf-8").replace(f"make reproduce-{name}", "")
+    assert len(title) > 30 and not re.search(rf"\b{name}\b", found)
+    assert [each for each in names() if exhibit_title(each) == title] == [name]
+
+
+def test_panels_are_titled_in_words():
+    assert panel_title("testbed_rope", "testbed_summary") == "testbed, RoPE: summaries"
+    assert panel_title("gptj_6b", "cnn_dailymail") == "GPT-J 6B: CNN/DailyMail"
+    assert (
+        panel_title("testbed_alibi", "testbed_choice after_eviction")
+        == "testbed, ALiBi: multiple choice after eviction"
+    )
+    assert panel_title("my_model") == "my model", "a name nobody listed loses its underscores"
+    listed = {path.stem for path in (CONF / "model").glob("*.yaml")}
+    assert set(MODELS) <= listed
 
 
 def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):

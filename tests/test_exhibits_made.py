@@ -1,5 +1,6 @@
 """How exhibits are made: what is collected again, what a user overrides, what is recorded, whose points are beside."""
 
+import io
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from experiments import reproduce
 from experiments.lib import measure, pages, runner, sweep
 from experiments.lib.bars import bars
 from experiments.lib.data import frame_of, without
-from experiments.lib.draw import curves
+from experiments.lib.draw import METHODS, MODELS, curves, settings_curves, settings_grid
 from experiments.lib.exhibits import load, module_of, names, sweeps
 from experiments.lib.runner import Asked, Made
 from experiments.pqcache import fig10a, fig10b
@@ -92,6 +93,39 @@ def test_a_legend_of_long_words_stays_inside_its_figure():
     figure.draw_without_rendering()
     box = figure.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+
+
+LONG = "cache.some_long_option=renumbered method.another_one=0.25"
+HARD = {
+    "one point": [("h2o", "", 0.5)],
+    "many": [(m, s, r) for m in METHODS[1::2] for s in ("", LONG) for r in (0.1, 0.9)],
+    "no method": [],
+}
+NAN = float("nan")
+QUICK = {("one point", 1, NAN), ("no method", 1, 0.0)}  # the others are slow together: four figures each
+HARD_CASES = [
+    pytest.param(rows, panels, value, marks=[] if (rows, panels, value) in QUICK else pytest.mark.slow)
+    for rows in HARD
+    for panels in (1, 4)
+    for value in (0.0, 55.0, NAN)
+]
+
+
+@pytest.mark.parametrize(("rows", "panels", "value"), HARD_CASES)
+def test_figures_of_hard_tables_do_not_warn(rows, panels, value):
+    """Nothing scored, no interval, one point, as many lines as there are methods: a warning is an error here."""
+    made = points(("full", "", None), *HARD[rows]).assign(of_full=100.0, of_full_low=100.0, of_full_high=100.0)
+    made.loc[made["method"].ne("full"), ["value", "low", "high", "of_full", "of_full_low", "of_full_high"]] = value
+    wide = ["low", "high", "of_full_low", "of_full_high"]
+    made = pd.concat([made.assign(model=model) for model in MODELS[:panels]]).reset_index(drop=True)
+    figures = [Figure() for _ in range(4)]
+    curves(made.assign(**dict.fromkeys(wide, NAN)), figures[0])
+    bars(made.assign(bar=made["method"] + " " + made["setting"], shade="a shade"), figures[1])
+    settings_curves(made.assign(part=made["kv_ratio"]), figures[2], "part", "recent window")
+    if len(HARD[rows]):
+        settings_grid(made.assign(a=made["kv_ratio"], b=made["kv_ratio"]), figures[3], "a", "b")
+    for figure in figures:
+        figure.savefig(io.BytesIO(), format="png", dpi=50)
 
 
 def test_a_run_of_two_exhibits_is_shown_to_each_by_its_own_labels_and_limit(tmp_path):

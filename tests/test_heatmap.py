@@ -1,8 +1,10 @@
 """The heat-map's grid by hand, and a picture of it."""
 
+import itertools
 import math
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
@@ -56,3 +58,21 @@ def test_a_picture_of_a_run(tmp_path, capsys):
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
     assert main([str(tmp_path / "gone"), str(tmp_path / "x.png")]) == 2
     assert "is no run; name its folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["h2o", "a_method_of_a_very_long_name"])
+def test_every_word_lies_within_the_picture_and_covers_no_other(tmp_path, monkeypatch, method):
+    labels = {"model": "mistral_7b_instruct_v02", "task": "needle", "method": method, "kv_ratio": 0.2, "setting": ""}
+    record = Run.open(tmp_path, {"task": "needle"}, labels, {}, baseline=None)
+    for each in [row(length, depth, 50.0) for length in (1000, 200_000) for depth in (0, 50, 100)]:
+        record.append(each)
+    made = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: made.append(figure))
+    assert main([str(record.path), str(tmp_path / "needle.png")]) == 0
+    (figure,) = made
+    FigureCanvasAgg(figure).draw()
+    axes = figure.axes[0]
+    words = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()]
+    boxes = [each.get_window_extent() for each in words]
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))

@@ -11,6 +11,7 @@ from experiments import findings, strip
 from experiments.lib import pages
 from experiments.lib.exhibits import PAPERS, ROOT, names
 from experiments.lib.pages import recorded, status
+from experiments.lib.titles import exhibit_title
 
 FOLDER = ROOT / "notebooks"
 FILES = sorted(FOLDER.glob("*.ipynb"))
@@ -92,7 +93,7 @@ def test_every_exhibit_has_its_reason_and_no_other_has():
     told = [line.partition(":")[0] for line in findings.WORDS.read_text("utf-8").splitlines() if re.match(r"\w", line)]
     assert sorted(told) == sorted(names()) and all(findings.words(name)["why"] for name in names())
     written = findings.text()
-    assert all(name in written for name in names())
+    assert all(exhibit_title(name) in written for name in names())
 
 
 def test_reasons_hold_no_numbers_that_were_measured():
@@ -107,6 +108,7 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(pages, "MEASURED", tmp_path / "measured.json")
     pages.MEASURED.write_text(json.dumps(known))
     assert findings.main(["--check"]) == 1
-    assert "### keyformer_fig7: holds" in findings.text() and "make reproduce-a2sf_fig5" in findings.text()
+    written = findings.text()
+    assert "**holds** (`make reproduce-keyformer_fig7`)" in written and "make reproduce-a2sf_fig5" in written
     monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")
     assert findings.main([]) == 0 and findings.main(["--check"]) == 0

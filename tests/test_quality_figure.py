@@ -1,5 +1,7 @@
 """The figure of quality against kv_ratio: nothing covers a point, every line is named once, bad wishes are one line."""
 
+import itertools
+
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -106,3 +108,30 @@ def test_a_picture_of_runs_in_a_new_folder(tmp_path, capsys):
     picture = tmp_path / "new" / "quality.png"
     assert main([str(tmp_path / "out"), str(picture), "--metric", "rouge1"]) == 0, capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_of_one_budget_stand_side_by_side_and_markers_at_an_axis_are_whole():
+    given = frame(methods=METHODS)
+    given.loc[given["kv_ratio"].eq(0.7), ["rouge2_of_full", "rouge2_low"]] = 0.0
+    (axes,) = drawn(draw(given, None)).axes
+    columns = []
+    for bars in axes.containers:
+        assert list(bars.lines[0].get_xdata()) == [0.2, 0.5, 0.7] and not bars.lines[0].get_clip_on()
+        upright = bars.lines[2][0]
+        columns.append([upright.get_transform().transform(each)[0, 0] for each in upright.get_segments()])
+    for budget in zip(*columns, strict=True):
+        near = sorted(budget)
+        assert min(b - a for a, b in itertools.pairwise(near)) > 2 and near[-1] - near[0] < 25  # pixels
+
+
+def test_too_few_examples_are_hollow_and_have_no_bar():
+    given = frame(methods=METHODS[:1]).assign(rouge2_low=float("nan"), rouge2_high=float("nan"))
+    (axes,) = drawn(draw(given, None)).axes
+    hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+    assert [list(line.get_xdata()) for line in hollow] == [[0.2, 0.5, 0.7]]  # 12 pairs each
+    assert hollow[0].get_zorder() > axes.containers[0].lines[0].get_zorder(), "not hidden by the filled ones"
+    assert axes.get_ylim()[0] == 0
+    assert not any(
+        line.get_markerfacecolor() == "white" and len(line.get_xdata())
+        for line in draw(given.assign(paired=60), None).axes[0].lines
+    )

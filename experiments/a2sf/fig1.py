@@ -1,4 +1,4 @@
-"""Where in the prompt accumulated attention lies: plain (A2S) and with a forgetting factor (A2SF)."""
+"""A2SF, Fig. 1: where in the prompt accumulated attention lies: plain (A2S) and with a forgetting factor (A2SF)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from experiments.lib.attention import accumulated, full_attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
@@ -96,7 +97,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
             axes.set_ylim(0, top)
             alpha = setting.rpartition("=")[2]
             name = "A2S, alpha 1" if alpha == "1.0" else f"A2SF, alpha {alpha}"
-            axes.set_title(f"{name}, {model}", fontsize=8)
+            axes.set_title(f"{name}: {model_words(model)}", fontsize=8)
             axes.set_xticks([0, BINS - 1], ["oldest", "newest"], fontsize=8)
             if column == 0:
                 axes.set_ylabel("% of score", fontsize=8)

@@ -41,6 +41,7 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
 
 EXHIBITS = {
     "fig3": Exhibit(
+        title="A2SF, Fig. 3: accuracy of multiple choice against the share of the cache, one shot",
         claim=(
             "In most cases A2SF is more accurate than H2O, from a tenth to four fifths of the cache; from 0.4 on "
             "it can come near the ideal choice (arXiv:2407.20485, Fig. 3 and section 4.2)"
@@ -50,6 +51,7 @@ EXHIBITS = {
         holds=holds,
     ),
     "fig3_rouge": Exhibit(  # the same methods and budgets on summaries, which the paper does not have
+        title="A2SF, Fig. 3 with summaries, which the paper does not have: ROUGE-2 against the share of the cache",
         claim=(
             "A2SF is better than H2O in generation as well (arXiv:2407.20485 claims it of multiple choice alone, "
             "in section 4.2; this is Fig. 3 with summaries)"

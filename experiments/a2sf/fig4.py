@@ -1,4 +1,4 @@
-"""Attention maps under row masks: what is left of the prompt in the eyes of each query."""
+"""A2SF, Fig. 4: attention maps under row masks: what is left of the prompt in the eyes of each query."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn.functional import adaptive_max_pool2d
 from experiments.lib.attention import attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap, positive
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.lm_eval import check_row_mask
@@ -115,7 +116,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
                 axes.set_ylabel(f"layer {layer:.0f}\nquery", fontsize=8)
             if row == len(layers) - 1:
                 axes.set_xlabel("key", fontsize=8)
-    figure.suptitle(str(maps["model"].iloc[0]), fontsize=9)
+    figure.suptitle(model_words(str(maps["model"].iloc[0])), fontsize=9)
 
 
 EXHIBITS = {

@@ -1,4 +1,4 @@
-"""How attention, A2S and A2SF of single tokens change over the steps, and which of them foresees the next queries."""
+"""A2SF, Fig. 6: attention, A2S and A2SF of single tokens over the steps, and which foresees the next queries."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from experiments.lib.attention import accumulated, full_attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF
@@ -106,7 +107,8 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
     figure.axes[0].set_ylabel("score", fontsize=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.suptitle(f"{first['model']}, layer {first['layer'] + 1:.0f}, head {first['head'] + 1:.0f}", fontsize=9)
+    place = f"layer {first['layer'] + 1:.0f}, head {first['head'] + 1:.0f}"
+    figure.suptitle(f"{model_words(first['model'])}: {place}", fontsize=9)
 
 
 EXHIBITS = {

@@ -1,8 +1,9 @@
-"""How like the ideal choice's attention each method's attention is, under row masks at one budget."""
+"""A2SF, Table 2: how like the ideal choice's attention each method's attention is, under row masks at one budget."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from experiments.lib.attention import attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 from kvexp.core.row_mask import row_cosine, window_mask
 from kvexp.figures.style import color_of
@@ -114,7 +116,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
             label = f"{method} {setting.removeprefix('method.')}".strip()
             look = {"color": color_of(method), "hatch": "//" if "0.5" in setting else None, "edgecolor": "white"}
             axes.bar(spots, rows[name], width * 0.92, yerr=reach, label=label, error_kw={"elinewidth": 0.8}, **look)
-        axes.set_xticks(range(len(models)), [model.removeprefix("testbed_") for model in models], fontsize=8)
+        axes.set_xticks(range(len(models)), [textwrap.fill(model_words(model), 12) for model in models], fontsize=8)
         axes.set_ylim(0, 1.02)
         axes.set_title(title, fontsize=9)
         axes.set_ylabel("mean cosine to ideal" if name.startswith("cosine") else "share of the ideal keys", fontsize=8)

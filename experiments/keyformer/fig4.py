@@ -13,6 +13,7 @@ from experiments.lib.attention import full_attention
 from experiments.lib.draw import MODELS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, mean_columns
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
@@ -86,7 +87,7 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
             bars = {"color": color, "label": label, "width": 0.4, "error_kw": {"elinewidth": 0.6, "ecolor": "0.4"}}
             axes.bar(part["rank"] + shift, part["score"], yerr=reach, **bars)
         axes.set_yscale("log")
-        axes.set_title(f"{model} (n = {int(table['n'].min())})", fontsize=8)
+        axes.set_title(f"{model_words(model)} (n = {int(table['n'].min())})", fontsize=8)
         axes.set_xticks([0, RANKS - 1], ["best", "last"], fontsize=7)
         axes.set_xlabel("tokens that stay, by score", fontsize=8)
         axes.set_ylabel("attention (%)" if place == 0 else "", fontsize=8)

@@ -26,6 +26,7 @@ SHARED: dict[str, Any] = {  # ROUGE-1 and ROUGE-L are of the runs of Fig. 7
 
 EXHIBITS = {
     "fig7": Exhibit(
+        title="Keyformer, Fig. 7: ROUGE-2 against the share of the cache, summaries above and conversation below",
         claim=(
             "Keyformer reaches 99 % of full attention's ROUGE-2 with 70 % of the KV cache, while window attention "
             "and H2O stay below it even with 90 % (arXiv:2403.09054, Fig. 7 and section 4.1)"
@@ -34,6 +35,7 @@ EXHIBITS = {
         **SHARED,
     ),
     "fig7_rouge1": Exhibit(
+        title="Keyformer, appendix A.5: Fig. 7 in ROUGE-1, from the runs of Fig. 7",
         claim=(
             "What Fig. 7 shows in ROUGE-2 (keyformer at 70 % of the KV cache reaches 99 % of full attention; "
             "window and H2O at 90 % do not) holds in ROUGE-1 (arXiv:2403.09054, section 4.1 and appendix A.5)"
@@ -42,6 +44,7 @@ EXHIBITS = {
         **SHARED,
     ),
     "fig7_rougeL": Exhibit(
+        title="Keyformer, appendix A.5: Fig. 7 in ROUGE-L, from the runs of Fig. 7",
         claim=(
             "What Fig. 7 shows in ROUGE-2 (keyformer at 70 % of the KV cache reaches 99 % of full attention; "
             "window and H2O at 90 % do not) holds in ROUGE-L (arXiv:2403.09054, section 4.1 and appendix A.5)"

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.data import paper_numbers_for
 from experiments.lib.draw import HEIGHT, METRICS, legend, levels, panels_of
+from experiments.lib.titles import panel_title
 from kvexp.figures.style import color_of
 
 SHADES = (1.0, 0.72, 0.5, 0.35)  # of a method's color, for the runs of one method side by side in a group
@@ -43,7 +44,7 @@ def bars(
             levels(axes, float(part[full]["value"].iloc[0]))
         _bars(part if full_as_bar else part[~full], axes, known)
         axes.set_title(
-            f"{textwrap.fill(f'{model}, {task}', int(17.5 * width))}\n(n = {int(part['n'].min())})", fontsize=8
+            f"{textwrap.fill(panel_title(model, task), int(17.5 * width))}\n(n = {int(part['n'].min())})", fontsize=8
         )
         axes.set_ylabel(METRICS.get(metric, metric) if place % columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
@@ -55,7 +56,7 @@ def bars(
 def _bars(runs: pd.DataFrame, axes: Axes, known: pd.DataFrame | None) -> None:
     names = list(dict.fromkeys(runs["bar"]))
     shades = list(dict.fromkeys(runs["shade"])) if "shade" in runs else [""]
-    wide = 0.8 / len(shades)
+    wide = 0.8 / max(1, len(shades))
     for _, run in runs.iterrows():
         which = shades.index(run["shade"]) if "shade" in runs else 0
         at = names.index(run["bar"]) + (which - (len(shades) - 1) / 2) * wide

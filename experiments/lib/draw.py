@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.lib.data import paper_numbers_for
+from experiments.lib.titles import model_words, panel_title
+from kvexp.figures.dodge import dodge
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 
 # As the papers order them, each testbed model at the place of the one whose layout it has.
@@ -69,7 +71,7 @@ def curves(
             own = known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)
             same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
             _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
-        axes.set_title(f"{textwrap.fill(f'{model}, {task}', 42)}\n(n = {int(part['n'].min())})", fontsize=8)
+        axes.set_title(f"{textwrap.fill(panel_title(model, task), 42)}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
     legend(figure)
 
@@ -78,11 +80,14 @@ def _lines(part: pd.DataFrame, axes: Axes, x: str) -> None:
     full = part[part["method"].eq("full")]
     if len(full):
         levels(axes, float(full["value"].iloc[0]))
+    found = []
     for method in in_order(part["method"].tolist(), METHODS):
         runs = part[part["method"].eq(method) & part[x].notna()]
         for (setting, line), dash in zip(runs.groupby("setting", sort=False), DASHES * 3, strict=False):
             label = f"{method} {setting}".strip() if runs["setting"].nunique() > 1 else method
-            line_of(line.sort_values(x), axes, x, method, label, dash)
+            found.append((line.sort_values(x), axes, x, method, label, dash))
+    for place, line in enumerate(found):
+        line_of(*line, place=place, count=len(found))
 
 
 def levels(axes: Axes, full: float) -> None:
@@ -91,15 +96,18 @@ def levels(axes: Axes, full: float) -> None:
     axes.axhline(0.99 * full, color=MARK_COLOR, linewidth=1.0, linestyle=(0, (2, 1.5)), label="99 % of full", zorder=1)
 
 
-def line_of(line: pd.DataFrame, axes: Axes, x: str, method: str, label: str, dash: Any = "-") -> None:
-    """One method's points with their intervals."""
+def line_of(
+    line: pd.DataFrame, axes: Axes, x: str, method: str, label: str, dash: Any = "-", place: int = 0, count: int = 1
+) -> None:
+    """One method's points with their intervals, the line `place` of `count` in these axes."""
     where = line[x] * (100 if x == "kv_ratio" else 1)
     reach = [(line["value"] - line["low"]).clip(lower=0), (line["high"] - line["value"]).clip(lower=0)]
-    axes.errorbar(
+    drawn = axes.errorbar(
         *(where.to_numpy(), line["value"].to_numpy(), [end.to_numpy() for end in reach]),  # one point is no scalar
         **{"color": color_of(method), "marker": marker_of(method), "label": label, "linestyle": dash},
         **{"markersize": 3.5, "linewidth": 1.2, "elinewidth": 0.8, "capsize": 1.5},
     )
+    dodge(drawn.get_children(), place, count)
 
 
 def _paper(known: pd.DataFrame, axes: Axes) -> None:
@@ -162,9 +170,10 @@ def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) ->
         part = table[table["model"].eq(model) & table["task"].eq(task)]
         levels(axes, float(part[part["method"].eq("full")]["value"].iloc[0]))
         runs = part[part[x].notna()]
-        for (method, ratio), line in runs.groupby(["method", "kv_ratio"]):
-            line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %")
-        axes.set_title(f"{model}, {task}\n(n = {int(part['n'].min())})", fontsize=8)
+        lines = runs.groupby(["method", "kv_ratio"])
+        for order, ((method, ratio), line) in enumerate(lines):
+            line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %", place=order, count=lines.ngroups)
+        axes.set_title(f"{panel_title(model, task)}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(str(table["metric"].iloc[0]), "") if place == 0 else "")
     legend(figure)
 
@@ -175,12 +184,13 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
     figure.set_size_inches((WIDTH + 0.2) * len(panels) + 0.6, HEIGHT + 0.3)
     figure.set_layout_engine("constrained")
     runs = table[table[down].notna()]
-    reach = (float(runs["of_full"].min()), float(runs["of_full"].max()))
+    known = runs["of_full"].dropna()
+    reach = (float(known.min()), float(known.max())) if len(known) else (0.0, 100.0)
     image = None
     for place, (model, task) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), place + 1)
         part = runs[runs["model"].eq(model) & runs["task"].eq(task)]
-        cells = part.pivot_table(index=down, columns=across, values="of_full")
+        cells = part.pivot_table(index=down, columns=across, values="of_full", dropna=False)
         spread = part.assign(half=(part["of_full_high"] - part["of_full_low"]) / 2)
         half = spread.pivot_table(index=down, columns=across, values="half", dropna=False)
         image = axes.imshow(cells.to_numpy(), cmap="cividis", vmin=reach[0], vmax=reach[1], aspect="auto")
@@ -189,16 +199,16 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
             for j, cell in enumerate(row):
                 color = "white" if cell < middle else "black"
                 wide = half.to_numpy()[i][j]  # NaN of too few examples
-                text = f"{cell:.0f}" if np.isnan(wide) else f"{cell:.0f}\n±{wide:.0f}"
+                text = "-" if np.isnan(cell) else f"{cell:.0f}" if np.isnan(wide) else f"{cell:.0f}\n±{wide:.0f}"
                 axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(cells.shape[1]), [f"{value:g}" for value in cells.columns], fontsize=7)
         axes.set_yticks(range(cells.shape[0]), [f"{value:g}" for value in cells.index], fontsize=7)
         axes.set_xlabel(across, fontsize=8)
         axes.set_ylabel(down if place == 0 else "", fontsize=8)
-        axes.set_title(f"{model}, {task}\n(n = {int(part['n'].min())})", fontsize=8)
+        axes.set_title(f"{panel_title(model, task)}\n(n = {int(part['n'].min())})", fontsize=8)
     if image is not None:
         figure.colorbar(image, ax=figure.axes, shrink=0.9).set_label(
-            "% of full's " + str(runs["metric"].iloc[0]), fontsize=8
+            f"% of full's {METRICS.get(str(runs['metric'].iloc[0]), runs['metric'].iloc[0])}", fontsize=8
         )
 
 
@@ -219,15 +229,17 @@ def model_lines(table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str
     figure.set_size_inches(4.2, 2.6)
     figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
-    for place, model in enumerate(in_order(table["model"].tolist(), MODELS)):
+    models = in_order(table["model"].tolist(), MODELS)
+    for place, model in enumerate(models):
         line = table[table["model"].eq(model)].sort_values(x)
         reach = [line[value] - line[f"{value}_low"], line[f"{value}_high"] - line[value]]
         look = {"color": LINES[place % len(LINES)], "marker": "osD^"[place % 4], "markersize": 4, "linewidth": 1.2}
-        axes.errorbar(line[x], line[value], reach, label=model, capsize=2, **look)
+        drawn = axes.errorbar(line[x], line[value], reach, label=model_words(model), capsize=2, **look)
+        dodge(drawn.get_children(), place, len(models))
         known = paper[paper["model"].eq(model)]
         if len(known):
             look |= {"linestyle": ":", "markerfacecolor": "none"}
-            axes.plot(known[x], known[value], label=f"{model} (paper)", **look)
+            axes.plot(known[x], known[value], label=f"{model_words(model)} (paper)", **look)
     axes.tick_params(labelsize=7)
     axes.grid(color="0.92", linewidth=0.5)
     axes.spines[["top", "right"]].set_visible(False)

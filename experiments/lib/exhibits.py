@@ -34,6 +34,7 @@ class Exhibit:
         and a sentence with those numbers.
     sweeps: the options of `experiment=` whose runs it shows; None: the one of its own name; (): it has no runs.
     measure: of one job's model, prompts (token ids) and settings a frame, where scores cannot show the claim.
+    title: paper, number and what is shown; the first line of its module, where that declares no other.
     """
 
     claim: str
@@ -42,6 +43,7 @@ class Exhibit:
     holds: Callable[[pd.DataFrame], tuple[bool | None, str]]
     sweeps: tuple[str, ...] | None = None
     measure: Callable[[Any, Sequence[Sequence[int]], Any], pd.DataFrame] | None = None
+    title: str = ""
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
 from experiments.lib.pages import VERDICT, recorded
 from experiments.lib.sweep import smaller
+from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
 
 
@@ -104,8 +105,8 @@ def _frame(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> pd.DataFr
 def write(name: str, exhibit: Exhibit, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:
     """table.csv, table.md, figure.png, figure.pdf; an exhibit with nothing to draw leaves no figure."""
     table.to_csv(folder / "table.csv", index=False)
-    lines = [f"# {name}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", "", markdown(table), ""]
-    (folder / "table.md").write_text("\n".join(lines), encoding="utf-8")
+    lines = [f"# {exhibit_title(name)}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", "", markdown(table)]
+    (folder / "table.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
     figure = Figure()
     exhibit.draw(table, figure)
     for ending in ("png", "pdf"):

@@ -1,4 +1,7 @@
-"""PQCache, Fig. 10a: time to the second token against the length of the prompt. Drawn from benchmarks/results."""
+"""PQCache, Fig. 10a: time to the second token against the length of the prompt.
+
+Drawn from benchmarks/results.
+"""
 
 from __future__ import annotations
 

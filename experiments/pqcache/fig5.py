@@ -14,6 +14,7 @@ from experiments.lib.attention import full_attention
 from experiments.lib.draw import legend
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, ends, estimate, mean_columns
+from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
 
 PLACES = 16  # (layer, head, query) drawn from every prompt
@@ -73,9 +74,9 @@ def draw(table: pd.DataFrame, figure: Figure) -> None:
         axes = figure.add_subplot(1, len(models), place + 1)
         for color, (_, row) in zip(COLORS, shown[shown["model"].eq(model)].iterrows(), strict=False):
             scores = np.array(row["scores"].split(), dtype=float)
-            label = f"{model.removeprefix('testbed_')}: layer {row['layer'] + 1:.0f}, head {row['head'] + 1:.0f}"
+            label = f"{model_words(model)}: layer {row['layer'] + 1:.0f}, head {row['head'] + 1:.0f}"
             axes.loglog(range(1, len(scores) + 1), scores, color=color, linewidth=1.2, label=label)
-        axes.set_title(model, fontsize=8)
+        axes.set_title(model_words(model), fontsize=8)
         axes.set_xlabel("rank of the token", fontsize=8)
         axes.set_ylabel("attention score" if place == 0 else "", fontsize=8)
         axes.set_ylim(1e-8, 1.2)

@@ -5,6 +5,7 @@ python -m kvexp.figures.heatmap outputs/HASH needle.png
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from matplotlib.figure import Figure
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results.read import folders
+
+LETTER = 0.085  # inches of a letter in the title
 
 
 def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.DataFrame:
@@ -44,7 +47,7 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "") -> None:
     axes.set_yticks(range(cells.shape[0]), [f"{depth:g}" for depth in cells.index])
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("depth (%)")
-    axes.set_title(title)
+    axes.set_title(title, fontsize=9)
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label=cells.attrs.get("metric", "%"))
 
@@ -64,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figure = Figure(figsize=(1.5 + 0.6 * cells.shape[1], 1.5 + 0.35 * cells.shape[0]), layout="constrained")
     labels = found[0].labels
     ratio = labels.get("kv_ratio")
     cells.attrs["metric"] = f"{args.metric} (%)"
-    heatmap(
-        cells, figure.add_subplot(), f"{labels['method']}{'' if ratio is None else f' {ratio:g}'}, {labels['model']}"
-    )
-    figure.savefig(args.picture)
+    title = f"{labels['method']}{'' if ratio is None else f' {ratio:g}'}, {labels['model']}"
+    wide = 2.2 + 0.6 * cells.shape[1]
+    figure = Figure(figsize=(wide, 1.9 + 0.35 * cells.shape[0]), layout="constrained")
+    heatmap(cells, figure.add_subplot(), textwrap.fill(title, int(wide / LETTER)))
+    figure.savefig(args.picture, dpi=150)
     return 0
 
 

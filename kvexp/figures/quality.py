@@ -19,10 +19,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
+from kvexp.figures.dodge import dodge
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import shared_settings
+from kvexp.results.stats import MIN_PAIRS
 
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
@@ -33,7 +35,8 @@ LETTER = 0.062  # inches of a letter in the legend
 def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None = None) -> None:
     """Draw one model and task's runs: `frame` as `kvexp.results.table` gives it, in percent of the baseline.
 
-    The bars are the paired bootstrap's 95 % intervals. A method has one color; its settings differ in their dashes.
+    The bars are the paired bootstrap's 95 % intervals; points of too few examples for one are hollow. A method has one
+    color; its settings differ in their dashes.
     """
     runs = drawable(frame, metric)
     if runs.empty:
@@ -42,7 +45,8 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
     axes.axhline(100, color="black", linewidth=1.2, label="full")
     axes.axhline(99, color=MARK_COLOR, linewidth=1.0, linestyle="--", label="99 % of full")
     axes.annotate("99 %", (1.01, 99), xycoords=axes.get_yaxis_transform(), color=MARK_COLOR, fontsize=7, va="center")
-    for key, line in runs.groupby(["method", "setting"], sort=True):
+    lines = runs.groupby(["method", "setting"], sort=True)
+    for place, (key, line) in enumerate(lines):
         method, setting = map(str, key)
         line = line.sort_values("kv_ratio")
         middle = line[f"{metric}_of_full"]
@@ -50,13 +54,18 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
         look: dict[str, Any] = {
             "color": color_of(method),
             "marker": marker_of(method),
-            "linestyle": dashes[method, setting],
+            "markersize": 4,
         }
-        look |= {"markersize": 4, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
-        axes.errorbar(line["kv_ratio"], middle, reach, label=f"{method} {setting}".rstrip(), **look)
+        bars = {"linestyle": dashes[method, setting], "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
+        drawn = axes.errorbar(line["kv_ratio"], middle, reach, label=f"{method} {setting}".rstrip(), **look, **bars)
+        few = line[line["paired"] < MIN_PAIRS]
+        hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "zorder": 3}
+        over = axes.plot(few["kv_ratio"], few[f"{metric}_of_full"], **hollow, **look)
+        dodge([*drawn.get_children(), *over], place, lines.ngroups)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)")
     axes.set_ylabel(f"{metric}, % of full")
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set_ylim(bottom=min(0.0, runs[[f"{metric}_of_full", f"{metric}_low"]].min().min()))
+    axes.locator_params(axis="x", nbins=6)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
 

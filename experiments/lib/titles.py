@@ -1,0 +1,56 @@
+"""Words for what has a code name: exhibits, and the models and tasks of their panels."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+from experiments.lib.exhibits import load, module_of
+
+MODELS = {
+    "gptj_6b": "GPT-J 6B",
+    "cerebras_6b7": "Cerebras-GPT 6.7B",
+    "mpt_7b": "MPT-7B",
+    "mpt_7b_storywriter": "MPT-7B StoryWriter",
+    "mpt_7b_chat": "MPT-7B Chat",
+    "llama_7b": "LLaMA 7B",
+    "llama2_7b": "Llama 2 7B",
+    "llama2_7b_chat": "Llama 2 7B Chat",
+    "llama31_8b_instruct": "Llama 3.1 8B Instruct",
+    "mistral_7b_instruct_v02": "Mistral 7B Instruct",
+    "opt_2b7": "OPT 2.7B",
+    "opt_6b7": "OPT 6.7B",
+    "testbed_rope": "testbed, RoPE",
+    "testbed_learned": "testbed, learned positions",
+    "testbed_alibi": "testbed, ALiBi",
+    "testbed_gqa": "testbed, grouped heads",
+}
+TASKS = {
+    "cnn_dailymail": "CNN/DailyMail",
+    "soda": "SODA",
+    "govreport": "GovReport",
+    "gsm8k_cot": "GSM8K",
+    "xsum": "XSum",
+    "testbed_summary": "summaries",
+    "testbed_dialogue": "dialogues",
+    "testbed_needle": "needle",
+    "testbed_qa": "questions",
+    "testbed_choice": "multiple choice",
+}
+
+
+def exhibit_title(name: str) -> str:
+    """ "Keyformer, Fig. 8: ROUGE-2 of long documents ...", its own or the first line of its module."""
+    told = inspect.cleandoc(importlib.import_module(module_of(name)).__doc__ or name)
+    return load(name).title or told.partition("\n")[0].removesuffix(".")
+
+
+def model_words(name: str) -> str:
+    return MODELS.get(name, name.replace("_", " "))
+
+
+def panel_title(model: str, task: str = "") -> str:
+    """ "GPT-J 6B: CNN/DailyMail"; a name that is not known has its underscores taken out."""
+    task, _, rest = task.partition(" ")
+    known = TASKS.get(task, task.replace("_", " "))
+    return ": ".join(filter(None, (model_words(model), f"{known} {rest.replace('_', ' ')}".strip())))
