@@ -57,8 +57,7 @@ def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
 
 def typed(value: Any, hint: Any, where: str) -> Any:
     """`value` if it fits `hint`, whole numbers passing for floats and lists for tuples."""
-    if isinstance(value, int) and abs(value) >= TOO_LARGE:
-        raise ConfigError(f"{where} must be below 2**62, got a whole number of {_digits(value)} digits")
+    _check_size(value, where)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         for option in arguments:
@@ -87,6 +86,15 @@ def typed(value: Any, hint: Any, where: str) -> Any:
     if not fits:
         raise ConfigError(f"{where} must be {_words(hint)}, got {value!r}")
     return value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """ConfigError for a whole number, alone or in a list, that no integer of 64 bits holds."""
+    if isinstance(value, int) and abs(value) >= TOO_LARGE:
+        raise ConfigError(f"{where} must be below 2**62, got a whole number of {_digits(value)} digits")
+    if isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check_size(item, f"{where}[{i}]")
 
 
 def _digits(value: int) -> int:
