@@ -15,9 +15,8 @@ from kvexp.errors import ConfigError
 
 BLOCK = 1 << 20
 REMEMBERED = 1 << 20  # bytes; a smaller file is read as fast as looked up
-SETTLED_NS = (
-    2_000_000_000  # coarser than any file system's clock: a younger file may change without a trace in its times
-)
+# Coarser than any file system's clock: a younger file may change without a trace in its times.
+SETTLED_NS = 2_000_000_000
 
 
 class Stamp(NamedTuple):

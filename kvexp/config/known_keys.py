@@ -38,10 +38,18 @@ def settings() -> dict[str, tuple[str, ...]]:
     for key in _leaves({name: node for name, node in _read(CONF / "config.yaml").items() if name in roots()}):
         found[key] = ()
     for group in defaults():
-        for path in sorted((CONF / group).glob("*.yaml")):
-            if not path.read_text(encoding="utf-8").startswith(GLOBAL):
-                for key in _leaves(_read(path)):
-                    found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), path.stem)
+        found |= {key: (*found.get(key, ()), *options) for key, options in settings_of_group(group).items()}
+    return found
+
+
+@functools.cache
+def settings_of_group(group: str) -> dict[str, tuple[str, ...]]:
+    """Dotted key -> the options of this group that have it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted((CONF / group).glob("*.yaml")):
+        if not path.read_text(encoding="utf-8").startswith(GLOBAL):
+            for key in _leaves(_read(path)):
+                found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), path.stem)
     return found
 
 
@@ -57,7 +65,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigError(unknown(str(key), {}))
     log = config.get("log")
     for key in log if isinstance(log, Mapping) else ():
-        if f"log.{key}" not in settings():
+        if f"log.{key}" not in settings_of_group("log"):
             raise ConfigError(unknown(f"log.{key}", {}))
 
 

@@ -125,7 +125,6 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
-    limit = typed(config["limit"], int | None, "limit")
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
     budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
     cache = dict(config["cache"])
@@ -140,7 +139,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     observe, beyond = cache.pop("observe"), cache.pop("beyond_context")
     if cache:
         raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
-    task: Task = build({**_located(config["task"], "task.data_files"), "limit": limit}, "task", within="kvexp.tasks")
+    task: Task = build(
+        {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+    )
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     settings = Settings(
@@ -157,7 +158,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
-        limit=limit,
+        limit=config["limit"],
         batch_size=1 if alone(model.dtype, model.resolved_device()) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from kvexp.config.model_spec import config_of_spec, load, tokenizer_of
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.errors import ConfigError
-from kvexp.evaluate.example_prompts import prompt_of
+from kvexp.evaluate.example_prompts import Weightless, prompt_of
 from kvexp.record import Run
 from kvexp.tasks import LMEval
 
@@ -31,7 +30,7 @@ def sent(run: Run, row: Row) -> Sent:
     (example,) = examples_of(settings, [row])
     tokenizer = tokenizer_of(settings.model)
     # Of the model a prompt needs how long it may be; lm-eval's items also need what ends an answer.
-    model: Any = SimpleNamespace(config=config_of_spec(settings.model))
+    model: Any = Weightless(config_of_spec(settings.model))
     if isinstance(settings.task, LMEval):
         model, tokenizer = load(settings.model)
     prompt = prompt_of(settings, model, tokenizer, example)

@@ -108,8 +108,8 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
     if not work:
         return
     check_threads(record, settings.model, environment()["threads"])
-    words = tokenizer_of(settings.model)
-    work = [fitted(settings, words, batch) for batch in work]
+    tokenizer = tokenizer_of(settings.model)
+    work = [fitted(settings, tokenizer, batch) for batch in work]
     model, tokenizer = load(settings.model)
     settings = with_ends(settings, model, tokenizer)
     commit = commit_of(model)

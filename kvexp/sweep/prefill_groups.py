@@ -135,10 +135,10 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
     todo = [item for batch in work for item in batch]
     if sum(m.lacks(todo) for m in members) < 2:
         return
-    words = tokenizer_of(lead.model)
+    tokenizer = tokenizer_of(lead.model)
     for member in members:
-        member.look(words, examples)
-    work = [fitted(lead, words, batch) for batch in work]
+        member.look(tokenizer, examples)
+    work = [fitted(lead, tokenizer, batch) for batch in work]
     model, tokenizer = load(lead.model)
     commit = commit_of(model)
     for member in members:
