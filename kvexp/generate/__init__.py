@@ -3,6 +3,7 @@
 from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import ask, ask_together, generate
 from kvexp.generate.decode_loop import finish
+from kvexp.generate.divergence import TextDivergence, divergence_from_full
 from kvexp.generate.eviction_stats import EvictionStats, receipts
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import pad_left
@@ -17,11 +18,13 @@ __all__ = [
     "GenerationParams",
     "MethodSpec",
     "PrefilledContext",
+    "TextDivergence",
     "Timing",
     "Token",
     "ask",
     "ask_together",
     "continuation_logprobs",
+    "divergence_from_full",
     "feeds_at_once",
     "finish",
     "forward",

@@ -1,0 +1,144 @@
+"""Divergence from the full cache against a slow truth, and against Hugging Face's own models under masks."""
+
+import math
+
+import pytest
+import torch
+from tiny import prompts_of, stock, tiny, tokens
+
+from kvexp.core import Budget
+from kvexp.errors import ConfigError
+from kvexp.generate import MethodSpec, divergence_from_full, prefill, prefill_together
+from kvexp.generate.divergence import compare
+from kvexp.generate.prefilled_context import forward_all
+from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
+from kvexp.retrieval import PQCache
+
+HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
+VARIANTS = [
+    MethodSpec(H2O(), FIFTH),
+    MethodSpec(Full()),
+    MethodSpec(Keyformer(), HALF),
+    MethodSpec(A2SF(alpha=0.3), HALF, {"mode": "mask"}),
+    MethodSpec(TOVA(), HALF, {"mode": "compact"}),
+    MethodSpec(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
+    MethodSpec(Window(), FIFTH),
+    MethodSpec(PQCache(), FIFTH),
+]
+PROMPTS = prompts_of(5, (40, 33, 40))
+TEXTS = [tokens(3, 9).tolist(), tokens(4, 12).tolist(), tokens(5, 1).tolist()]
+SEEDS = [3, 4, 9]
+
+
+def measured(model, variants, texts=TEXTS, prompts=PROMPTS, seeds=SEEDS):
+    specs = [MethodSpec(Full()), *variants]
+    full, *others = prefill_together(model, prompts, specs, max_new_tokens=max(map(len, texts)), seeds=seeds)
+    return divergence_from_full(model, full, others, texts)
+
+
+def logits_alone(model, variant, prompt, text, seed, length):
+    """[N, V] in float64: the logits that predict each token of a text, of one prompt by itself, fed one at a time."""
+    options = {"max_new_tokens": length, "seeds": seed, **variant.plan}
+    context = prefill(model, [prompt], variant.method, variant.budget, **options)
+    logits, mask = [context.logits], context.mask
+    with torch.no_grad():
+        for token in text[:-1]:
+            mask = torch.cat([mask, torch.ones(1, 1, dtype=mask.dtype)], dim=1)
+            logits.append(forward_all(model, torch.tensor([[token]]), mask, context.cache, keep=1)[:, -1])
+    return torch.cat(logits).double()
+
+
+def truth(full, logits, text):
+    """Every quantity from its definition, in float64."""
+    p, q = full.softmax(-1), logits.softmax(-1)
+    each = torch.arange(len(text))
+    return {
+        "kl": (p * (p / q).log()).sum(-1).tolist(),
+        "full_logprob": p[each, text].log().tolist(),
+        "logprob": q[each, text].log().tolist(),
+        "same_top1": (p.argmax(-1) == q.argmax(-1)).tolist(),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mpt", "gpt_neox"])
+def test_every_method_against_one_row_at_a_time(family):
+    model, length = tiny(family), max(map(len, TEXTS))
+    variants = VARIANTS if family == "llama" else VARIANTS[:-1]  # PQCache: heads of 11 components have no halves
+    for variant, rows in zip(variants, measured(model, variants), strict=True):
+        for prompt, text, seed, row in zip(PROMPTS, TEXTS, SEEDS, rows, strict=True):
+            full = logits_alone(model, MethodSpec(Full()), prompt, text, seed, length)
+            wanted = truth(full, logits_alone(model, variant, prompt, text, seed, length), text)
+            assert row.same_top1 == wanted.pop("same_top1")
+            for name, values in wanted.items():
+                assert getattr(row, name) == pytest.approx(values, abs=2e-5), (variant.method.name, name)
+
+
+def test_the_first_token_is_the_prefills_and_the_rest_is_not():
+    for row in measured(tiny("llama"), [MethodSpec(H2O(), FIFTH)])[0][:2]:
+        assert row.kl[0] == pytest.approx(0, abs=1e-6)
+        assert row.same_top1[0]
+        assert max(row.kl[1:]) > 1e-3
+
+
+def test_full_against_full_is_zero():
+    for row in measured(tiny("llama"), [MethodSpec(Full()), MethodSpec(H2O(), Budget(kv_ratio=1.0))])[0]:
+        assert max(map(abs, row.kl)) < 1e-6
+        assert all(row.same_top1)
+        assert row.logprob == pytest.approx(row.full_logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_window_is_hugging_faces_model_under_a_mask(family):
+    """Nothing of kvexp on the other side: stock attention over prompt and text, hidden columns masked away."""
+    prompt, text = PROMPTS[0], TEXTS[1]
+    keep = round(0.5 * len(prompt))
+    (row,) = measured(tiny(family), [MethodSpec(Window(), HALF)], [text], [prompt], [1])[0]
+    ids = torch.tensor([[*prompt, *text]])
+    n, first = ids.shape[1], len(prompt)
+    query, key = torch.arange(n)[:, None], torch.arange(n)
+    causal = key <= query
+    # The token that is fed takes the place of the oldest: `keep` tokens are left, itself among them.
+    held = causal & ((query < first) | (key > query - keep))
+    model, found = stock(family), []
+    with torch.no_grad():
+        for seen in (causal, held):
+            mask = torch.zeros(1, 1, n, n).masked_fill(~seen, torch.finfo(torch.float32).min)
+            positions = torch.arange(n)[None]
+            found.append(model(ids, attention_mask=mask, position_ids=positions).logits[0, first - 1 : -1].double())
+    wanted = truth(*found, text)
+    assert row.kl == pytest.approx(wanted["kl"], abs=2e-5)
+    assert row.logprob == pytest.approx(wanted["logprob"], abs=2e-5)
+    assert row.same_top1 == wanted["same_top1"]
+
+
+def test_compare_agrees_with_torch():
+    torch.manual_seed(0)
+    full, logits, token = torch.randn(2, 61), torch.randn(70, 61), torch.tensor([5, 60])
+    kl, chosen, own, same = compare(full, logits, token)
+    reference = full.log_softmax(-1).repeat(35, 1)
+    wanted = torch.nn.functional.kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
+    assert torch.allclose(kl, wanted, atol=1e-6)
+    assert torch.allclose(chosen, -torch.nn.functional.cross_entropy(full, token, reduction="none").repeat(35))
+    wanted = -torch.nn.functional.cross_entropy(logits, token.repeat(35), reduction="none")
+    assert torch.allclose(own, wanted, atol=1e-6)
+    assert math.isclose(float(same.mean()), float((full.argmax(-1).repeat(35) == logits.argmax(-1)).float().mean()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"texts": [[1], [2]]}, "2 texts for 3 prompts"),
+        ({"texts": [[1], [], [2]]}, "empty"),
+        ({"texts": [[1], [99], [2]]}, "99"),
+        ({"variants": []}, "no variant"),
+        ({"swap": True}, "full cache"),
+    ],
+)
+def test_refusals(change, words):
+    model = tiny("llama")
+    specs = [MethodSpec(Full()), MethodSpec(H2O(), HALF)]
+    full, other = prefill_together(model, PROMPTS, specs, max_new_tokens=4, seeds=SEEDS)
+    if change.get("swap"):
+        full, other = other, full
+    with pytest.raises(ConfigError, match=words):
+        divergence_from_full(model, full, change.get("variants", [other]), change.get("texts", [[1]] * 3))
