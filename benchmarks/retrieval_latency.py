@@ -22,7 +22,7 @@ import torch
 from kvexp.core import Budget, Method
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.methods import H2O, Full
-from kvexp.models import random_model
+from kvexp.models import pack_linear, random_model
 from kvexp.models.retrieval_calibration import head_dim, kv_heads, layer_seconds
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import InfLLM, PQCache, SparQ
@@ -146,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_key_value_heads=options.kv_heads,
         max_position_embeddings=max(options.lengths) + options.new,
     )
+    pack_linear(model)
     print("| prompt | method | TT2T s | to full | TPOT ms | to full | KV on the device MiB | hit rate |")
     print("|---|---|---|---|---|---|---|---|")
     rows = table(model, options)

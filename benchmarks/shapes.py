@@ -78,11 +78,11 @@ def stock(shape: Shape, device: str, attention: str | None = None) -> PreTrained
 
 
 def ours(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights (shared, not copied) in a model that attends through kvexp."""
-    from kvexp.models import install
+    """The same weights (shared, not copied) in a model that attends through kvexp, packed as run.py packs it."""
+    from kvexp.models import pack_linear, patch_model
 
     shared = {id(weight): weight for weight in model.parameters()}
-    return install(copy.deepcopy(model, shared), check_weights=False)
+    return pack_linear(patch_model(copy.deepcopy(model, shared), check_weights=False))
 
 
 def prompt_of(shape: Shape, tokens: int, device: str = "cpu") -> torch.Tensor:

@@ -23,7 +23,7 @@ from kvexp.errors import ConfigError
 from kvexp.figures.style import DASHES, color_of, marker_of
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
-from kvexp.models import load_model, load_tokenizer
+from kvexp.models import load_model, load_tokenizer, pack_linear
 from kvexp.models.families import longest
 from kvexp.pipes import watch_pipes
 
@@ -139,7 +139,7 @@ def _main() -> None:
     for name, least in (("windows", 2), ("batch", 1), ("length", 8)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} must be at least {least}, got {getattr(options, name)}")
-    model = load_model(options.model)
+    model = pack_linear(load_model(options.model))
     if options.length > longest(model.config):
         raise ConfigError(f"--length {options.length} is more than the model holds ({longest(model.config)})")
     texts = windows(load_tokenizer(options.model), options.text, options.length, options.windows)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
 
-from kvexp.models import install
+from kvexp.models import patch_model
 
 # <s> sink, . filler, P popular distractor, N needle, m mentions it, ? the question, A-D a phrase to copy
 WORDS = ["<s>", ".", "P", "N", "m", "?", "A", "B", "C", "D", "red", "blue", "yes", "no"]
@@ -106,7 +106,7 @@ def build(layout: str, *heads: Head, prior: str = "no") -> nn.Module:
         place[:, PLACE : PLACE + PLACES] = torch.eye(PLACES)
         place[:, RAMP] = torch.arange(PLACES) / 10
         model.transformer.wpe.weight.data.copy_(_centred(place))
-    return install(model)
+    return patch_model(model)
 
 
 def _centred(rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, DilatedWindow, Full, Ideal, Keyformer, SnapKV, StreamingLLM, Window
-from kvexp.models import EvictionCache, install, load_model, random_model
+from kvexp.models import EvictionCache, load_model, patch_model, random_model
 
 PROMPT = [list(range(3, 20))]
 SETTINGS = {
@@ -163,7 +163,7 @@ def test_tau_schedule_without_its_end():
 def test_model_that_was_not_installed():
     from tiny import stock
 
-    with pytest.raises(ConfigError, match=r"call kvexp\.models\.install"):
+    with pytest.raises(ConfigError, match=r"call kvexp\.models\.patch_model"):
         EvictionCache(stock("llama"), Window(), Budget(tokens=8))
 
 
@@ -177,7 +177,7 @@ def test_damaged_weights(bad):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = bad
     with pytest.raises(ConfigError, match=r"layers.1.self_attn.k_proj.weight holds NaN or inf"):
-        install(model)
+        patch_model(model)
 
 
 def test_model_folders(tmp_path):

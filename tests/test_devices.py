@@ -93,9 +93,9 @@ def test_accelerates_hooks_move_no_number(family):
     accelerate = pytest.importorskip("accelerate")
     from tiny import stock
 
-    from kvexp.models import install
+    from kvexp.models import patch_model
 
-    hooked = install(accelerate.dispatch_model(copy.deepcopy(stock(family)), {"": "cpu"}, force_hooks=True))
+    hooked = patch_model(accelerate.dispatch_model(copy.deepcopy(stock(family)), {"": "cpu"}, force_hooks=True))
     assert any(hasattr(module, "_hf_hook") for module in hooked.modules())
     options = {"decoding": GenerationParams(6), "seeds": [1, 2]}
     one, other = (

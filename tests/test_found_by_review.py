@@ -12,7 +12,7 @@ from kvexp.core.observe.noise import Noise, uniform
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.methods import H2O, Full, Keyformer, SnapKV, StreamingLLM
-from kvexp.models import EvictionCache, install, load_model, random_model
+from kvexp.models import EvictionCache, load_model, patch_model, random_model
 
 PROMPT = list(range(3, 33))
 IDS = torch.tensor([PROMPT])
@@ -161,7 +161,7 @@ def test_frequencies_that_move_cannot_be_renumbered(kind):
 
 
 def test_generation_defaults_of_the_model_do_not_leak_in():
-    model = install(copy.deepcopy(stock("llama")))
+    model = patch_model(copy.deepcopy(stock("llama")))
     clean = generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens
     model.generation_config.update(suppress_tokens=clean[0][:1], max_time=1e-9, repetition_penalty=3.0, do_sample=True)
     assert generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens == clean

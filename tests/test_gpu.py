@@ -10,7 +10,7 @@ from kvexp.core import Budget
 from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
-from kvexp.models import install
+from kvexp.models import patch_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -20,7 +20,7 @@ METHODS = [H2O(), Keyformer(), A2SF(alpha=0.5), TOVA(), Window(), SnapKV(window=
 
 
 def on(device, family, dtype=torch.float32):
-    return install(copy.deepcopy(stock(family)).to(device=device, dtype=dtype))
+    return patch_model(copy.deepcopy(stock(family)).to(device=device, dtype=dtype))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_state_follows_its_layer_over_two_devices():
 
     model = copy.deepcopy(stock("llama"))
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
-    split = install(dispatch_model(model, {**places, "model.rotary_emb": 0}))
+    split = patch_model(dispatch_model(model, {**places, "model.rotary_emb": 0}))
     result = generate(split, PROMPTS, H2O(), HALF, decoding=GenerationParams(9))
     assert [s.slots.keys.device.index for s in result.cache.states] == [0, 1]
     assert result.tokens == generate(on("cpu", "llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(9)).tokens

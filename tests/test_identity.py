@@ -87,11 +87,11 @@ def test_half_precision_stays_close_to_stock(family, dtype):
     """One prompt's logits: half precision rounds at 2**-8 (bfloat16), and SDPA sums in another order than eager."""
     import copy
 
-    from kvexp.models import install
+    from kvexp.models import patch_model
 
     ids, mask = prompts(True)
     plain = copy.deepcopy(stock(family)).to(dtype)
-    ours = install(copy.deepcopy(plain))
+    ours = patch_model(copy.deepcopy(plain))
     options = {"max_new_tokens": 2, "min_new_tokens": 2}
     a = run(ours, ids, mask, EvictionCache(ours, Full()), **options).logits
     b = run(plain, ids, mask, None, **options).logits

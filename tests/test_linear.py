@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvexp.config.model_spec import ModelSpec, load
+from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, generate
 from kvexp.methods import Full
 from kvexp.models import cpu_linear as module
-from kvexp.models import install
-from kvexp.models.cpu_linear import LEAST, PackedLinear, quicken, renew
+from kvexp.models import load_model, patch_model, random_model
+from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.models.cpu_linear import LEAST, PackedLinear, pack_linear, refresh_packed_weights, unpack_linear
 
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
@@ -30,10 +33,10 @@ class Subclass(torch.Tensor):
 def quick(out=OUT, inside=IN, bias=True, copied=True):
     torch.manual_seed(3)
     layer = nn.Sequential(nn.Linear(inside, out, bias=bias))
-    quicken(layer)
+    pack_linear(layer)
     if copied and HERE:
         with torch.no_grad():
-            layer[0].renew(1 << 40)
+            layer[0].refresh(1 << 40)
         assert (layer[0]._copy is not None) is (out * inside >= LEAST)
     return layer[0]
 
@@ -124,7 +127,7 @@ def test_what_goes_the_ordinary_way(monkeypatch):
         other.weight = nn.Parameter(torch.randn(OUT, IN).as_subclass(Subclass), requires_grad=False)
         for layer in (transposed, other):
             assert plainly(layer, x, monkeypatch)[1]
-            layer.renew(1 << 40)  # and has no copy to be taken for it
+            layer.refresh(1 << 40)  # and has no copy to be taken for it
             assert not HERE or layer._copy is None
         assert plainly(quick(out=LEAST // IN), x, monkeypatch)[1] is not HERE
 
@@ -135,8 +138,8 @@ def test_only_plain_linear_layers_change():
 
     model = nn.Sequential(nn.Linear(2, 2), Other(2, 2), nn.Bilinear(2, 2, 2))
     keys = list(model.state_dict())
-    quicken(model)
-    quicken(model)
+    pack_linear(model)
+    pack_linear(model)
     assert [type(part) for part in model] == [PackedLinear if HERE else nn.Linear, Other, nn.Bilinear]
     assert list(model.state_dict()) == keys
 
@@ -158,23 +161,23 @@ def test_weights_that_changed(change):
         x = torch.randn(3, IN)
         exact = linear(x.double(), layer.weight.double(), layer.bias.double())
         assert not bool(((layer(x) - exact).abs() <= bound(layer, x)).all())
-        renew(layer)
+        refresh_packed_weights(layer)
         assert layer._copy is not None and bool(((layer(x) - exact).abs() <= bound(layer, x)).all())
 
 
 @onednn
 def test_copies_take_no_more_than_a_share_of_the_memory(monkeypatch):
     model = nn.Sequential(*(nn.Linear(IN, OUT) for _ in range(4)))
-    quicken(model)
+    pack_linear(model)
     size = model[0].weight.nbytes
     monkeypatch.setattr(module, "available", lambda: int(2.5 * size / module.SHARE))
-    renew(model)  # gradients are on: these layers take the ordinary way, and need none
+    refresh_packed_weights(model)  # gradients are on: these layers take the ordinary way, and need none
     assert all(layer._copy is None for layer in model)
     with torch.no_grad():
-        renew(model)
+        refresh_packed_weights(model)
         copies = [layer._copy for layer in model]
         assert [copy is not None for copy in copies] == [True, True, False, False]
-        renew(model)  # those there are stay
+        refresh_packed_weights(model)  # those there are stay
         assert [layer._copy is before for layer, before in zip(model, copies, strict=True)][:2] == [True, True]
 
 
@@ -184,8 +187,66 @@ def test_copies_that_disagree_are_not_used(monkeypatch):
     monkeypatch.setattr(PackedLinear, "_same", lambda self, copy: False)
     with torch.no_grad():
         expected = layer(x)
-        assert layer.renew(1 << 40) == 1 << 40 and layer._copy is None and not layer._agrees
+        assert layer.refresh(1 << 40) == 1 << 40 and layer._copy is None and not layer._agrees
         assert torch.equal(layer(x), expected)
+
+
+def test_unpacking_gives_back_what_was_there():
+    """Also what a copy of the model has: hooks of its own, which the original keeps."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, 2))
+    x = torch.randn(3, IN)
+    with torch.no_grad():
+        wanted, before = model(x), [(type(part), sorted(vars(part))) for part in model.modules()]
+        assert pack_linear(pack_linear(model)) is model
+        assert len(model._forward_pre_hooks) == int(HERE)
+        packed = model(x)
+        assert not HERE or model[0]._copy is not None, "a forward made the copy"
+        other = copy.deepcopy(model)
+        assert unpack_linear(other) is other and [type(part) for part in other] == [nn.Linear, nn.Linear]
+        assert not other._forward_pre_hooks and len(model._forward_pre_hooks) == int(HERE)
+        assert torch.equal(model(x), packed)
+        for _ in range(2):
+            unpack_linear(model)
+            assert [(type(part), sorted(vars(part))) for part in model.modules()] == before
+            assert not model._forward_pre_hooks and torch.equal(model(x), wanted)
+
+
+BIG = {"hidden_size": 384, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+@onednn
+def test_run_py_packs_what_it_loads_and_python_does_not(tmp_path):
+    """What a recorded row was computed with, to the bit: patched and packed; a model loaded in Python is patched."""
+    plain = random_model("llama", num_hidden_layers=1, vocab_size=259, **BIG)
+    plain.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    random = {"kind": "random", "family": "llama", "config": {"num_hidden_layers": 1, "vocab_size": 259, **BIG}}
+    folder = {"kind": "pretrained", "path": str(tmp_path)}
+    ids = torch.randint(0, 259, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = pack_linear(copy.deepcopy(plain))(ids).logits
+        ordinary = plain(ids).logits
+        assert not torch.equal(wanted, ordinary), "weights so large that the order of sums shows"
+        for node in (random, folder):
+            for pack in ({}, {"pack_linear": True}, {"pack_linear": False}):
+                model, _ = load(ModelSpec.of({"device": "cpu", **node, **pack}))
+                packed = pack.get("pack_linear", True)
+                assert isinstance(model.lm_head, PackedLinear) is packed
+                assert torch.equal(model(ids).logits, wanted if packed else ordinary)
+    assert not any(isinstance(part, PackedLinear) for part in load_model(str(tmp_path), device="cpu").modules())
+
+
+def test_the_hash_of_a_run_knows_only_of_layers_that_are_not_packed():
+    def identity(**node):
+        return ModelSpec.of({"kind": "random", "family": "llama", "config": {}, "device": "cpu", **node}).identity()
+
+    assert "pack_linear" not in identity() and identity(pack_linear=True) == identity()
+    assert identity(pack_linear=False) == {**identity(), "pack_linear": False}
+    half = identity(dtype="bfloat16")
+    assert identity(dtype="bfloat16", pack_linear=False) == half, "nothing is packed in half precision"
+    with pytest.raises(ConfigError, match=r"model\.pack_linear"):
+        identity(pack_linear="yes")
 
 
 @onednn
@@ -209,7 +270,7 @@ def test_a_model_writes_what_it_wrote():
         initializer_range=0.1,
     )
     stock = LlamaForCausalLM(config).eval()
-    ours = install(copy.deepcopy(stock))
+    ours = pack_linear(patch_model(copy.deepcopy(stock)))
     for rows in (1, 2, 5):
         prompt = torch.randint(0, 1031, (rows, 9), generator=torch.Generator().manual_seed(rows))
         options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvexp.core import AttentionParams, EvictionLayer, MemoryTracker, Plan, SequenceState
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.generate.loglikelihood import forward
-from kvexp.models import EvictionCache, install
+from kvexp.models import EvictionCache, patch_model
 
 VOCAB = 61
 _LLAMA = {
@@ -72,7 +72,7 @@ def stock(family: str, **changes: Any) -> PreTrainedModel:
 @functools.cache
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """The same weights as `stock`, attending through kvexp."""
-    return install(copy.deepcopy(stock(family, **changes)))
+    return patch_model(copy.deepcopy(stock(family, **changes)))
 
 
 def tokens(seed: int, *shape: int) -> Tensor:

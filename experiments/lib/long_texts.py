@@ -10,7 +10,7 @@ from typing import Any
 
 import kvexp.testbed
 from kvexp.errors import ConfigError
-from kvexp.models import load_model, load_tokenizer
+from kvexp.models import load_model, load_tokenizer, pack_linear
 from kvexp.testbed.document import LONGEST, DocumentShape, document
 from kvexp.testbed.forms import opening
 
@@ -35,7 +35,7 @@ def read(options: argparse.Namespace) -> tuple[Any, list[list[int]]]:
         texts = windows(tokenizer, Path(options.text), options.tokens, options.documents)
     else:
         texts = [long_text(tokenizer, options.tokens, number) for number in range(options.documents)]
-    return load_model(path), texts
+    return pack_linear(load_model(path)), texts
 
 
 def long_text(tokenizer: Any, tokens: int, number: int) -> list[int]:

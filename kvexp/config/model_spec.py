@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class ModelSpec:
     """The `model` node. kind: pretrained (path) or random (family, seed, config).
 
+    pack_linear: whether linear layers are packed for oneDNN after loading (`kvexp.models.pack_linear`).
     contents: digests of the folders that path and tokenizer are, None where one is none. What is loaded has them.
     """
 
@@ -37,6 +38,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     chat: bool = False
+    pack_linear: bool = True
     contents: tuple[str | None, str | None] = (None, None)
 
     @classmethod
@@ -54,13 +56,14 @@ class ModelSpec:
         if not isinstance(kind, str) or kind not in allowed:
             raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
         for name in node:
-            if name not in allowed[kind] | {"kind", "dtype", "device", "chat"}:
+            if name not in allowed[kind] | {"kind", "dtype", "device", "chat", "pack_linear"}:
                 raise ConfigError(f"model.{name} is not a setting of a {kind} model")
         if "config" in node:
             if not isinstance(node["config"], dict):
                 raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
             node["config"] = json.dumps(node["config"], sort_keys=True)
-        kinds = {"seed": int, "trust_remote_code": bool, "allow_pickle": bool, "chat": bool}
+        flags = ("trust_remote_code", "allow_pickle", "chat", "pack_linear")
+        kinds: dict[str, Any] = {"seed": int, **dict.fromkeys(flags, bool)}
         for name, value in node.items():
             wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
             node[name] = typed(value, wanted, f"model.{name}")
@@ -85,6 +88,8 @@ class ModelSpec:
         """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
         known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents")}
         known["device"] = self.resolved_device().split(":")[0]
+        if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
+            del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
         for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
             known[name] = digest or known[name]
         return known
@@ -108,14 +113,14 @@ class ModelSpec:
 @functools.lru_cache(maxsize=1)
 def load(spec: ModelSpec) -> tuple[Any, Any]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
-    from kvexp.models import load_model, random_model
+    from kvexp.models import load_model, pack_linear, random_model
 
     if spec.kind == "random":
         config = json.loads(spec.config)
         model = random_model(
             str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
         )
-        return model, tokenizer_of(spec)
+        return pack_linear(model) if spec.pack_linear else model, tokenizer_of(spec)
     assert spec.path is not None
     model = load_model(
         spec.path,
@@ -129,17 +134,17 @@ def load(spec: ModelSpec) -> tuple[Any, Any]:
     tokenizer = tokenizer_of(spec)
     if spec.contents_now() != spec.contents:
         raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
-    return model, tokenizer
+    return pack_linear(model) if spec.pack_linear else model, tokenizer
 
 
 def share_weights(model: Any) -> None:
     """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
     import torch
 
-    from kvexp.models.cpu_linear import renew
+    from kvexp.models.cpu_linear import refresh_packed_weights
 
     with torch.no_grad():
-        renew(model)
+        refresh_packed_weights(model)
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from kvexp.tasks.lm_eval import Protocol, protocol_of
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (
     *("pretrained", "tokenizer", "dtype", "device", "device_map", "revision", "trust_remote_code", "allow_pickle"),
-    *("seed", "batch_size", "max_batch_size"),
+    *("pack_linear", "seed", "batch_size", "max_batch_size"),
 )
 OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 CACHE = {"mode": "auto", "positions": None, "observe": "blocked", "evict_at_prefill": True, "evict_every": 1}

@@ -13,7 +13,7 @@ from kvexp.errors import ConfigError
 from kvexp.lm_eval.arguments import ModelArguments
 from kvexp.lm_eval.evaluator import Bench
 from kvexp.lm_eval.requests import Ask
-from kvexp.models import load_model, load_tokenizer
+from kvexp.models import cpu_linear, load_model, load_tokenizer
 from kvexp.models.half_precision import alone
 
 AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
@@ -45,6 +45,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         revision: str | None = None,
         trust_remote_code: bool = False,
         allow_pickle: bool = False,
+        pack_linear: bool = True,
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
         **settings: Any,
@@ -58,6 +59,8 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
             place: dict[str, Any] = {"device_map": device_map} if device_map else {"device": device}
             tokenizer = load_tokenizer(tokenizer or pretrained, **hub)
             pretrained = load_model(pretrained, dtype=dtype, allow_pickle=allow_pickle, **hub, **place)
+            if pack_linear:
+                cpu_linear.pack_linear(pretrained)
         elif tokenizer is None:
             raise ConfigError("a model that is loaded already needs tokenizer=")
         self.seed, self.tokenizer = seed, tokenizer

@@ -3,18 +3,27 @@
 from kvexp.deprecation import deprecated_names
 from kvexp.models.batched_cache import MultiMethodCache
 from kvexp.models.cache import EvictionCache
+from kvexp.models.cpu_linear import pack_linear, unpack_linear
 from kvexp.models.load import load_model, load_tokenizer, random_model
-from kvexp.models.patch import install
+from kvexp.models.patch import is_patched, patch_model, patched, unpatch_model
 from kvexp.models.row_mask_cache import RowMaskCache
 
 __all__ = [
     "EvictionCache",
     "MultiMethodCache",
     "RowMaskCache",
-    "install",
+    "is_patched",
     "load_model",
     "load_tokenizer",
+    "pack_linear",
+    "patch_model",
+    "patched",
     "random_model",
+    "unpack_linear",
+    "unpatch_model",
 ]
 
-__getattr__ = deprecated_names(__name__, {"JoinedCache": ("MultiMethodCache", MultiMethodCache)})
+__getattr__ = deprecated_names(
+    __name__,
+    {"JoinedCache": ("MultiMethodCache", MultiMethodCache), "install": ("patch_model", patch_model)},
+)

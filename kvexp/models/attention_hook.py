@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt
-from kvexp.errors import CacheError
+from kvexp.errors import CacheError, ConfigError
 
 NAME = "kvexp"
 TAG = "_kvexp"
+
+
+def check_patched(config: Any, error: type[CacheError | ConfigError] = CacheError) -> None:
+    """`error` where a model of this configuration does not attend through kvexp: a cache would be ignored in part."""
+    if getattr(config, "_attn_implementation", None) != NAME:
+        raise error("this model does not attend through kvexp: call kvexp.models.patch_model(model) first")
 
 
 def pass_padding(*, batch_size: int, attention_mask: Tensor | None = None, device: Any = None, **_: Any) -> Tensor:

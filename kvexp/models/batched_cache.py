@@ -141,9 +141,9 @@ class _JoinedLayer(EvictionCacheLayer):
 
     state: MultiLayer  # type: ignore[assignment]
 
-    def __init__(self, state: MultiLayer, rotation: RoPE | None) -> None:
+    def __init__(self, state: MultiLayer, rotation: RoPE | None, config: Any) -> None:
         CacheLayerMixin.__init__(self)
-        self.state, self.rotation = state, rotation
+        self.state, self.rotation, self.config = state, rotation, config
         self.is_initialized = True
 
 
@@ -165,7 +165,9 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
-            layers.append(_JoinedLayer(MultiLayer([layer.state for layer in each], rows, company), rotation))
+            layers.append(
+                _JoinedLayer(MultiLayer([layer.state for layer in each], rows, company), rotation, each[0].config)
+            )
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:

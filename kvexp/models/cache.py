@@ -20,7 +20,7 @@ from kvexp.core.eviction_backend import granted
 from kvexp.core.masked_layer import MaskedLayer
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
-from kvexp.models.attention_hook import NAME, TAG
+from kvexp.models.attention_hook import TAG, check_patched
 from kvexp.models.families import check_positions, layers_of, longest, rotation_of
 from kvexp.models.retrieval_calibration import check_retrieval, prepare
 from kvexp.models.texts import texts_of
@@ -35,9 +35,9 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None) -> None:
+    def __init__(self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None, config: Any) -> None:
         super().__init__()
-        self.state, self.rotation = state, rotation
+        self.state, self.rotation, self.config = state, rotation, config
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,6 +45,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Tag the new keys with this layer; the attention function stores them."""
+        check_patched(self.config)
         tagged = key_states.view_as(key_states)
         setattr(tagged, TAG, self)
         return tagged, value_states
@@ -72,7 +73,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class EvictionCache(Cache):  # type: ignore[misc]
     """One prompt's cache (or one batch of prompts').
 
-    model: an installed model; method, budget (None for full), cadence, mode, observe as `kvexp.core.Plan`.
+    model: a patched model; method, budget (None for full), cadence, mode, observe as `kvexp.core.Plan`.
     positions: original or renumbered; None takes what the method's paper uses.
     num_beams: beams per sample, so that methods can add up the scores of a sample's beams.
     prompt_tokens: prompt columns, padding included; needed when the prompt is fed in chunks.
@@ -98,8 +99,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         beyond_context: bool = False,
     ) -> None:
         config = model.config
-        if getattr(config, "_attn_implementation", None) != NAME:
-            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
+        check_patched(config, ConfigError)
         place = positions or method.positions
         if isinstance(method, Retrieval):
             check_retrieval(config, method)
@@ -125,7 +125,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         else:
             common = (self.timeline, self.ledger, self.shared, CrossLayerBuffers(count))
             states = [EvictionLayer(self.plan, i, count, *common) for i in range(count)]
-        super().__init__(layers=[EvictionCacheLayer(state, rotation) for state in states])
+        super().__init__(layers=[EvictionCacheLayer(state, rotation, config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:
@@ -181,7 +181,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         beams = self.timeline.num_beams
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
         # Slots are large: they are picked row by row, and only the rest is copied whole.
-        apart = {id(part): None for state in self.states for part in state.large}
+        apart: dict[int, Any] = {id(part): None for state in self.states for part in state.large}
+        apart[id(self.layers[0].config)] = self.layers[0].config
         other = copy.deepcopy(self, {id(self.plan): self.plan, **apart})
         other._select(rows)
         pairs: Iterable[tuple[Any, Any]] = zip(

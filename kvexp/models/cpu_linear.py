@@ -6,11 +6,14 @@ which torch brings along, comes near to memory's limit if it is given a copy of 
 them (measured: docs/decisions/numerics.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums
 in one order, whatever the number of rows or threads and whether they read the copy or the weights; so a single row
 is given to it twice.
+
+`pack_linear` is apart from `patch_model`: it changes the order of sums, and attends to nothing. run.py does both
+(`model.pack_linear`), and so do other commands that load a model by its path.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,9 @@ from kvexp.models.free_memory import available
 LEAST = 1 << 16  # weights from which it pays: below, a quarter of a megabyte, the call itself is what takes time
 SHARE = 0.25  # of the free memory, at most, for the copies of a model's weights; with none, products take longer
 
+_HOOK = "_kvexp_packed"  # attribute of a model with packed layers: the handle of its hook
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
 
 class PackedLinear(nn.Linear):
     """`nn.Linear` with the same weights and results, but for the order of sums; takes the short way where it can."""
@@ -30,7 +36,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if input.numel() == 0 or not self._able(input):
+        if input.numel() == 0 or not self._eligible(input):
             return functional.linear(input, self.weight, self.bias)
         weight = self.weight if self._copy is None else self._copy
         if input.numel() > input.shape[-1]:
@@ -38,7 +44,7 @@ class PackedLinear(nn.Linear):
         twice = _product(input.reshape(1, -1).expand(2, -1), weight, self.bias)
         return twice[:1].view(*input.shape[:-1], -1)
 
-    def _able(self, x: Tensor | None = None) -> bool:
+    def _eligible(self, x: Tensor | None = None) -> bool:
         weight = self.weight
         return (
             weight.device.type == "cpu"
@@ -51,9 +57,9 @@ class PackedLinear(nn.Linear):
             and not torch.is_autocast_enabled("cpu")
         )
 
-    def renew(self, room: int) -> int:
+    def refresh(self, room: int) -> int:
         """Have a copy of the weights as they are now, if it takes no more than `room` bytes; returns those left."""
-        if not self._able():
+        if not self._eligible():
             self._copy = None
             return room
         if self._copy is not None and self._same(self._copy):
@@ -81,26 +87,55 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return made
 
 
-def quicken(model: nn.Module) -> None:
-    """Make every plain linear layer of `model` a `PackedLinear`, in place, where torch has oneDNN."""
+def pack_linear(model: AnyModule) -> AnyModule:
+    """Make every plain linear layer of `model` a `PackedLinear`, in place, where torch has oneDNN; returns the model.
+
+    Copies of the weights are made at the first forward and looked at whenever a prompt begins. Doing it twice is
+    harmless; `unpack_linear` undoes it. Moves the last digits of float32 results on a CPU, and nothing elsewhere.
+    """
     ours = torch.ops.mkldnn
     if not torch.backends.mkldnn.is_available() or not hasattr(ours, "_linear_pointwise"):
-        return
+        return model
     for module in model.modules():
         if type(module) is nn.Linear:
             linear: Any = module  # its class changes
             linear.__class__ = PackedLinear
             linear._agrees = hasattr(ours, "_reorder_linear_weight")
+    if _HOOK not in vars(model):
+        setattr(model, _HOOK, model.register_forward_pre_hook(_refresh_hook, with_kwargs=True))
+    return model
 
 
-def renew(model: nn.Module) -> None:
-    """Where something begins, and nothing is gone on with: see that copies of weights are of those the model has now.
+def unpack_linear(model: AnyModule) -> AnyModule:
+    """Make every `PackedLinear` of `model` the plain linear layer it was, without its copy; returns the model."""
+    hook = vars(model).pop(_HOOK, None)
+    if hook is not None:
+        hook.remove()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            linear: Any = module  # its class changes
+            linear.__class__ = nn.Linear
+            for name in ("_copy", "_agrees"):
+                vars(linear).pop(name, None)
+    return model
 
-    Where gradients are wanted there is nothing to see: no copy is used.
+
+def refresh_packed_weights(model: nn.Module) -> None:
+    """Make the copies of packed layers those of the weights the model has now.
+
+    Takes one product of two rows per layer where nothing has changed. With gradients on it does nothing, because then
+    no copy is used.
     """
     if torch.is_grad_enabled():
         return
     room = int(SHARE * available())
     for module in model.modules():
         if isinstance(module, PackedLinear):
-            room = module.renew(room)
+            room = module.refresh(room)
+
+
+def _refresh_hook(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: a prompt is when weights may have changed since they were last used."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or cache.get_seq_length() == 0:
+        refresh_packed_weights(model)

@@ -19,7 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
 from kvexp.models.families import FAMILIES, check_sizes, family_of, layers_of
-from kvexp.models.patch import install
+from kvexp.models.patch import patch_model
 from kvexp.paths import path_of
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -74,7 +74,7 @@ def load_model(
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _take_from_file(model)
-    return install(model)
+    return patch_model(model)
 
 
 def _take_from_file(model: PreTrainedModel) -> None:
@@ -127,7 +127,7 @@ def random_model(
             model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
         except Exception as error:  # torch's and transformers' own, of sizes that cannot be
             raise _impossible(family, error) from error
-    return install(model.to(device=device, dtype=dtype_of(dtype)))
+    return patch_model(model.to(device=device, dtype=dtype_of(dtype)))
 
 
 def random_config(family: str, **config: Any) -> Any:

@@ -1,17 +1,20 @@
-"""Put kvexp's attention into a loaded Hugging Face model."""
+"""Kvexp's attention in a loaded Hugging Face model: put in by `patch_model`, taken out again by `unpatch_model`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention_hook import NAME, kvexp_attention, pass_padding
-from kvexp.models.cpu_linear import quicken, renew
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
 from kvexp.models.mpt import KvexpMptAttention
@@ -19,45 +22,136 @@ from kvexp.models.mpt import KvexpMptAttention
 AttentionInterface.register(NAME, kvexp_attention)
 AttentionMaskInterface.register(NAME, pass_padding)
 
-_SHIMS: dict[str, type[torch.nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+_SHIMS: dict[str, type[nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+_RECORD = "_kvexp_patch"  # attribute of a patched model
 
 
-def install(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
+def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
     """Make `model` attend through kvexp; returns the same object, in evaluation mode. Doing it twice is harmless.
 
-    Without a kvexp cache the model still computes ordinary causal attention. `check_weights` looks for NaN and inf in
-    every parameter, because a score of NaN would choose slots at random.
+    Without a kvexp cache the model still computes ordinary causal attention. Weights and linear layers stay as they
+    are. check_weights: look for NaN and inf in every parameter, because a score of NaN would choose slots at random.
+    `unpatch_model` undoes everything. ConfigError for a model that cannot be patched, which is then as it was.
     """
     family = family_of(model.config)
     if check_weights:
         _check_finite(model)
-    if family.attention_class is None:
-        model.set_attn_implementation(NAME)
-    else:
-        # These two only warn in set_attn_implementation() and stay as they are, so their modules change class.
-        shim = _SHIMS[family.attention_class]
+    unpatch_model(model)  # so that what is remembered below is the model without kvexp
+    record = _Patch()
+    try:
+        if family.attention_class is None:
+            for config in _configs(model):
+                record.note(config, "_attn_implementation_internal")
+            model.set_attn_implementation(NAME)
+        else:
+            # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
+            _put_shims(model, family.attention_class, record)
+            record.set(model.config, "_attn_implementation_internal", NAME)
+        # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                record.set(config, "use_cache", True)
         for module in model.modules():
-            if type(module).__name__.startswith(family.attention_class[:4]) and hasattr(module, "layer_idx"):
-                if type(module).__name__ not in (family.attention_class, shim.__name__):
-                    raise ConfigError(
-                        f"{type(module).__name__} cannot be adapted: load the model with attn_implementation='eager'"
-                    )
-                module.__class__ = shim
-                if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
-                    module._old_forward = MethodType(shim.forward, module)
-                if shim is KvexpMptAttention:
-                    module.alibi_power = _alibi_power(model)
-        model.config._attn_implementation_internal = NAME
-    quicken(model)
-    if not getattr(model, "_kvexp_guard", False):
-        model.register_forward_pre_hook(_guard, with_kwargs=True)
-        model.register_forward_hook(_watch, with_kwargs=True)
-        model._kvexp_guard = True
-    # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
-    model.config.use_cache = True
-    if model.generation_config is not None:
-        model.generation_config.use_cache = True
-    return model.eval()
+            record.note(module, "training")
+        model.eval()
+        record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
+        record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
+    except BaseException:
+        record.undo()
+        raise
+    setattr(model, _RECORD, record)
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make `model` what it was before `patch_model`; returns the same object. Harmless for a model not patched.
+
+    Attention implementation, classes of attention modules, hooks, `use_cache` and training mode are as before, whatever
+    was set meanwhile. A kvexp cache raises a CacheError when the model is called with it after this.
+    """
+    record: _Patch | None = vars(model).pop(_RECORD, None)
+    if record is not None:
+        record.undo()
+    return model
+
+
+@contextmanager
+def patched(model: PreTrainedModel, *, check_weights: bool = True) -> Iterator[PreTrainedModel]:
+    """`with patched(model):` attends through kvexp inside the block, and as before the block after it.
+
+    A model that is patched already stays patched after the block, so blocks can be nested.
+    """
+    before = is_patched(model)
+    if not before:
+        patch_model(model, check_weights=check_weights)
+    try:
+        yield model
+    finally:
+        if not before:
+            unpatch_model(model)
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether `patch_model` is in force on the model."""
+    return _RECORD in vars(model)
+
+
+class _Absent:
+    """Stands for the value of an attribute that an object did not have. A class, so that copies of it are itself."""
+
+
+class _Patch:
+    """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
+
+    Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
+    """
+
+    def __init__(self) -> None:
+        self.former: list[tuple[Any, str, Any]] = []  # object, attribute, value before
+        self.hooks: list[RemovableHandle] = []
+
+    def note(self, owner: Any, name: str) -> None:
+        """Remember the attribute as it is now."""
+        value = type(owner) if name == "__class__" else vars(owner).get(name, _Absent)
+        self.former.append((owner, name, value))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set the attribute, to be set back by `undo`."""
+        self.note(owner, name)
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Take hooks away and set back all attributes, the last one first."""
+        for hook in self.hooks:
+            hook.remove()
+        for owner, name, value in reversed(self.former):
+            if value is not _Absent:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+        self.hooks, self.former = [], []
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every configuration object of the model and of the models inside it, once."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return list({id(part.config): part.config for part in parts}.values())
+
+
+def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> None:
+    """Give every attention module of GPT-J or MPT the class that attends through kvexp."""
+    shim = _SHIMS[attention_class]
+    for module in model.modules():
+        name = type(module).__name__
+        if not (name.startswith(attention_class[:4]) and hasattr(module, "layer_idx")):
+            continue
+        if name != attention_class:
+            raise ConfigError(f"{name} cannot be adapted: load the model with attn_implementation='eager'")
+        record.set(module, "__class__", shim)
+        if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
+            record.set(module, "_old_forward", MethodType(shim.forward, module))
+        if shim is KvexpMptAttention:
+            record.set(module, "alibi_power", _alibi_power(model))
 
 
 def _alibi_power(model: PreTrainedModel) -> float:
@@ -67,17 +161,12 @@ def _alibi_power(model: PreTrainedModel) -> float:
     return float(settings.alibi_bias_max) / 8
 
 
-def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams.
-
-    A prompt is also when weights may have changed since they were last used.
-    """
+def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams."""
     ids = args[0] if args else kwargs.get("input_ids")
     cache = kwargs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
-    if cache is None or cache.get_seq_length() == 0:
-        renew(model)
     timeline = getattr(cache, "timeline", None)
     if timeline is None or ids is None:
         return
@@ -90,7 +179,7 @@ def _guard(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
             raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
 
 
-def _watch(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Tell the cache whether the last column's logits were numbers, as a sum the device need not be waited for."""
     cache = kwargs.get("past_key_values")
     caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "doubt")]

@@ -7,22 +7,21 @@ from transformers.cache_utils import Cache
 
 from kvexp.core.masked_layer import MaskedLayer, Rule
 from kvexp.errors import ConfigError
-from kvexp.models.attention_hook import NAME
+from kvexp.models.attention_hook import check_patched
 from kvexp.models.cache import EvictionCacheLayer
 from kvexp.models.families import layers_of
 
 
 class RowMaskCache(Cache):  # type: ignore[misc]
-    """Give it to one forward of an installed model; `rule` makes a layer's mask from its full logits.
+    """Give it to one forward of a patched model; `rule` makes a layer's mask from its full logits.
 
     Example: `RowMaskCache(model, lambda x, layer: local_mask(x, heavy=6, recent=6))`.
     """
 
     def __init__(self, model: PreTrainedModel, rule: Rule) -> None:
-        if getattr(model.config, "_attn_implementation", None) != NAME:
-            raise ConfigError("this model does not attend through kvexp yet: call kvexp.models.install(model) first")
+        check_patched(model.config, ConfigError)
         states = [MaskedLayer(rule, index) for index in range(layers_of(model.config))]
-        super().__init__(layers=[EvictionCacheLayer(state, None) for state in states])
+        super().__init__(layers=[EvictionCacheLayer(state, None, model.config) for state in states])
 
     @property
     def states(self) -> list[MaskedLayer]:

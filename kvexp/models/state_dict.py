@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from kvexp.errors import ConfigError
 from kvexp.models.load import random_config
-from kvexp.models.patch import install
+from kvexp.models.patch import patch_model
 
 _BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases
 
@@ -41,7 +41,7 @@ def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> Pr
     if any(wrong.values()):
         said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
         raise ConfigError(f"these weights are not those of a {family} model: {said}")
-    return install(model)
+    return patch_model(model)
 
 
 @contextmanager

@@ -14,15 +14,15 @@ from kvexp.results import table
 SHORT = """
 import torch
 import kvexp.models.load as load
-installed = load.install
-def install(model, **options):
-    model = installed(model, **options)
+patch = load.patch_model
+def patch_model(model, **options):
+    model = patch(model, **options)
     def hook(module, args, kwargs):
         if args[0].shape[0] > ROWS:
             raise ERROR
     model.register_forward_pre_hook(hook, with_kwargs=True)
     return model
-load.install = install
+load.patch_model = patch_model
 """
 ERRORS = {
     "cuda": "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 MiB')",
@@ -170,9 +170,9 @@ def test_the_processor_really_runs_out_of_memory(stage, tmp_path, truth, launche
 ADDRESSES = """
 import resource, torch
 import kvexp.models.load as load
-installed = load.install
-def install(model, **options):
-    model = installed(model, **options)
+patch = load.patch_model
+def patch_model(model, **options):
+    model = patch(model, **options)
     def hook(module, args, kwargs):
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
@@ -185,7 +185,7 @@ def install(model, **options):
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     model.register_forward_pre_hook(hook, with_kwargs=True)
     return model
-load.install = install
+load.patch_model = patch_model
 """
 
 

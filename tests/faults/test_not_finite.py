@@ -14,9 +14,9 @@ from kvexp.models.nan_locator import first_not_finite
 # Layer 2's MLP overflows, once a cache has been evicted by H2O or at the second example of any.
 OVERFLOW = """
 import kvexp.models.load as load
-installed = load.install
-def install(model, **options):
-    model = installed(model, **options)
+patch = load.patch_model
+def patch_model(model, **options):
+    model = patch(model, **options)
     seen = {}
     def look(module, args, kwargs):
         caches = getattr(kwargs["past_key_values"], "caches", [kwargs["past_key_values"]])
@@ -26,7 +26,7 @@ def install(model, **options):
     model.register_forward_pre_hook(look, with_kwargs=True)
     model.transformer.h[2].mlp.register_forward_hook(break_it)
     return model
-load.install = install
+load.patch_model = patch_model
 """
 
 
