@@ -42,8 +42,8 @@ def attributes(model):
             sorted(vars(module)),
             list(module._forward_pre_hooks.values()),
             list(module._forward_hooks.values()),
-            list(module._forward_hooks_with_kwargs),
-            list(module._forward_pre_hooks_with_kwargs),
+            len(module._forward_hooks_with_kwargs),
+            len(module._forward_pre_hooks_with_kwargs),
         )
         for name, module in model.named_modules()
     ]
