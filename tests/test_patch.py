@@ -141,7 +141,7 @@ def test_a_copy_is_undone_by_itself(family, how):
 
 def test_accelerates_hooks_keep_their_forward():
     accelerate = pytest.importorskip("accelerate")
-    model = accelerate.dispatch_model(fresh("gptj"), {"": "cpu"}, force_hooks=True)
+    model = accelerate.dispatch_model(fresh("mpt"), {"": "cpu"}, force_hooks=True)
     before = [vars(module).get("_old_forward") for module in model.modules()]
     wanted = logits(model)
     with patched(model):
