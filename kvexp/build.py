@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvexp.errors import ConfigError
@@ -15,11 +17,25 @@ from kvexp.errors import ConfigError
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
-def build(node: Mapping[str, Any], where: str, *, within: str | tuple[str, ...]) -> Any:
+# The group `cache` as a user types it: fields of kvexp.core's Plan and Cadence, and names its messages use.
+CACHE_KEYS = {
+    **{name: f"cache.{name}" for name in ("mode", "positions", "observe", "evict_at_prefill", "evict_every")},
+    "cadence.every": "cache.evict_every",
+    "score_source": "method.score_source",
+}
+
+
+def build(
+    node: Mapping[str, Any],
+    where: str,
+    *,
+    within: str | tuple[str, ...],
+    keys: Mapping[str, str] = types.MappingProxyType({}),
+) -> Any:
     """The dataclass named by node["_target_"] (in package `within`, or one of several), made from the other fields.
 
     where: the node's place in the configuration, for messages. ConfigError names the field, what was found, what is
-    allowed.
+    allowed. keys: field -> its dotted key, for fields that are not typed as `where.field`.
     """
     fields = dict(node)
     target = fields.pop("_target_", None)
@@ -30,10 +46,37 @@ def build(node: Mapping[str, Any], where: str, *, within: str | tuple[str, ...])
         if name not in known:
             raise ConfigError(f"{where}.{name} is not a setting of {cls.__name__}; it has: {', '.join(sorted(known))}")
         fields[name] = typed(value, hints[name], f"{where}.{name}")
-    try:
+    with keys_named({**{name: f"{where}.{name}" for name in known}, **keys}, where):
         return cls(**fields)
+
+
+@contextlib.contextmanager
+def keys_named(keys: Mapping[str, str], where: str = "") -> Iterator[None]:
+    """A ConfigError of the block names settings as they are typed: `num_beams` as `generation.num_beams`.
+
+    keys: a constructor's name for a setting -> its dotted key; where: the group, said of an error that names no key.
+    """
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        told = with_keys(str(error), keys)
+        names_one = any(key in told for key in keys.values())
+        raise ConfigError(told if names_one or not where else f"{where}: {told}") from error
+
+
+def with_keys(message: str, keys: Mapping[str, str]) -> str:
+    """The message with the settings' dotted keys. A name that may be an English word counts at the start and in NAME=.
+
+    Names within a dotted key, a quotation or behind `=` stay as they are.
+    """
+
+    def key_of(found: re.Match[str]) -> str:
+        name = found[0]
+        is_name = not name.isalpha() or found.start() == 0 or message[found.end() :].startswith("=")
+        return keys[name] if is_name else name
+
+    names = "|".join(re.escape(name) for name in sorted(keys, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.='\"])(?:{names})(?![\w.])", key_of, message) if names else message
 
 
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:

@@ -7,6 +7,8 @@ from html import escape
 from typing import Any
 from unicodedata import east_asian_width
 
+from kvexp.terminal import visible
+
 STYLE = """
 .kept { font: 15px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .kept { color: #111; background: #fff; }
@@ -30,7 +32,7 @@ def section(data: dict[str, Any]) -> str:
 
 
 def _span(data: dict[str, Any], place: int, token: dict[str, Any]) -> str:
-    text = escape(token["text"]) or "&#8203;"
+    text = escape(visible(token["text"])) or "&#8203;"
     start, question = data["prompt_tokens"], data["question_tokens"]
     part = "" if place < start else " question" if place < start + question else " answer"
     if token["kept"] is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import run_py
 
+from kvexp.build import keys_named, with_keys
 from kvexp.config.known_keys import check_keys, settings, unknown
 from kvexp.config.root_values import check_values
 from kvexp.errors import ConfigError
@@ -51,6 +52,11 @@ TYPED = [  # words, what stderr holds
     (["limit=abc"], "error: limit must be a whole number or null, got 'abc'"),
     (["budget.tokens=128"], "budget.tokens=128 needs budget=tokens"),
     (["budget=tokens", "budget.kv_ratio=0.2"], "budget=tokens takes no ratio, got budget.kv_ratio=0.2"),
+    (["budget=tokens", "kv_ratio=0.2"], "kv_ratio has no effect with budget=tokens; leave out kv_ratio=0.2, or take"),
+    (["budget=tokens", "budget.of=padded"], "budget.of has no effect with budget=tokens"),
+    (["device=cpu"], "there is no setting device; did you mean model.device?"),
+    (["dtype=int8"], "there is no setting dtype; did you mean model.dtype?"),
+    (["-m", "objective=rouge9", "kv_ratio=0.2,0.3"], "objective must be one of rouge1, rouge2, rougeL, rougeLsum (the"),
     (["model=local"], "model.path has no value; set it on the command line, model.path=VALUE"),
     (["seed=${nowhere}"], "seed cannot be: Interpolation key 'nowhere' not found"),
 ]
@@ -87,6 +93,49 @@ def test_keys_of_an_experiment_are_known_too(monkeypatch, capsys, tmp_path):
     words = [f"--config-dir={tmp_path}", "experiment=mine", f"outputs_dir={tmp_path / 'out'}"]
     code, _, err = run_py(monkeypatch, capsys, *words)
     assert code == 1 and "there is no setting max_new_tokens; did you mean task.max_new_tokens" in err
+
+
+KEYS = [  # key and value typed, what is said once torch is there
+    (["generation.num_beams=0"], "error: generation.num_beams must be at least 1, got 0"),
+    (
+        ["generation=sampling", "generation.num_beams=2"],
+        "error: sampling with beams is not offered: set generation.sample",
+    ),
+    (["task.max_new_tokens=0"], "error: task.max_new_tokens must be at least 1, got 0"),
+    (["cache.mode=drop"], "error: cache.mode must be one of overwrite, compact, mask, got 'drop'"),
+    (
+        ["cache.evict_at_prefill=false", "cache.evict_every=null"],
+        "set cache.evict_at_prefill=true or cache.evict_every",
+    ),
+    (
+        ["method=ideal", "cache.mode=overwrite"],
+        "error: method ideal drops nothing, it is a simulation: set cache.mode=mask",
+    ),
+    (["method=a2sf", "method.alpha=3"], "error: method.alpha must be in [0, 1], got 3"),
+    (["method=keyformer", "method.tau_init=0"], "error: tau must be positive, got method.tau_init=0 method.tau_end="),
+    (["budget=tokens", "budget.tokens=0"], "error: budget.tokens must be at least 1, got 0"),
+    (["model.dtype=int8"], "error: model.dtype must be one of float32, bfloat16, float16, got 'int8'"),
+    (
+        ["objective=rouge9"],
+        "error: objective must be one of rouge1, rouge2, rougeL, rougeLsum (the metrics of task=testbed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("typed", "said"), KEYS, ids=[" ".join(typed) for typed, _ in KEYS])
+def test_an_error_names_the_key_as_it_is_typed(monkeypatch, capsys, tmp_path, typed, said):
+    code, _, err = run_py(monkeypatch, capsys, *typed, "limit=1", f"outputs_dir={tmp_path}")
+    assert code == 1 and said in err and len(err.splitlines()) == 1 and not list(runs(tmp_path))
+
+
+def test_only_what_is_a_settings_name_is_one():
+    keys = {"mode": "cache.mode", "num_beams": "generation.num_beams", "tokens": "budget.tokens"}
+    told = with_keys("tokens of a mode: set mode=mask, no num_beams, as 'num_beams' or task.tokens=mode say", keys)
+    assert told == (
+        "budget.tokens of a mode: set cache.mode=mask, no generation.num_beams, as 'num_beams' or task.tokens=mode say"
+    )
+    with pytest.raises(ConfigError, match=r"^budget: too few tokens$"), keys_named(keys, "budget"):
+        raise ConfigError("too few tokens")
 
 
 def test_every_key_of_the_defaults_is_known():

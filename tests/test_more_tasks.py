@@ -54,6 +54,10 @@ def test_longbenchs_rows_make_the_same_prompts(tmp_path):
     task = GovReport(data_files=str(tmp_path), **fields)  # a folder, as the unpacked data.zip
     task.check()
     assert [(e.prompt, e.reference) for e in task.examples()] == [(e.prompt, e.reference) for e in REPORTS.examples()]
+    write(tmp_path / "gov_report.jsonl", *rows)
+    with pytest.raises(ConfigError, match=r"2 times \(data/gov_report.jsonl, gov_report.jsonl\); name one of them"):
+        GovReport(data_files=str(tmp_path), **fields).check()
+    (tmp_path / "gov_report.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"'report'.*it has: context, answers"):
         GovReport(data_files=str(tmp_path)).check()
     with pytest.raises(ConfigError, match=r"cannot fetch zai-org/LongBench/data.zip"):

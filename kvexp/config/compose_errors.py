@@ -13,6 +13,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.config.known_keys import defaults, is_option, meant, roots, unknown
+from kvexp.terminal import say
 
 RAISES = "HYDRA_FULL_ERROR"  # Hydra's own switch: it raises what it would else print
 OWN = ("--dry-run",)
@@ -117,5 +118,5 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _stop(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    say(f"error: {message}", file=sys.stderr)
     sys.exit(1)

@@ -32,10 +32,16 @@ def roots() -> frozenset[str]:
 
 
 @functools.cache
+def root_values() -> dict[str, Any]:
+    """The values conf/config.yaml gives the keys at the root, unresolved."""
+    return {key: value for key, value in _read(CONF / "config.yaml").items() if key in roots()}
+
+
+@functools.cache
 def settings() -> dict[str, tuple[str, ...]]:
     """Dotted key -> the options of its group that have it, none for a key of conf/config.yaml."""
     found: dict[str, tuple[str, ...]] = {}
-    for key in _leaves({name: node for name, node in _read(CONF / "config.yaml").items() if name in roots()}):
+    for key in _leaves(root_values()):
         found[key] = ()
     for group in defaults():
         found |= {key: (*found.get(key, ()), *options) for key, options in settings_of_group(group).items()}

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvexp.build import typed
+from kvexp.build import keys_named, typed
 from kvexp.config.labels import MOVING
 from kvexp.config.model_folder import folder_digest
 from kvexp.errors import ConfigError
@@ -68,13 +68,14 @@ class ModelSpec:
             wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
             node[name] = typed(value, wanted, f"model.{name}")
         spec = cls(**node)
-        dtype_of(spec.dtype)
-        check_device(spec.device)
-        check_device_map(spec.device_map, spec.device)
-        if kind == "pretrained":
-            if not spec.path:
-                raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
-            check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
+        if kind == "pretrained" and not spec.path:
+            raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
+        with keys_named({name: f"model.{name}" for name in ("dtype", "device", "device_map", "allow_pickle")}):
+            dtype_of(spec.dtype)
+            check_device(spec.device)
+            check_device_map(spec.device_map, spec.device)
+            if spec.path:
+                check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
         return replace(spec, contents=spec.contents_now())
 
     def contents_now(self) -> tuple[str | None, str | None]:

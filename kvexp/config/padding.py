@@ -21,6 +21,11 @@ def check_padding(settings: Settings) -> None:
         raise ConfigError("task.pad_to does not reach lm-eval's tasks: leave it at null")
     if budget is None:
         return
+    if task.pad_to is not None and budget.tokens is not None and budget.of != "padded":
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} has no effect with budget.tokens={budget.tokens}, a number of slots for "
+            "prompts of any length: set task.pad_to=null"
+        )
     if task.pad_to is not None and budget.of != "padded":
         raise ConfigError(
             f"task.pad_to={task.pad_to} makes pads count towards the budget, budget.of={budget.of} leaves them out: "

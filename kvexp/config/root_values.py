@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvexp.build import typed
+from kvexp.config.known_keys import root_values
 from kvexp.errors import ConfigError
 
 KINDS: dict[str, Any] = {
@@ -35,6 +36,28 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))
+
+
+def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> None:
+    """ConfigError for an option of a number of slots that was asked for and would do nothing.
+
+    overrides: what was typed or is swept. A kv_ratio other than conf/config.yaml's stands in a file that was named.
+    """
+    budget = config.get("budget")
+    if not isinstance(budget, Mapping) or budget.get("tokens") is None:
+        return
+    typed_keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    ratio, option = config.get("kv_ratio"), choices.get("budget", "tokens")
+    if budget.get("kv_ratio") is None and ("kv_ratio" in typed_keys or ratio != root_values()["kv_ratio"]):
+        raise ConfigError(
+            f"kv_ratio has no effect with budget={option}; leave out kv_ratio={ratio}, or take budget=ratio instead of "
+            f"budget.tokens={budget['tokens']}"
+        )
+    if "budget.of" in typed_keys:
+        raise ConfigError(
+            f"budget.of has no effect with budget={option}, a number of slots for prompts of any length; leave it out, "
+            "or take budget=ratio"
+        )
 
 
 def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexp.build import build, typed
+from kvexp.build import CACHE_KEYS, build, keys_named, typed
 from kvexp.config.chat import check_chat
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
@@ -126,7 +126,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
-    budget = build(config["budget"], "budget", within="kvexp.core") if method.evicts else None
+    budget: Budget | None = None
+    if method.evicts:
+        budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
     cache = dict(config["cache"])
     for name in ("mode", "positions", "evict_at_prefill", "evict_every", "observe", "beyond_context"):
         if name not in cache:
@@ -144,13 +146,14 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     )
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
+    every, at_prefill = typed(every, int | None, "cache.evict_every"), typed(at_prefill, bool, "cache.evict_at_prefill")
+    with keys_named(CACHE_KEYS):
+        cadence = Cadence(at_prefill, every)
     settings = Settings(
         model=model,
         method=method,
         budget=budget,
-        cadence=Cadence(
-            typed(at_prefill, bool, "cache.evict_at_prefill"), typed(every, int | None, "cache.evict_every")
-        ),
+        cadence=cadence,
         mode=mode,
         positions=positions,
         observe=observe,
@@ -184,11 +187,11 @@ def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
 
 def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
     """Generation settings, with the task's lengths where the configuration leaves them open."""
-    node = dict(node)
+    node, keys = dict(node), {}
     for name in ("max_new_tokens", "min_new_tokens"):
         if node.get(name) is None:
-            node[name] = getattr(task, name)
-    decoding: GenerationParams = build(node, "generation", within="kvexp.generate")
+            node[name], keys[name] = getattr(task, name), f"task.{name}"
+    decoding: GenerationParams = build(node, "generation", within="kvexp.generate", keys=keys)
     return decoding
 
 
@@ -206,14 +209,15 @@ def _check(settings: Settings) -> None:
         from kvexp.config.lm_eval_checks import check_item_settings
 
         check_item_settings(settings)
-    Plan(
-        settings.method,
-        settings.budget,
-        settings.cadence,
-        settings.mode,  # type: ignore[arg-type]
-        settings.positions,  # type: ignore[arg-type]
-        settings.observe,  # type: ignore[arg-type]
-    )
+    with keys_named(CACHE_KEYS):
+        Plan(
+            settings.method,
+            settings.budget,
+            settings.cadence,
+            settings.mode,  # type: ignore[arg-type]
+            settings.positions,  # type: ignore[arg-type]
+            settings.observe,  # type: ignore[arg-type]
+        )
 
 
 def _check_protocol(protocol: Any, task: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvexp.config.composed import check_hydra, check_job, check_source, check_targets
 from kvexp.errors import ConfigError
+from kvexp.terminal import say
 
 OURS = ("kvexp.sweep.sweep_summary.SweepTable", "hydra_plugins.", "hydra._internal.core_plugins.")
 
@@ -125,5 +126,5 @@ def _held(rule: Callable[..., None], *given: Any, **named: Any) -> None:
 
 
 def _stop(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    say(f"error: {message}", file=sys.stderr)
     sys.exit(1)

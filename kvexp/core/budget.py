@@ -79,7 +79,8 @@ class Budget:
         if slots < 1:
             raise ConfigError(
                 f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "
-                "raise kv_ratio or tokens, or lower pyramid (and pass prompt_tokens= for a prompt fed in chunks)"
+                "raise kv_ratio or budget.tokens, or lower budget.pyramid (and pass prompt_tokens= for a prompt fed in "
+                "chunks)"
             )
         return slots
 

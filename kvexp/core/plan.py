@@ -47,7 +47,8 @@ class Plan:
             )
         if not method.evicts_while_decoding and (not self.cadence.at_prefill or (self.cadence.every or 1) > 1):
             raise ConfigError(
-                f"method {method.name} evicts at the end of prefill and only then: leave the cadence alone"
+                f"method {method.name} evicts at the end of prefill and only then: leave evict_at_prefill and "
+                "evict_every alone"
             )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
@@ -58,7 +59,7 @@ class Plan:
                 "cache.positions, cache.evict_at_prefill and cache.evict_every alone"
             )
         if method.needs_mask and self.mode != "mask":
-            raise ConfigError(f"{method} drops nothing, it is a simulation: set mode=mask")
+            raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
         if method.view is not None and method.view.over == "full" and self.mode != "mask":
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
         if not method.evicts_while_decoding and self.cadence.every is not None:

@@ -18,6 +18,7 @@ from kvexp.log import check
 from kvexp.log.mode import PROJECT, has_account
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
+from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
         described = spec(frame)
         if args.print:
-            print(json.dumps(described, indent=2))
+            say(json.dumps(described, indent=2))
             return 0
         for url in save(described, args.entity, args.project):
-            print(url)
+            say(url)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

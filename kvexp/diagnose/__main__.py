@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from kvexp.config.target_allowlist import type_words
+from kvexp.console import Console
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
 
 # May stand anywhere: a run's own files cannot ask for this. See docs/scaling.md, What is trusted.
 TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=.*")
@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.command(args, Console())
     except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.strerror or error}", file=sys.stderr)
+        say(f"error: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
 
@@ -112,8 +112,11 @@ def _prompt(args: argparse.Namespace, console: Console) -> None:
 
     run = run_at(args.run)
     found = sent(run, chosen(rows_of(run), args.example))
-    print(found.told, file=sys.stderr)
-    print(found.text)
+    say(found.told, file=sys.stderr)
+    if sys.stdout.isatty():
+        say(found.text)
+    else:
+        print(found.text)  # into a file or a pipe: the prompt to the letter
 
 
 def _draw(args: argparse.Namespace, console: Console) -> None:

@@ -24,6 +24,7 @@ from kvexp.evictions.eviction_files import EVICTIONS, TWIN, Told, has, write_tab
 from kvexp.generate import Generation, receipts
 from kvexp.models.texts import texts_of
 from kvexp.record import Run
+from kvexp.terminal import say
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Log:
         """Write what the run's folder lacks; a run that evicts nothing gets a line that says so."""
         title = _title(settings)
         if (why := nothing_to_log(settings)) is not None:
-            print(f"{title}: nothing to do, {why}")
+            say(f"{title}: nothing to do, {why}")
             return
         rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
         rows = sorted(rows, key=lambda row: row["index"])[: self.examples]
         if not self.lacking(run, rows):
-            print(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
+            say(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
             return
         self.add(settings, run, rows)
 
@@ -66,7 +67,7 @@ class Log:
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
             for row, told in self._written(settings, run, todo):
                 if not told.same:
-                    print(f"{title}: example {row['example']}: {unlike(told)}")
+                    say(f"{title}: example {row['example']}: {unlike(told)}")
                 progress.advance()
 
     def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, Told]]:

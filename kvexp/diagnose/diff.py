@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvexp.console import Console
 from kvexp.diagnose.classes import CLASSES, classes_of
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of
 from kvexp.diagnose.needed import need

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvexp.console import Console
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of, title_of
 from kvexp.diagnose.needed import need
 from kvexp.diagnose.replay import Found, evidence, replayed, save, saved

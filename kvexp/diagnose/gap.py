@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
+from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.results import stats
 from kvexp.results.read import Folder, chosen, folders, number

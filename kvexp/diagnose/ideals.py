@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-
 from kvexp.config.settings import Settings, settings_of
+from kvexp.console import Console
 from kvexp.diagnose.folders import short_of
 from kvexp.diagnose.gap import without_ideal
 from kvexp.diagnose.runs import as_many, settings_at

@@ -6,11 +6,12 @@ from html import escape
 
 from kvexp.evictions.held_tokens import View
 from kvexp.kept_text import STYLE, section
+from kvexp.terminal import visible
 
 
 def page(view: View, title: str) -> str:
     """A whole document."""
-    told = view.told
+    told, title = view.told, visible(title)
     when = "at the end of the prompt" if view.step == 0 else f"after {view.step} decode tokens"
     layer = "" if view.layer is None else f", shaded by layer {view.layer}"
     head = f"{told.example} {when}{layer}: the greener, the more of {view.heads} heads keep a token; struck out: none"
@@ -19,8 +20,8 @@ def page(view: View, title: str) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body {{ margin: 2em auto; max-width: 60em; padding: 0 1em; font-family: sans-serif; }}{STYLE}</style></head>
 <body><h1>{escape(title)}</h1>
-<p>{escape(head)}. Hover over a token for its layers. Dotted boxes: the question that was read after the eviction (blue)
-and the answer (orange); in italics what had not been read yet.</p>
+<p>{escape(visible(head))}. Hover over a token for its layers. Dotted boxes: the question that was read after the
+eviction (blue) and the answer (orange); in italics what had not been read yet.</p>
 {section(view.data())}
 </body></html>
 """

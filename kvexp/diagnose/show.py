@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.cells import cell_len
-from rich.console import Console
 from rich.text import Text
 
+from kvexp.console import Console
 from kvexp.evictions.held_tokens import View
 from kvexp.kept_text import mark
+from kvexp.terminal import visible
 
 STYLES = ("dim", "cyan", "green", "yellow", "bold")  # none, a third, two thirds, nearly all, all
 
@@ -46,7 +47,7 @@ def lines(view: View, width: int) -> Iterator[tuple[Text, Text]]:
     for place, text in enumerate(view.told.texts):
         pieces = text.replace("\t", " ").replace("\r", "").split("\n")
         for number, piece in enumerate(pieces):
-            shown = piece + ("\u21b5" if number < len(pieces) - 1 else "")
+            shown = visible(piece) + ("\u21b5" if number < len(pieces) - 1 else "")
             if marks.cell_len + cell_len(shown) > width and marks.cell_len:
                 yield words, marks
                 words, marks = Text(), Text()

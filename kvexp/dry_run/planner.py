@@ -19,6 +19,7 @@ from kvexp.sweep.hydra_job import SWEPT, Job, parts_of, tell
 from kvexp.sweep.prefill_groups import groups
 from kvexp.sweep.sweep_progress import duration
 from kvexp.sweep.sweep_summary import exit_code, note_failure
+from kvexp.terminal import say
 
 LISTED = 40  # runs shown one by one; more are told in groups
 
@@ -70,7 +71,7 @@ def dry_run(main: Callable[[], None], option: str) -> int:
     try:
         plan(main, option)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 1
     return exit_code()
 
@@ -116,7 +117,7 @@ def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None
                     wanted.setdefault(identity(one.identity), one)
         except Exception as error:
             if len(jobs) > 1:
-                print(" ".join(job.overrides), end=": ", file=sys.stderr)
+                say(" ".join(job.overrides), end=": ", file=sys.stderr)
             tell(job, error)
     together = groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}
@@ -126,7 +127,7 @@ def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None
         try:
             planned.append(_group(group, machine))
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            say(f"error: {error}", file=sys.stderr, flush=True)
             note_failure(_name(group[0]), str(error), told=True)
     _show(planned, len(jobs))
 
@@ -158,10 +159,10 @@ def _show(planned: list[PlannedGroup], jobs: int) -> None:
     if not runs:
         return
     full = sum(run.settings.is_baseline for run in runs)
-    print(f"plan: {jobs} job(s), {len(runs)} runs with {full} full-attention baseline(s) among them; nothing is run")
+    say(f"plan: {jobs} job(s), {len(runs)} runs with {full} full-attention baseline(s) among them; nothing is run")
     if len(runs) <= LISTED:
         for run in runs:
-            print(f"  {run.state:6} {run.total - run.left:>6}/{run.total} rows  {_name(run.settings)}")
+            say(f"  {run.state:6} {run.total - run.left:>6}/{run.total} rows  {_name(run.settings)}")
     by_part: dict[str, list[PlannedGroup]] = {}
     for group in planned:
         by_part.setdefault(_title(group.runs[0].settings), []).append(group)
@@ -170,10 +171,10 @@ def _show(planned: list[PlannedGroup], jobs: int) -> None:
     for spec in dict.fromkeys(group.runs[0].settings.model for group in planned):
         _show_model(next(group for group in planned if group.runs[0].settings.model == spec))
     for basis in dict.fromkeys(group.basis for group in planned):
-        print(f"time: {basis}")
+        say(f"time: {basis}")
     states = [run.state for run in runs]
     prompt, new = sum(group.prompt_tokens for group in planned), sum(group.new_tokens for group in planned)
-    print(
+    say(
         f"total: {states.count('done')} done, {states.count('partly')} partly, {states.count('to do')} to do; "
         f"{cost.tokens(prompt)} prompt tokens, at most {cost.tokens(new)} new tokens, about {_time(planned)}"
     )
@@ -191,7 +192,7 @@ def _show_part(groups: list[PlannedGroup]) -> None:
         kv = max(cost.kv_bytes(shape, settings, lead.work.prompt_tokens) for settings in each)
         memory = f"weights {cost.gigabytes(weights)} + KV {cost.gigabytes(kv)}"
     prompts, new = sum(group.prefills for group in groups), sum(group.new_tokens for group in groups)
-    print(
+    say(
         f"{_title(lead.settings)}: {len(runs)} runs{sharing}; {prompts} prefills of {lead.work.prompt_tokens:.0f} "
         f"tokens ({lead.work.source}), {cost.tokens(new)} new tokens; {memory}; about {_time(groups)}"
     )
@@ -210,7 +211,7 @@ def _show_model(group: PlannedGroup) -> None:
     settings = group.runs[0].settings
     shape, (_, source) = model_shape(settings.model), model_config(settings.model)
     size = f"{shape.parameters:,} parameters, " if shape else ""
-    print(f"model {settings.labels['model']}: {size}{source}")
+    say(f"model {settings.labels['model']}: {size}{source}")
 
 
 def _name(settings: Settings) -> str:

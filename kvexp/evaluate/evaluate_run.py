@@ -30,6 +30,7 @@ from kvexp.evaluate.warm_up import warm_up
 from kvexp.record import Run, identity
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
+from kvexp.terminal import say
 
 Numbered = list[tuple[int, TokenizedExample]]
 
@@ -80,12 +81,12 @@ def _recorded(settings: Settings) -> Run:
 def waiting(record: Run) -> Any:
     told: list[float] = []
 
-    def say(seconds: float) -> None:
+    def print_waiting(seconds: float) -> None:
         if seconds > 1 and not told:  # less is a process that looks who is at it
             told.append(seconds)
-            print(f"{record.path} is being worked on by another process; waiting for it", flush=True)
+            say(f"{record.path} is being worked on by another process; waiting for it", flush=True)
 
-    return say
+    return print_waiting
 
 
 def _fill(settings: Settings, record: Run) -> bool:
@@ -104,7 +105,7 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
     if done and record.hash not in AHEAD:
-        print(f"{title}: {total - missing} of {total} rows are there already ({record.path})")
+        say(f"{title}: {total - missing} of {total} rows are there already ({record.path})")
     if not work:
         return
     check_threads(record, settings.model, environment()["threads"])
@@ -123,7 +124,7 @@ def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> Non
     def stuck(items: Items) -> None:  # called in another thread: this one has not come back
         for index, prompt in items:
             write(lost(settings, index, prompt, TIME, f", in a library's call on {len(items)} prompts"))
-        print(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
+        say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         start_anew()
 
     patience = Patience(settings.timeout_s, stuck)

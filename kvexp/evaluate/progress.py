@@ -10,6 +10,9 @@ from typing import ClassVar
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from kvexp.console import Console
+from kvexp.terminal import say
+
 EVERY_S = 10.0  # between plain lines
 
 
@@ -26,11 +29,11 @@ class Progress:
     def __enter__(self) -> Progress:
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-            self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console())
             self.bar.start()
             self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")
         else:
-            print(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
+            say(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
         return self
 
     def advance(self, count: int = 1) -> None:
@@ -44,7 +47,7 @@ class Progress:
         elif now - self.last > EVERY_S:
             self.last = now
             left = (self.total - self.done) / rate
-            print(f"{self.title}: {self.done}/{self.total}, {rate:.2g}/s, {left:.0f} s left", flush=True)
+            say(f"{self.title}: {self.done}/{self.total}, {rate:.2g}/s, {left:.0f} s left", flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

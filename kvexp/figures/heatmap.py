@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results.read import folders
+from kvexp.terminal import say
 
 LETTER = 0.085  # inches of a letter in the title
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{args.run} is no run; name its folder, as in outputs/HASH")
         cells = grid(found[0].rows, args.metric)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     labels = found[0].labels
     ratio = labels.get("kv_ratio")

@@ -25,6 +25,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import shared_settings
 from kvexp.results.stats import MIN_PAIRS
+from kvexp.terminal import say
 
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
@@ -144,9 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.picture.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(args.picture, dpi=150)
     except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.picture}")
+    say(f"wrote {args.picture}")
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
 
 
 def main(arguments: list[str]) -> None:
@@ -103,5 +104,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import kvexp.methods
 import kvexp.retrieval
-from kvexp.build import build, typed
+from kvexp.build import CACHE_KEYS, build, keys_named, typed
 from kvexp.core import Budget, Cadence, Method, Plan
 from kvexp.errors import ConfigError
 from kvexp.lm_eval.row_mask_protocol import check_row_mask
@@ -43,7 +43,8 @@ def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Bud
     if kv_ratio is None and settings.get("tokens") is None:
         raise ConfigError(f"method={method.name} needs a budget: give kv_ratio=RATIO or budget.tokens=NUMBER")
     ratio = {} if kv_ratio is None else {"kv_ratio": kv_ratio}
-    budget: Budget = build({"_target_": "kvexp.core.Budget", **ratio, **settings}, "budget", within="kvexp.core")
+    node, keys = {"_target_": "kvexp.core.Budget", **ratio, **settings}, {"kv_ratio": "kv_ratio"}
+    budget: Budget = build(node, "budget", within="kvexp.core", keys=keys)
     return budget
 
 
@@ -57,8 +58,11 @@ def plan_of(method: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
     known = {**CACHE, "beyond_context": False, **settings}
     masked = method.needs_mask or getattr(method.view, "over", "") == "full"
     every = typed(known["evict_every"], int | None, "cache.evict_every")
+    at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
+    with keys_named(CACHE_KEYS):
+        cadence = Cadence(at_prefill, every)
     return {
-        "cadence": Cadence(typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill"), every),
+        "cadence": cadence,
         "mode": ("mask" if masked else "overwrite") if known["mode"] == "auto" else known["mode"],
         "positions": known["positions"] or method.positions,
         "observe": known["observe"],
@@ -99,7 +103,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 def check_plan(method: Method, budget: Budget | None, protocol: Protocol, plan: Mapping[str, Any]) -> None:
     """What can be wrong without a model at hand."""
-    Plan(method, budget, plan["cadence"], plan["mode"], plan["positions"], plan["observe"])
+    with keys_named(CACHE_KEYS):
+        Plan(method, budget, plan["cadence"], plan["mode"], plan["positions"], plan["observe"])
     if protocol.mode == "row_mask":
         check_row_mask(method, budget, protocol.mask, plan)
 

@@ -11,6 +11,7 @@ from kvexp.log import check, publish
 from kvexp.log.mode import PROJECT
 from kvexp.pipes import watch_pipes
 from kvexp.record import runs
+from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,16 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
         paths = [run.path for run in runs(args.outputs)]
         if not paths:
-            print(f"no runs under {args.outputs}; run: kvexp run")
+            say(f"no runs under {args.outputs}; run: kvexp run")
             return 1
         mode = check(args.project, args.mode)
         written = publish(paths, args.project, mode)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"published {len(paths)} runs to project {args.project}, {mode}")
+    say(f"published {len(paths)} runs to project {args.project}, {mode}")
     if mode == "offline" and written:
-        print(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
+        say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.reference_check.dispatch import run
+from kvexp.terminal import say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -19,16 +20,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", metavar="FILE.npz", help="recordings of the authors' code, or their folder")
     failed = 0
     for path in [path for named in parser.parse_args(arguments).files for path in _files(named, parser)]:
-        print(path)
+        say(path)
         try:
             report = run(path)
         except Exception as error:  # whatever a file lacks or holds too much of, the others are compared
-            print(f"  cannot be compared: {_reason(error)}")
+            say(f"  cannot be compared: {_reason(error)}")
             failed += 1
             continue
-        print(report)
+        say(report)
         failed += not report.passed
-    print(f"{failed} file(s) failed" if failed else "all files pass")
+    say(f"{failed} file(s) failed" if failed else "all files pass")
     return 1 if failed else 0
 
 

@@ -11,6 +11,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.report.html_page import page
 from kvexp.report.source import read
 from kvexp.results.where import where
+from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,16 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     file = args.file or args.outputs / "report.html"
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         warnings.simplefilter("always")
         try:
             source = read(args.outputs, where(args.where), args.samples)
             text = page(source)
             write(file, text)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
             return 2
-    print(f"wrote {file}: {len(source.frame)} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
+    say(f"wrote {file}: {len(source.frame)} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
     return 0
 
 

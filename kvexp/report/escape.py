@@ -8,11 +8,13 @@ from typing import Any
 
 import pandas as pd
 
+from kvexp.terminal import visible
+
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: numpy's scalars as Python's, NaN, NA and infinities as None."""
+    """The value as JSON can hold it: numpy's scalars as Python's, NaN, NA and infinities as None, texts visible."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {visible(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if value is pd.NA:
@@ -20,7 +22,7 @@ def plain(value: Any) -> Any:
     value = getattr(value, "item", lambda: value)()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else visible(str(value))
 
 
 def embed(value: Any) -> str:

@@ -7,32 +7,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 
+from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import print_table, table, to_markdown
 from kvexp.results.read import unmatched
 from kvexp.results.render import X_AXES
 from kvexp.results.where import where
+from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
     args = parser().parse_args(argv)
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         warnings.simplefilter("always")
         try:
             chosen = where(args.where)
             df = table(args.outputs, chosen)
             if df.empty:
-                print(unmatched(args.outputs, chosen))
+                say(unmatched(args.outputs, chosen))
                 return 1
             write(df, args)
             print_table(df, Console(markup=False), args.x)
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
             return 2
     return 0
 
@@ -68,7 +69,7 @@ def write(df: pd.DataFrame, args: argparse.Namespace) -> None:
             writer(path)
         except (OSError, ImportError) as error:
             raise ConfigError(f"cannot write {path}: {error}; choose another file") from error
-        print(f"wrote {path}", file=sys.stderr)
+        say(f"wrote {path}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
+from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results.table import table
 from kvexp.results.units import fixed
+from kvexp.terminal import say
 
 PREFIX = "longbench/"
 # In the order of PQCache's tables 2 and 3 (arXiv:2407.12820).
@@ -95,16 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         frame = averages(table(args.outputs))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     if frame.empty:
-        print(f"no finished runs of task=longbench under {args.outputs}; run: kvexp run experiment=longbench14")
+        say(f"no finished runs of task=longbench under {args.outputs}; run: kvexp run experiment=longbench14")
         return 1
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)
     Console(markup=False).print(shown(frame))
     for _, row in frame[frame["missing"] != ""].iterrows():
-        print(f"{row['model']} {row['method']}: no average yet, missing: {row['missing']}")
+        say(f"{row['model']} {row['method']}: no average yet, missing: {row['missing']}")
     return 0
 
 

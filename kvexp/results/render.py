@@ -6,14 +6,15 @@ from typing import Any, Literal
 
 import pandas as pd
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.results import stats
 from kvexp.results.columns import MOVING, Column, Row, columns_of, keys_of, partly_timed, plain, shared_settings
 from kvexp.results.units import absent
+from kvexp.terminal import visible
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
 STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
@@ -48,7 +49,7 @@ def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
         heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
         lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
         lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
-    return "\n".join([*lines, *(f"- {line}" for line in notes(df)), ""])
+    return visible("\n".join([*lines, *(f"- {line}" for line in notes(df)), ""]))
 
 
 def _line(cells: Iterator[str]) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from kvexp.errors import CacheError, ConfigError, NotFinite
+from kvexp.terminal import say
 
 Item = TypeVar("Item")
 
@@ -105,7 +106,7 @@ class ForkPool(Generic[Item]):
         worker = self._workers[pipe]
         worker.join()
         words = f"one of {self.size} processes ended ({worker.exitcode}); what it was at is made again, by one process"
-        print(words, file=sys.stderr, flush=True)
+        say(words, file=sys.stderr, flush=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -13,18 +13,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from kvexp.build import typed
 from kvexp.config.diagnosis import Diagnosis, diagnosis_of
 from kvexp.config.known_keys import check_keys
 from kvexp.config.labels import labels_as_asked, request
-from kvexp.config.objective import objective
-from kvexp.config.root_values import check_values
+from kvexp.config.objective import check_objective, objective
+from kvexp.config.root_values import check_idle, check_values
 from kvexp.config.target_allowlist import check
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, accept, identity, refuse
 from kvexp.sweep.run_queue import free, in_turn
 from kvexp.sweep.sweep_progress import SWEEP
 from kvexp.sweep.sweep_summary import note, note_failure
+from kvexp.terminal import say
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
@@ -135,7 +135,6 @@ def run_job(one: Job) -> float | None:
     settings: Settings | None = None
     with SWEEP.job(one.number, overrides):
         try:
-            metric = typed(config.get("objective"), str | None, "objective")
             settings = _settings(config, choices, overrides)
             diagnosis = diagnosis_of(config)
             made = []
@@ -146,7 +145,7 @@ def run_job(one: Job) -> float | None:
                 if diagnosis is not None:
                     _diagnose(diagnosis, part, record)
             accept(settings.outputs_dir, request(overrides))
-            return objective(made, metric)
+            return objective(made, config.get("objective"))
         except Exception as error:
             tell(one, error)
             if settings is None or not _recorded(settings):
@@ -157,7 +156,7 @@ def run_job(one: Job) -> float | None:
 def tell(one: Job, error: Exception) -> None:
     """Say on stderr why a job failed, and note it for the end."""
     if _expected(error):
-        print(f"error: {_words(error)}", file=sys.stderr, flush=True)
+        say(f"error: {_words(error)}", file=sys.stderr, flush=True)
     else:
         traceback.print_exc()
     note_failure(" ".join(one.overrides) or "(defaults)", _words(error), told=True)
@@ -183,9 +182,11 @@ def _words(error: Exception) -> str:
 def _settings(config: DictConfig, choices: dict[str, str], overrides: list[str]) -> Settings:
     plain = _resolved(config)
     check_values(plain, choices)
+    check_idle(plain, choices, overrides)
     from kvexp.config.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
 
     settings = settings_of(plain, choices, overrides)
+    check_objective(settings.task, plain.get("objective"))
     diagnosis = diagnosis_of(config)
     if diagnosis is not None:
         diagnosis.check(settings)
@@ -259,4 +260,4 @@ def _refuse(
     try:
         refuse(str(given("outputs_dir")), request(overrides), labels, error)
     except OSError as trouble:
-        print(f"this failure could not be recorded: {_words(trouble)}", file=sys.stderr, flush=True)
+        say(f"this failure could not be recorded: {_words(trouble)}", file=sys.stderr, flush=True)

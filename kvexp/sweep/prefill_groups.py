@@ -33,6 +33,7 @@ from kvexp.models.half_precision import alone
 from kvexp.record import Run, identity
 from kvexp.sweep.fork_pool import ForkPool, hands
 from kvexp.tasks import Example, LMEval
+from kvexp.terminal import say
 
 Numbered = Sequence[tuple[int, Example]]
 
@@ -152,7 +153,7 @@ def _fill(members: list[Member], examples: Sequence[Example]) -> None:
         more = f", in a library's call on {len(items)} prompts of {len(members)} runs"
         for member in members:
             member.write([lost(member.settings, *item, TIME, more) for item in items], commit)
-        print(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
+        say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         start_anew()
 
     def make(batch: Numbered) -> Iterator[dict[str, Any]]:

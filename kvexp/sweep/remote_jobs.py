@@ -14,6 +14,7 @@ from kvexp.record import Run, identity
 from kvexp.sweep.hydra_job import Job, parts_of, perform, readable, run_job
 from kvexp.sweep.sweep_progress import SWEEP
 from kvexp.sweep.sweep_summary import Failure, note, note_failure, taken
+from kvexp.terminal import say
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]
     shipments = list(_shipments(jobs, shards))
     values: dict[int, float | None] = {}
     if len(shipments) > 1:
-        print(f"{len(jobs)} jobs go out in {len(shipments)} pieces", flush=True)
+        say(f"{len(jobs)} jobs go out in {len(shipments)} pieces", flush=True)
     for done, (place, outcome) in enumerate(engine(work, shipments), start=1):
         if isinstance(outcome, BatchResult):
             note(*outcome.hashes)
@@ -61,7 +62,7 @@ def ship(jobs: Sequence[Job], shards: int, engine: Engine) -> list[float | None]
             values |= outcome.values
         else:
             _lost(shipments[place], outcome)
-        print(f"{done} of {len(shipments)} pieces are back", flush=True)
+        say(f"{done} of {len(shipments)} pieces are back", flush=True)
     return [values.get(_number(job)) for job in jobs]
 
 

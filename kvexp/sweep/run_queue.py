@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvexp.errors import ConfigError
 from kvexp.record import Run, identity
+from kvexp.terminal import say
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
@@ -29,7 +30,7 @@ def in_turn(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[It
                 left.append(item)
             continue
         if not told:
-            print(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)
+            say(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)
             told = True
         time.sleep(POLL_S)
 

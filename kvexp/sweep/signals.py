@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from kvexp.terminal import say
+
 INTERRUPTED = 130  # 128 + SIGINT, what a shell expects
 KEPT = "all rows written so far are kept; the same command goes on from there"
 
@@ -31,7 +33,7 @@ def interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ninterrupted: {_summary()}{KEPT}", file=sys.stderr, flush=True)
+        say(f"\ninterrupted: {_summary()}{KEPT}", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGINT, before)

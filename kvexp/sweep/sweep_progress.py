@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from kvexp.evaluate.progress import Progress
+from kvexp.terminal import say
 
 
 class Sweep:
@@ -42,7 +43,7 @@ class Sweep:
     def job(self, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
         """Around one job: say which it is (number from 0; None for a single run) and measure it."""
         if number is not None:
-            print(self.line(number, overrides), flush=True)
+            say(self.line(number, overrides), flush=True)
         start, rows = time.monotonic(), Progress.made
         yield
         self.complete += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,14 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.build import typed
+from kvexp.config.objective import check_objective_of
 from kvexp.errors import ConfigError
 from kvexp.record import check_writable
 from kvexp.sweep.sweep_progress import SWEEP
+from kvexp.terminal import say
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def exit_code() -> int:
 
 def show(outputs_dir: str | Path, *, jobs: bool = False) -> None:
     """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed."""
-    from rich.console import Console
+    from kvexp.console import Console
 
     console = Console(markup=False)
     if COMMAND.hashes:
@@ -78,6 +82,7 @@ def show(outputs_dir: str | Path, *, jobs: bool = False) -> None:
             console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)
 
 
+SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
@@ -90,6 +95,7 @@ class SweepTable(Callback):
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         _stop_if_wrong(_check_log, config)
         _stop_if_wrong(_check_sweep_folder, config)
+        _stop_if_wrong(_check_metric, config)
         if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
             params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
             SWEEP.plan(list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
@@ -109,7 +115,7 @@ class SweepTable(Callback):
             show(config.outputs_dir, jobs=jobs)
             self._publish(config)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
-            print(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
+            say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
             note_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
 
     def _publish(self, config: Any) -> None:
@@ -122,7 +128,7 @@ class SweepTable(Callback):
             written = publish(
                 folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")
             )
-            print(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
+            say(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
 
 
 def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
@@ -130,7 +136,7 @@ def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
     try:
         check(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -140,6 +146,20 @@ def _check_log(config: Any) -> None:
         from kvexp.log import check
 
         check(config.log.project, None if config.log.mode == "auto" else config.log.mode)
+
+
+def _check_metric(config: Any) -> None:
+    """Once for all jobs, where none of them chooses another task: each of a search's trials would say the same."""
+    words = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
+    words += list(config.hydra.overrides.task)
+    swept = [word.partition("=")[0].partition(".")[0] for word in words if SEVERAL.search(word.partition("=")[2])]
+    if config.get("objective") is None or {"task", "experiment", "protocol"} & set(swept):
+        return
+    try:
+        node: Any = OmegaConf.to_container(config.task, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException:  # a job's turn says what is missing
+        return
+    check_objective_of(node, config.objective)
 
 
 def _check_sweep_folder(config: Any) -> None:

@@ -57,9 +57,10 @@ class Archive:
             found = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
             mine = [info for info in found if PurePosixPath(info.filename).stem == self.name]
             if len(mine) != 1:
+                each = ", ".join(info.filename for info in mine)
                 held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in found})) or "no .jsonl file"
                 what = (
-                    f"is in {self.path} {len(mine)} times; unpack the right one and name it"
+                    f"is in {self.path} {len(mine)} times ({each}); unpack the right one and name it"
                     if mine
                     else f"is not in {self.path}, which holds {held}"
                 )

@@ -144,6 +144,10 @@ class Task:
         """(metrics, what joins the row's info) of a continuation's log-probabilities, one per token, in nats."""
         return {"nll": -sum(logprobs) / len(logprobs)}, {}
 
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics a row of this task holds, the headline first."""
+        return (*self.metrics, "nll") if self.needs_nll and "nll" not in self.metrics else self.metrics
+
     def for_model(self, *, chat: bool) -> Task:
         """The task as it asks a base model or a chat model: what is left open, such as a frame, is that kind's.
 

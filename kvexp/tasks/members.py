@@ -42,7 +42,13 @@ class Members(data.DataSource):
         if not found:
             names = {path.stem for ending in data.KINDS for path in folder.rglob(f"*{ending}")}
             raise self._missing(f"the folder {folder}", names)
-        return found[:1]
+        if len(found) > 1:
+            each = ", ".join(str(path.relative_to(folder)) for path in found)
+            raise ConfigError(
+                f"task.data_files: {self.member} is in the folder {folder} {len(found)} times ({each}); name one of "
+                f"them, as in task.data_files={found[0]}"
+            )
+        return found
 
     def places(self) -> list[Path]:
         archive = self._archive() if self.data_files is not None else None

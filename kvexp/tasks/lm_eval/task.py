@@ -118,19 +118,22 @@ class LMEval(Task):
     def check(self) -> None:
         """Options, names, data, prompts of all items used, and whether an item has metrics of its own."""
         self.check_options()
-        first = None
         for part in self.parts():
-            first = None
-            for item in part.examples():
-                first = first or item
-            if first is None:
-                raise ConfigError(f"task.tasks: lm-eval's task {part.tasks[0]} has no rows")
-            answer = {"generate_until": "", "loglikelihood_rolling": -1.0}.get(first.kind, (-1.0, False))
-            if not part.score_item(first, [answer] * len(first.instances)):
+            if not part.metric_names():
                 raise ConfigError(
                     f"task.tasks: all metrics of lm-eval's task {part.tasks[0]} are of the whole corpus, an item has "
                     "none: use python -m kvexp.lm_eval"
                 )
+
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of an item of one task, as a made-up answer to its first item has them; reads all items."""
+        first = None
+        for item in self.examples():
+            first = first or item
+        if first is None:
+            raise ConfigError(f"task.tasks: lm-eval's task {self.tasks[0]} has no rows")
+        answer = {"generate_until": "", "loglikelihood_rolling": -1.0}.get(first.kind, (-1.0, False))
+        return tuple(self.score_item(first, [answer] * len(first.instances)))
 
     def fingerprint(self) -> str:
         """Changes with the definitions, and with the bytes of local files or the data set on the hub."""
