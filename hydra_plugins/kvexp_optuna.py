@@ -6,6 +6,7 @@ starts n_trials anew each time.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Sequence
@@ -106,11 +107,14 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
 
         import kvexp
         from kvexp.results.stats import lower_is_better
+        from kvexp.user_methods import admitted
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = str(self.config.objective)
         own = [word for word in fixed if word.lstrip("+~").partition("=")[0].split(".")[0] not in NEUTRAL]
-        name = " ".join([f"numerics={kvexp.NUMERICS}", *sorted(own), *sorted(searched), f"objective={metric}"])
+        named = [method for method in admitted().values() if any(method.option in word for word in own)]
+        code = [hashlib.sha256(repr(method.source).encode()).hexdigest()[:16] for method in named]
+        name = " ".join([f"numerics={kvexp.NUMERICS}", *sorted(own), *code, *sorted(searched), f"objective={metric}"])
         direction = self.direction or ("minimize" if lower_is_better(metric) else "maximize")
         if self.storage.startswith("sqlite:///"):
             Path(self.storage.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)

@@ -30,16 +30,18 @@ def build(
     where: str,
     *,
     within: str | tuple[str, ...],
+    admitted: Mapping[str, type[Any]] | None = None,
     keys: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Any:
     """The dataclass named by node["_target_"] (in package `within`, or one of several), made from the other fields.
 
-    where: the node's place in the configuration, for messages. ConfigError names the field, what was found, what is
-    allowed. keys: field -> its dotted key, for fields that are not typed as `where.field`.
+    where: the node's place in the configuration, for messages. admitted: dotted name -> class, of classes from
+    elsewhere that may be named too. keys: field -> its dotted key, for fields that are not typed as `where.field`.
+    ConfigError names the field, what was found, what is allowed.
     """
     fields = dict(node)
     target = fields.pop("_target_", None)
-    cls = _class(target, where, within)
+    cls = (admitted or {}).get(str(target)) or _class(target, where, within)
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
     for name, value in fields.items():
@@ -82,7 +84,8 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     packages = (within,) if isinstance(within, str) else within
     if not isinstance(target, str) or not target.startswith(tuple(f"{package}." for package in packages)):
-        raise ConfigError(f"{where}._target_ must name a class of {' or '.join(packages)}, got {target!r}")
+        own = "; code of your own is named on the command line, method=MODULE.CLASS" if where == "method" else ""
+        raise ConfigError(f"{where}._target_ must name a class of {' or '.join(packages)}, got {target!r}{own}")
     module, _, name = target.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), name)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 import runpy
 import sys
 from typing import NoReturn
 
 from kvexp.paths import CONF
 from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
 
 COMMANDS = {  # name: the module that does it, what it does
     "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
@@ -77,18 +79,42 @@ def run() -> NoReturn:
 
 
 def methods(names: list[str]) -> int:
-    """Print what each method is, or for each of `names` its file in conf/method: every setting with its default."""
+    """Print what each method is, or for each of `names` every setting with its default: its file in conf/method.
+
+    Of a user's method (`kvexp.user_methods`) its documentation and fields; its code is loaded for that, by being named.
+    """
+    from kvexp.errors import ConfigError
+    from kvexp.user_methods.installed import installed_methods, package_of
+
     files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
-    unknown = [name for name in names if name not in files]
-    if unknown:
-        print(f"error: no method {unknown[0]!r}; one of {', '.join(files)}", file=sys.stderr)
-        return 2
-    for name, text in files.items():
+    try:
+        installed = installed_methods()
         if not names:
-            print(f"{name:<20} {_title(name, text)}")
-        elif name in names:
-            print(f"method={name}\n{text}")
+            for name, text in files.items():
+                say(f"{name:<20} {_title(name, text)}")
+            for name, point in installed.items():
+                say(f"{name:<20} {point.value}, from {package_of(point)}")
+        for name in names:
+            text = files.get(name) or _settings_of_user_method(name, [*files, *installed])
+            say(f"method={name}\n{text}")
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _settings_of_user_method(name: str, known: list[str]) -> str:
+    from kvexp.errors import ConfigError
+    from kvexp.user_methods.reference import load_method
+
+    method = load_method(name)
+    if method is None:
+        raise ConfigError(f"no method {name!r}; one of {', '.join(known)}")
+    from kvexp.user_methods.method_class import settings_of_class
+
+    title = (inspect.getdoc(method.cls) or method.target).partition("\n")[0]
+    settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
+    return f"# {title}\n{settings}"
 
 
 def _title(name: str, options: str) -> str:

@@ -10,8 +10,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from kvexp.config.compose_errors import told
+from kvexp.config.compose_errors import stop, told
 from kvexp.config.target_allowlist import guard
+from kvexp.config.typed_methods import with_user_methods
+from kvexp.errors import ConfigError
 from kvexp.paths import CONF
 from kvexp.pipes import watch_pipes
 from kvexp.sweep.signals import interruptible
@@ -40,6 +42,10 @@ def main() -> NoReturn:
     """The whole command, from sys.argv; the exit code is 1 where a job failed."""
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
     watch_pipes()
+    try:
+        sys.argv[1:] = with_user_methods(sys.argv[1:])
+    except ConfigError as error:
+        stop(str(error))
     guard(sys.argv[1:])
     own_launchers()
     planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]

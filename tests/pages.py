@@ -25,6 +25,7 @@ INLINE = re.compile(  # a line of prose may begin with "make"
     re.MULTILINE,
 )
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TITLED = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
 BLANK = re.compile(r"…|\.\.\.|\||<|NAME")  # to be filled in by the reader
 LINK = re.compile(r"\]\((?P<file>[^)#:\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 
@@ -98,6 +99,11 @@ def words_of(command: str) -> list[str]:
 def scripts(page: Path) -> list[str]:
     """The Python blocks of a page, which follow one another in one program."""
     return PYTHON.findall(page.read_text("utf-8"))
+
+
+def files(page: Path) -> dict[str, str]:
+    """Name -> text, of the files that a page lets its reader write: its blocks that have a title."""
+    return dict(TITLED.findall(page.read_text("utf-8")))
 
 
 def first_of(override: str) -> str:

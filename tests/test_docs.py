@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import linecache
 import re
 import runpy
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, first_of, mentioned, scripts, words_of
+from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, files, first_of, mentioned, scripts, words_of
 
 from kvexp.sweep import sweep_summary
 from kvexp.sweep.sweep_progress import SWEEP, Sweep
@@ -88,11 +89,19 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def folder_of(page: Path, empty: Path) -> Path:
+    """Where a page's commands are typed: in the checkout, or in an empty folder with the files that it gives."""
+    written = files(page)
+    for name, text in written.items():
+        (empty / name).write_text(text, "utf-8")
+    return empty if written else ROOT
+
+
 @pytest.mark.parametrize(
     "block", [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if b.slow else []) for b in BLOCKS]
 )
-def test_a_block_of_commands_runs(block, outputs, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_a_block_of_commands_runs(block, outputs, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder_of(block.page, tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     assert block.commands or block.script, f"{block}: an empty block"
     for command, expected in block.commands:
@@ -135,11 +144,13 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if scripts(page) and page.name != "EXHIBITS.md"], ids=lambda page: page.name
 )
-def test_python_of_a_page_runs(page, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    known = {}
-    for script in scripts(page):
-        exec(compile(script, str(page), "exec"), known)
+def test_python_of_a_page_runs(page, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(folder_of(page, tmp_path))
+    known = {"__name__": "__main__"}
+    for number, script in enumerate(scripts(page)):
+        name = f"<{page.name} {number}>"  # as a notebook's cell, whose source is kept
+        linecache.cache[name] = (len(script), None, script.splitlines(keepends=True), name)
+        exec(compile(script, name, "exec"), known)
     assert capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pages import files
 
 from kvexp import cli
 from kvexp.record import runs
@@ -79,6 +80,19 @@ def test_kvexp_run_works_outside_the_checkout(installed, tmp_path):
     assert sample.returncode == 0 and "2 runs" in sample.stdout, sample.stdout + sample.stderr
     where = called(installed, "python", "-c", "import kvexp; print(kvexp.__file__)", cwd=tmp_path)
     assert str(installed.parent) in where.stdout
+
+
+@pytest.mark.slow
+def test_an_own_method_runs_outside_the_checkout(installed, tmp_path):
+    """The command's own folder is searched by Python, and not the current one: kvexp searches that."""
+    (text,) = files(ROOT / "docs" / "new_method.md").values()
+    (tmp_path / "keydiff.py").write_text(text)
+    for words in ("method=keydiff.KeyDiff", "+method_file=keydiff.py"):
+        done = called(installed, "kvexp", "run", "limit=1", "task.max_new_tokens=2", words, cwd=tmp_path)
+        assert done.returncode == 0 and "keydiff.KeyDiff" in done.stdout, done.stderr
+    assert len(list(runs(tmp_path / "outputs"))) == 2
+    shown = called(installed, "kvexp", "methods", "keydiff.KeyDiff", cwd=tmp_path)
+    assert shown.returncode == 0 and "recent_ratio: 0.1" in shown.stdout, shown.stderr
 
 
 def test_the_commands_are_listed_without_torch_or_hydra():

@@ -64,8 +64,20 @@ ALLOWED: dict[str, set[str]] = {
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
+    "user_methods": {".errors", ".paths", ".digests", ".core", "torch"},
     "config": {
-        *(".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models", ".generate"),
+        *(
+            ".user_methods",
+            ".errors",
+            ".digests",
+            ".paths",
+            ".build",
+            ".core",
+            ".methods",
+            ".retrieval",
+            ".models",
+            ".generate",
+        ),
         *(".tasks", ".lm_eval", ".record", "torch", "hydra", "omegaconf"),
     },
     "evaluate": {
@@ -73,15 +85,19 @@ ALLOWED: dict[str, set[str]] = {
         *(".record", ".console", "torch", "numpy", "rich"),
     },
     "sweep": {
-        *(".errors", ".build", ".config", ".evaluate", ".core", ".models", ".generate", ".tasks", ".record"),
-        *(".log", ".results", ".console", "torch", "hydra", "omegaconf"),
+        *(".user_methods", ".errors", ".build", ".config", ".evaluate", ".core", ".models", ".generate", ".tasks"),
+        *(".record", ".log", ".results", ".console", "torch", "hydra", "omegaconf"),
     },
     "dry_run": {
         *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
         *(".record", ".results", "torch", "hydra", "omegaconf", "rich"),
     },
-    "run": {".paths", ".pipes", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
-    "cli": {".paths", ".pipes", ".run", ".sweep"},
+    "curves": {  # kvexp.compare
+        *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures"),
+        *("hydra", "omegaconf", "pandas", "matplotlib"),
+    },
+    "run": {".errors", ".paths", ".pipes", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
+    "cli": {".errors", ".paths", ".pipes", ".user_methods", ".run", ".sweep"},
     "__main__": {".cli"},  # kvexp/__main__.py
     "diagnose": {
         *(

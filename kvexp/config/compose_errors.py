@@ -8,12 +8,14 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.config.known_keys import defaults, is_option, meant, roots, unknown
 from kvexp.terminal import say
+from kvexp.user_methods import installed_methods
 
 RAISES = "HYDRA_FULL_ERROR"  # Hydra's own switch: it raises what it would else print
 OWN = ("--dry-run",)
@@ -32,7 +34,7 @@ def told(words: Sequence[str]) -> Iterator[None]:
     except Exception as error:
         if not _hydras(error):
             raise
-        _stop(explained(error, words))
+        stop(explained(error, words))
     finally:
         del os.environ[RAISES]
 
@@ -69,6 +71,8 @@ def _no_option(error: MissingConfigException) -> str:
     if not group:
         return _first_line(error)
     options = [option for option in error.options or () if not option.endswith("/")]
+    if group == "method":
+        options += sorted(installed_methods())
     wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
     return f"{wrong}{meant(name, options)}\n{group} may be {', '.join(options)}"
 
@@ -109,14 +113,15 @@ def _check_options(words: Sequence[str]) -> None:
             continue
         key = option.lstrip("-").replace("-", "_")
         if key.partition(".")[0] in roots():
-            _stop(f"{word}: settings have no dashes, write {key}={value if equals else 'VALUE'}")
-        _stop(f"there is no option {option}{meant(option, there)} (settings are KEY=VALUE; kvexp run --help)")
+            stop(f"{word}: settings have no dashes, write {key}={value if equals else 'VALUE'}")
+        stop(f"there is no option {option}{meant(option, there)} (settings are KEY=VALUE; kvexp run --help)")
 
 
 def _first_line(error: BaseException | None) -> str:
     return str(error).strip().split("\n")[0] if error is not None else ""
 
 
-def _stop(message: str) -> None:
+def stop(message: str) -> NoReturn:
+    """End the command with one line on stderr and exit code 1."""
     say(f"error: {message}", file=sys.stderr)
     sys.exit(1)

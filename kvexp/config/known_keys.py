@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from kvexp.errors import ConfigError
 from kvexp.paths import CONF
+from kvexp.user_methods import admitted
+from kvexp.user_methods.method_class import settings_of_class
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
 MOST = 4  # suggestions
@@ -79,14 +81,25 @@ def unknown(key: str, chosen: Mapping[str, str]) -> str:
     """Why there is no such setting, and which was probably meant. chosen: group -> its option, where one is known."""
     group, _, name = key.partition(".")
     option = chosen.get(group)
-    if options := settings().get(key):
+    known = {each: (*settings().get(each, ()), *options) for each, options in _of_user_methods().items()}
+    known = settings() | known
+    if options := known.get(key):
         return f"{key} is a setting of {group}={','.join(options)}" + (f", not of {group}={option}" if option else "")
     if not name or group not in defaults():
-        near = meant(key, [*dict.fromkeys([*sorted(roots()), *settings()])])
+        near = meant(key, [*dict.fromkeys([*sorted(roots()), *known])])
         return f"there is no setting {key}{near or '; kvexp run --help lists the settings'}"
-    own = [each for each, options in settings().items() if each.startswith(f"{group}.") and option in (None, *options)]
+    own = [each for each, options in known.items() if each.startswith(f"{group}.") and option in (None, *options)]
     has = f"; {group}={option} has {', '.join(each.partition('.')[2] for each in own)}" if option else ""
     return f"there is no setting {key}{meant(key, own) or has}"
+
+
+def _of_user_methods() -> dict[str, tuple[str, ...]]:
+    """Dotted key -> the user's methods of this command line that have it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for method in admitted().values():
+        for name in settings_of_class(method.cls):
+            found[f"method.{name}"] = (*found.get(f"method.{name}", ()), method.option)
+    return found
 
 
 def meant(word: str, candidates: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from kvexp.methods import Full
 from kvexp.models.half_precision import alone, identifies
 from kvexp.paths import path_of
 from kvexp.tasks import LMEval, Task
+from kvexp.user_methods import admitted, source_of
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
 _NOT_THE_TASK = (
@@ -103,6 +104,8 @@ class Settings:
             "beyond_context": self.beyond_context,
             "positions": self.positions,
         }
+        if (source := source_of(type(self.method))) is not None:
+            identity["method"]["source"] = source
         if not self.is_baseline:
             identity |= {"budget": _plain(self.budget), "cadence": _plain(self.cadence), "mode": self.mode}
             identity["observe"] = self.observe
@@ -125,7 +128,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     if "limit" in config["task"]:
         raise ConfigError("task.limit is set by limit=N, without task. in front")
-    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"))
+    own = {target: one.cls for target, one in admitted().items()}
+    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
     budget: Budget | None = None
     if method.evicts:
         budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
@@ -169,7 +173,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides)},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **_code_of(method)},
     )
     _check(settings)
     settings = settings.identified(_labels(settings, choices, overrides))
@@ -242,6 +246,12 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
         budget=settings.budget,
         revision=", ".join(revision for revision in revisions if revision) or None,
     )
+
+
+def _code_of(method: Method) -> dict[str, Any]:
+    """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
+    found = [one for one in admitted().values() if one.cls is type(method)]
+    return {"method_found_as": found[0].reference} if found else {}
 
 
 def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

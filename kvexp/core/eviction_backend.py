@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.budget import Budget
-from kvexp.core.method import EvictionContext, Method
+from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.plan import Plan
 from kvexp.core.select import keepers, victims
 from kvexp.core.slots import Slots
@@ -73,6 +73,10 @@ def granted(
 def window(method: Method, slots: int, *, counts_self: bool) -> int:
     """The newest tokens that are protected; ConfigError where the slots cannot hold them and the sinks."""
     recent = method.recent(slots)
+    if not isinstance(recent, int):
+        raise ConfigError(
+            f"{type(method).__qualname__}.recent must return a whole number of tokens, got {recent!r:.60}"
+        )
     itself = 1 if counts_self and method.sinks and not recent else 0
     if method.sinks + recent + itself > slots:
         protects = [name for name in PROTECTING if hasattr(method, name)]
@@ -93,7 +97,8 @@ def protected(method: Method, now: EvictionContext, quota: ResolvedBudget) -> Te
 
 def ranked(method: Method, now: EvictionContext, sliding_window: int | None) -> Tensor:
     """The method's rank, with slots that a sliding window has already passed put last, and NaN never first."""
-    rank = method.rank(now).to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    made = checked(method.rank(now), now.positions.shape, method, "rank", "[B, H, S]")
+    rank = made.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if sliding_window is not None:
         rank = rank.masked_fill(now.age() + 1 >= sliding_window, -torch.inf)
     return rank

@@ -11,7 +11,7 @@ from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import InPlace, ResolvedBudget, mode_of, protected, ranked
 from kvexp.core.memory_tracker import MemoryTracker
-from kvexp.core.method import EvictionContext, Method
+from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.observe import accumulate
 from kvexp.core.plan import Plan
 from kvexp.core.retained_attention import RetainedAttention
@@ -113,7 +113,9 @@ class EvictionLayer:
 
     def _born(self, key: Tensor, positions: Tensor) -> Tensor:
         birth = self.plan.method.birth(key, positions, self.timeline.seeds.to(key.device), self.index)
-        return torch.zeros(key.shape[:3], device=key.device) if birth is None else birth
+        if birth is None:
+            return torch.zeros(key.shape[:3], device=key.device)
+        return checked(birth, key.shape[:3], self.plan.method, "birth", "[B, H, Q]")
 
     @property
     def steady(self) -> bool:

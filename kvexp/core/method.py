@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
+from kvexp.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Method:
     keeps_newest: ClassVar[bool] = False  # its sinks and the newest tokens, in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query chooses for itself from everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that says no name is called as its class."""
+        super().__init_subclass__(**options)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     @property
     def view(self) -> AttentionScoreSpec | None:
@@ -114,6 +121,20 @@ class Method:
     def attended(self, probabilities: Tensor, now: EvictionContext) -> Tensor | None:
         """Mask mode: the slots [B, H, S] this very query may see, given its full row [B, H, S]; None: all visible."""
         return None
+
+
+def checked(made: Tensor, shape: tuple[int, ...] | torch.Size, method: Method, hook: str, axes: str) -> Tensor:
+    """What a hook of the method returned; ConfigError where it is no tensor of this shape.
+
+    A wrong shape could broadcast, and every head or row would then be judged by another's scores. axes: the shape in
+    the letters of the docstrings, as in "[B, H, S]".
+    """
+    if not isinstance(made, Tensor) or made.shape != shape:
+        got = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise ConfigError(
+            f"{type(method).__qualname__}.{hook} must return a tensor of shape {axes} = {list(shape)}, got {got}"
+        )
+    return made
 
 
 def newest_first(now: EvictionContext) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
 from kvexp.core.observe import triton_observe
+from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
 
 
@@ -30,6 +31,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         method = self.method
+        _check_declarations(method)
         for key, allowed in (
             ("mode", ("overwrite", "compact", "mask")),
             ("positions", ("original", "renumbered")),
@@ -64,3 +66,22 @@ class Plan:
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
         if not method.evicts_while_decoding and self.cadence.every is not None:
             object.__setattr__(self, "cadence", replace(self.cadence, every=None))
+
+
+def _check_declarations(method: Method) -> None:
+    """ConfigError where a class declares with a method what is read as a property, or the other way round."""
+    name = type(method).__qualname__
+    view: object = method.view
+    if view is not None and not isinstance(view, AttentionScoreSpec):
+        raise ConfigError(
+            f"{name}.view must be a property (@property) that gives an AttentionScoreSpec or None, got a "
+            f"{type(view).__name__}"
+        )
+    sinks: object = method.sinks
+    if not isinstance(sinks, int):
+        raise ConfigError(f"{name}.sinks must be a property (@property) that gives a whole number, got {sinks!r:.60}")
+    if not callable(method.recent):
+        raise ConfigError(
+            f"{name}.recent must be a method recent(self, budget) that gives a whole number, got "
+            f"{method.recent!r:.60}; call the field otherwise"
+        )

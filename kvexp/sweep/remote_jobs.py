@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import open_dict
@@ -15,14 +15,19 @@ from kvexp.sweep.hydra_job import Job, parts_of, perform, readable, run_job
 from kvexp.sweep.sweep_progress import SWEEP
 from kvexp.sweep.sweep_summary import Failure, note, note_failure, taken
 from kvexp.terminal import say
+from kvexp.user_methods import admit, admitted, load_method
 
 
 @dataclass(frozen=True)
 class Shipment:
-    """Jobs for one worker; words: what tells each job of the whole sweep apart (`Sweep.jobs`)."""
+    """Jobs for one worker; words: what tells each job of the whole sweep apart (`Sweep.jobs`).
+
+    methods: reference and source of each user's method of the sweep, for the worker to load the same code.
+    """
 
     jobs: list[Job]
     words: list[list[str]]
+    methods: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return ", ".join(" ".join(job.overrides) or "(defaults)" for job in self.jobs)
@@ -70,6 +75,7 @@ def work(shipment: Shipment) -> BatchResult:
     """In the worker: perform the jobs, and tell what they were."""
     before = taken()  # what this process did else is not the shipment's
     SWEEP.jobs = shipment.words
+    _load_methods(shipment.methods)
     values = perform(shipment.jobs)
     command = taken()
     note(*before.hashes)
@@ -92,9 +98,25 @@ def _shipments(jobs: Sequence[Job], shards: int) -> Iterator[Shipment]:
                 f"hydra.launcher.shards={shards} splits the examples, and so does shard={job.config.shard}: drop one"
             )
         alike.setdefault(company(settings) if joint(settings) else _number(job), []).append(job)
+    named = {job.config.method.get("_target_") for job in jobs}
+    known = [one for one in admitted().values() if one.target in named]
+    methods = [(one.reference, one.source) for one in known if one.reference is not None]
     for together in alike.values():
         for index in range(shards):
-            yield Shipment([_part(job, index, shards) for job in together], SWEEP.jobs)
+            yield Shipment([_part(job, index, shards) for job in together], SWEEP.jobs, methods)
+
+
+def _load_methods(methods: list[tuple[str, dict[str, Any]]]) -> None:
+    """ConfigError where a file has another content than where the sweep was started."""
+    for reference, source in methods:
+        if any(one.source == source for one in admitted().values()):
+            continue
+        method = load_method(reference)
+        if method is None or method.source != source:
+            raise ConfigError(
+                f"the code of {reference} is not, in this worker, what it was where the sweep was started"
+            )
+        admit(method)
 
 
 def _part(job: Job, index: int, shards: int) -> Job:

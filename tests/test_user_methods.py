@@ -1,0 +1,585 @@
+"""Methods of a user's own: a module, a file, a package's, a cell's class; what identifies them; who may load them."""
+
+import json
+import linecache
+import re
+import shutil
+import sys
+import warnings
+
+import pytest
+import torch
+from commands import run_py
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+from test_shared_prefill import content
+from tiny import prompts_of, tiny
+
+import kvexp
+from kvexp import cli
+from kvexp.config.settings import settings_of
+from kvexp.core import AttentionScoreSpec, Budget, Method
+from kvexp.diagnose.__main__ import main as diagnose
+from kvexp.errors import ConfigError
+from kvexp.generate import generate
+from kvexp.paths import CONF
+from kvexp.record import runs
+from kvexp.sweep.remote_jobs import Shipment, work
+from kvexp.user_methods import admitted, load_method
+from kvexp.user_methods.python_class import class_method
+
+REGISTRY = sys.modules["kvexp.user_methods.admitted"]
+FEW = small("limit=2", "task.max_new_tokens=3", "task.nll=false")
+
+KEYDIFF = '''"""Keys unlike the mean key stay."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvexp.core import Method
+
+
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """Keys unlike the mean key stay."""
+
+    alpha: float = 0.3
+    recent_tokens: int = 2
+
+    def recent(self, budget):
+        return self.recent_tokens
+
+    def birth(self, keys, positions, seeds, layer):
+        unit = torch.nn.functional.normalize(keys.float(), dim=-1)
+        return -self.alpha * (unit * unit.mean(2, keepdim=True)).sum(-1)
+'''
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """Methods, modules and folders that a test has loaded, paths that it has added."""
+    path = list(sys.path)
+    monkeypatch.setattr(REGISTRY, "_ADMITTED", {})
+    yield
+    sys.path[:] = path
+    for name in ("keydiff", "helper", "pack", "pack.keydiff", "pack.helper", "other", "evil"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with keydiff.py in it."""
+    (tmp_path / "keydiff.py").write_text(KEYDIFF)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return lambda *words: run_py(monkeypatch, capsys, *words, *FEW)
+
+
+def of_method(folder):
+    """The runs of a method, without their baselines, by hash."""
+    return {run.hash: run for run in runs(folder / "outputs") if run.labels["method"] != "full"}
+
+
+# -- a module, a file ---------------------------------------------------------------------------------------------
+
+
+def test_a_module_in_the_current_folder_is_a_method_with_its_fields(command, folder):
+    code, out, err = command("method=keydiff.KeyDiff", "method.alpha=0.4")
+    assert code == 0 and "keydiff.KeyDiff" in out, err
+    (run,) = of_method(folder).values()
+    digest = run.config["method"].pop("source")["files"]["keydiff.py"]
+    assert len(digest) == 64
+    assert run.config["method"] == {"name": "KeyDiff", "alpha": 0.4, "recent_tokens": 2}
+    assert run.labels["method"] == "keydiff.KeyDiff" and run.labels["setting"].startswith("method.alpha=0.4")
+    assert all(row["receipt"]["first_eviction_step"] == 0 for row in run.rows())
+    assert not (folder / "__pycache__").exists()
+
+
+def test_a_file_is_the_module_of_its_name(command, folder):
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (first,) = of_method(folder)
+    for words in ("+method_file=keydiff.py", "method_file=./keydiff.py:KeyDiff", "method=keydiff.py"):
+        code, out, err = command(words)
+        assert code == 0 and "2 of 2 rows are there already" in out, err
+    assert list(of_method(folder)) == [first]
+    (folder / "a folder").mkdir()
+    shutil.move("keydiff.py", "a folder/keydiff.py")
+    code, out, err = command("+method_file='a folder/keydiff.py'")
+    assert code == 0 and "2 of 2 rows are there already" in out, err
+
+
+def test_an_edited_file_has_new_rows_and_the_old_ones_come_back(command, folder):
+    """Twice of the same length and within a second: Python alone would take up the compiled form of before."""
+    seen = []
+    for sign in ("-", "+", "-"):
+        (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self.alpha", f"return {sign}self.alpha"))
+        code, out, err = command("method=keydiff.KeyDiff")
+        assert code == 0, err
+        seen.append((len(of_method(folder)), "2 of 2 rows are there already (outputs/" in out.split("full")[-1]))
+    assert [count for count, _ in seen] == [1, 2, 2]
+    kept = {tuple(row["receipt"]["kept_digest"] for row in run.rows()) for run in of_method(folder).values()}
+    assert len(kept) == 2, "the edited code was not what ran"
+
+
+@pytest.mark.parametrize("how", ["module", "package", "late"])
+def test_what_the_file_imports_beside_it_counts_too(command, folder, how):
+    head = {"module": "import helper\n", "package": "from .helper import SIGN\n", "late": ""}[how]
+    use = {"module": "helper.SIGN * ", "package": "SIGN * ", "late": "__import__('helper').SIGN * "}[how]
+    place, name = (folder / "pack", "pack.keydiff") if how == "package" else (folder, "keydiff")
+    place.mkdir(exist_ok=True)
+    text = head + KEYDIFF.replace("return -self", f"return {use}-self").replace('"""Keys', '"""Keys', 1)
+    if how == "late":
+        text = text.replace("        unit =", "        import helper\n\n        unit =").replace(
+            "__import__('helper')", "helper"
+        )
+    (place / "keydiff.py").write_text(text)
+    (place / "helper.py").write_text("SIGN = 1\n")
+    if how == "package":
+        (place / "__init__.py").write_text("")
+    (folder / "bystander.py").write_text("x = 1\n")
+    assert command(f"method={name}.KeyDiff")[0] == 0
+    (place / "helper.py").write_text("SIGN = -1\n")
+    code, _, err = command(f"method={name}.KeyDiff")
+    assert code == 0, err
+    assert len(of_method(folder)) == 2
+    (run, _) = of_method(folder).values()
+    files = {"package": ["pack/__init__.py", "pack/helper.py", "pack/keydiff.py"]}.get(how, ["helper.py", "keydiff.py"])
+    assert sorted(run.config["method"]["source"]["files"]) == files
+
+
+def test_in_a_sweep_it_shares_prefills_and_makes_the_rows_it_makes_alone(command, folder):
+    words = ("-m", "method=h2o,keydiff.KeyDiff", "kv_ratio=0.3,0.5")
+    code, out, err = command(*words)
+    assert code == 0 and "[4/4] keydiff.KeyDiff kv_ratio=0.5" in out, err
+    assert command(*words, "hydra/launcher=basic", "outputs_dir=alone")[0] == 0
+    ours, alone = content(folder / "outputs"), content(folder / "alone")
+    assert len(ours) == 5 and ours.keys() == alone.keys()
+    for name, (*_, rows) in ours.items():
+        for example, row in rows.items():
+            assert row["output"] == alone[name][-1][example]["output"]
+            assert row["receipt"]["kept_digest"] == alone[name][-1][example]["receipt"]["kept_digest"]
+
+
+def test_dry_run_and_two_files_in_a_sweep(command, folder):
+    (folder / "other.py").write_text(KEYDIFF)
+    code, out, err = command("--dry-run", "-m", "+method_file=keydiff.py,other.py:KeyDiff", "kv_ratio=0.5")
+    assert code == 0 and "3 runs" in out and "other.KeyDiff" in out, err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_worker_loads_the_same_code_or_none(folder):
+    method = load_method("keydiff.KeyDiff")
+    assert not admitted()
+    assert work(Shipment([], [], [(method.reference, method.source)])).failures == []
+    assert list(admitted()) == ["keydiff.KeyDiff"]
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("0.3", "0.5"))
+    REGISTRY._ADMITTED.clear()
+    with pytest.raises(ConfigError, match=r"code of keydiff\.KeyDiff is not, in this worker, what it was"):
+        work(Shipment([], [], [(method.reference, method.source)]))
+
+
+# -- what is wrong with it ----------------------------------------------------------------------------------------
+
+TWO = KEYDIFF + "\n\nclass Second(KeyDiff):\n    pass\n"
+WRONG = {  # file, words, what the one line says
+    "no module": ("", "method=keydif.KeyDiff", r"no module keydif in .* or on PYTHONPATH; did you mean keydiff\.py\?"),
+    "no file": (
+        "",
+        "+method_file=keydif.py",
+        r"method_file=keydif\.py: there is no such file; did you mean keydiff\.py",
+    ),
+    "no class": (
+        KEYDIFF,
+        "method=keydiff.KeyDif",
+        r"there is no class KeyDif in keydiff \(.*\); did you mean KeyDiff\?",
+    ),
+    "no method": (
+        KEYDIFF + "class Other: pass\n",
+        "method=keydiff.Other",
+        "Other in .* does not extend kvexp.core.Met",
+    ),
+    "a function": (KEYDIFF + "def f(): pass\n", "method=keydiff.f", "f in keydiff .* is function; a method is a class"),
+    "two in a file": (
+        TWO,
+        "+method_file=keydiff.py",
+        r"has 2 methods \(KeyDiff, Second\); say which one, as in keydiff",
+    ),
+    "none in a file": (
+        "x = 1\n",
+        "+method_file=keydiff.py",
+        r"keydiff\.py has no class that extends kvexp\.core\.Method",
+    ),
+    "import": (
+        "import torch\n\nx = torhc.zeros(1)\n",
+        "method=keydiff.KeyDiff",
+        r"failed: keydiff\.py line 3: NameErr",
+    ),
+    "import of": (
+        "import nosuchthing\n",
+        "method=keydiff.KeyDiff",
+        r"keydiff\.py line 1: ModuleNotFoundError: No modu",
+    ),
+    "syntax": (
+        "def f(:\n",
+        "method=keydiff.KeyDiff",
+        r"importing keydiff failed: keydiff\.py line 1: SyntaxError: inv",
+    ),
+    "exits": ("import sys\nsys.exit(3)\n", "method=keydiff.KeyDiff", r"keydiff\.py line 2: SystemExit: 3"),
+    "frozen": (
+        KEYDIFF.replace("(frozen=True)", ""),
+        "method=keydiff.KeyDiff",
+        r"line \d+: TypeError: cannot inherit non",
+    ),
+    "no dataclass": (
+        KEYDIFF.replace("@dataclass(frozen=True)\n", ""),
+        "method=keydiff.KeyDiff",
+        r"KeyDiff has the field alpha and is no dataclass; write @dataclass\(frozen=True\)",
+    ),
+    "a tensor": (
+        KEYDIFF.replace("alpha: float = 0.3", "alpha: object = torch.ones"),
+        "method=keydiff.KeyDiff",
+        r"KeyDiff\.alpha is a builtin_function_or_method, which no configuration can hold",
+    ),
+    "kvexp's own": (
+        "from kvexp.methods import H2O\n",
+        "method=keydiff.H2O",
+        "is kvexp's own H2O; `kvexp methods` lists",
+    ),
+    "kvexp itself": ("", "method=kvexp.methods.H2O", "is called as a module that is there already"),
+    "python's name": ("", "+method_file=random.py", r"random\.py is called as a module that is there already"),
+    "no class named": ("", "method=.KeyDiff", r"method=\.KeyDiff must be MODULE\.CLASS or a file"),
+    "both": (
+        KEYDIFF,
+        "method=h2o +method_file=keydiff.py",
+        "each name the method; write -m method=h2o,keydiff.py for a",
+    ),
+    "no python": ("", "+method_file=keydiff.yaml", r"keydiff\.yaml is no file FILE\.py or FILE\.py:CLASS"),
+    "typed": (KEYDIFF, "method=keydiff.KeyDiff method.alpha=much", "method.alpha must be a number, got 'much'"),
+    "field": (KEYDIFF, "method=keydiff.KeyDiff method.alhpa=1", "no setting method.alhpa; did you mean method.alpha?"),
+    "another's field": (
+        KEYDIFF,
+        "method=keydiff.KeyDiff method.recent_ratio=1",
+        "method.recent_ratio is a setting of method=.*h2o.*, not of method=keydiff.KeyDiff",
+    ),
+    "added field": (
+        KEYDIFF,
+        "method=keydiff.KeyDiff +method.beta=1",
+        "method.beta is not a setting of KeyDiff; it has: al",
+    ),
+    "open field": (
+        KEYDIFF.replace("= 0.3", ""),
+        "method=keydiff.KeyDiff",
+        "method.alpha has no value; set it on the comm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line_before_anything_runs(command, folder, case):
+    text, words, said = WRONG[case]
+    (folder / "keydiff.py").write_text(text or KEYDIFF)
+    (folder / "random.py").write_text(KEYDIFF)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvexp.config.model_spec.load", lambda *_: pytest.fail("a model was loaded"))
+        code, out, err = command(*words.split())
+    lines = [line for line in err.splitlines() if line]
+    assert code == 1 and "Traceback" not in err, out + err
+    assert re.search(said, lines[0]), err
+    assert len(lines) == 1, err
+
+
+def test_two_classes_of_one_name(command, folder):
+    (folder / "other").mkdir()
+    (folder / "other" / "keydiff.py").write_text(KEYDIFF + "# other\n")
+    code, _, err = command("-m", "+method_file=keydiff.py,other/keydiff.py")
+    assert code == 1 and "are both called keydiff.KeyDiff in a run; rename one" in err
+
+
+HOOKS = {
+    "birth": (
+        "torch.zeros(keys.shape[0], 1, keys.shape[2])",
+        r"birth must return .* \[B, H, Q\] = \[1, 3, 30\], got .*1, 1",
+    ),
+    "rank": ("now.score.sum(1)", r"rank must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 30\]"),
+    "rank of": ("now.score.tolist()", r"rank must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list"),
+}
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_a_hook_of_another_shape_is_named(case):
+    made, said = HOOKS[case]
+    arguments = {"birth": "self, keys, positions, seeds, layer", "rank": "self, now"}[case.split()[0]]
+    scope = {"torch": torch, "Method": Method}
+    exec(f"class Odd(Method):\n    def {case.split()[0]}({arguments}):\n        return {made}\n", scope)
+    with pytest.raises(ConfigError, match="Odd." + said):
+        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
+
+
+DECLARED = {
+    "view": ("def view(self): return None", "Odd.view must be a property .* that gives an AttentionScoreSpec or None"),
+    "sinks": ("def sinks(self): return 2", "Odd.sinks must be a property .* that gives a whole number, got <bound"),
+    "field": ("recent = 3", "Odd.recent must be a method recent.self, budget. .*, got 3; call the field otherwise"),
+    "recent": (
+        "def recent(self, budget): return 0.5 * budget",
+        "Odd.recent must return a whole number of tokens, got 3.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLARED)
+def test_a_declaration_of_another_kind_is_named(case):
+    line, said = DECLARED[case]
+    scope = {"Method": Method}
+    exec(f"class Odd(Method):\n    {line}\n", scope)
+    with pytest.raises(ConfigError, match=said):
+        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
+
+
+# -- nobody else names it -----------------------------------------------------------------------------------------
+
+EVIL = "import os\nos.makedirs(r'{marker}', exist_ok=True)\n" + KEYDIFF
+
+
+@pytest.fixture
+def planted(folder, monkeypatch):
+    """(marker, folder of configurations): evil.py lies where it can be imported, and leaves the marker if it is."""
+    marker = folder / "was_run"
+    (folder / "evil.py").write_text(EVIL.format(marker=marker))
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    (folder / "conf" / "method").mkdir()
+    (folder / "conf" / "method" / "mine.yaml").write_text("_target_: evil.KeyDiff\nalpha: 0.1\n")
+    return marker, folder / "conf"
+
+
+FILES = {  # what stands in an experiment's file: words of the refusal
+    "method: {_target_: evil.KeyDiff, alpha: 0.3, recent_ratio: null}": "method._target_ must name a class of kvexp",
+    "defaults: [{override /method: evil.KeyDiff}]": "there is no method=evil.KeyDiff",
+    "defaults: [{override /method: mine}]": "method._target_ must name a class of kvexp",
+    "defaults: [{override /method: keydiff_package}]": "there is no method=keydiff_package",
+    "method_file: evil.py": "there is no setting method_file",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {method: 'h2o,evil.KeyDiff'}}}": "there is no method=evil.KeyDiff",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "there is no setting method_file",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {method._target_: evil.KeyDiff}}}": "method._target_ must name a class",
+    "method: {_target_: '${evil}'}\nevil: evil.KeyDiff": "there is no setting evil",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_no_file_loads_a_users_code(command, planted, folder, text):
+    marker, conf = planted
+    _package(folder, "evil:KeyDiff")
+    (conf / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
+    code, out, err = command("--config-dir", str(conf), "experiment=evil")
+    assert code == 1 and FILES[text] in err and "Traceback" not in err, out + err
+    assert not marker.exists(), "planted code was run"
+    assert not list(runs(folder / "outputs")) if (folder / "outputs").exists() else True
+
+
+def test_an_option_of_a_file_is_not_typed_code(command, planted):
+    marker, conf = planted
+    for words in (("method=mine",), ("method._target_=evil.KeyDiff",), ("-m", "method=glob(m*)")):
+        code, _, err = command("--config-dir", str(conf), *words)
+        assert code == 1 and "code of your own is named on the command line, method=MODULE.CLASS" in err, err
+    assert not marker.exists()
+
+
+def test_another_method_that_was_typed_opens_no_door(command, planted):
+    marker, conf = planted
+    (conf / "experiment" / "evil.yaml").write_text("# @package _global_\nmethod: {_target_: evil.KeyDiff}\n")
+    code, _, err = command("--config-dir", str(conf), "method=keydiff.KeyDiff", "experiment=evil")
+    assert code == 1 and "method._target_ must name a class" in err and not marker.exists()
+
+
+def test_a_run_folder_loads_no_code(command, planted, folder, capsys):
+    marker, _ = planted
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    REGISTRY._ADMITTED.clear()
+    ((name, run),) = of_method(folder).items()
+    words = ["show", f"outputs/{name}", "0"]
+    assert diagnose(words) == 2
+    assert "code of your own is named on the command line" in capsys.readouterr().err
+    assert diagnose([*words, "method=keydiff.KeyDiff"]) == 0, capsys.readouterr().err
+    asked = json.loads((run.path / "command.json").read_text())
+    assert asked["method_found_as"] == "keydiff.KeyDiff"
+    asked["config"]["method"]["_target_"] = "evil.KeyDiff"
+    asked["method_found_as"] = "evil.KeyDiff"
+    (run.path / "command.json").write_text(json.dumps(asked))
+    shutil.rmtree(run.path / "diagnose")
+    assert diagnose([*words, "method=keydiff.KeyDiff"]) == 2 and not marker.exists()
+
+
+# -- packages -----------------------------------------------------------------------------------------------------
+
+
+def _package(folder, value, name="keydiff_package"):
+    """An installed distribution whose entry point is `name`."""
+    place = folder / f"kvexp_{name}-0.1.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvexp-{name}\nVersion: 0.1\n")
+    (place / "entry_points.txt").write_text(f"[kvexp.methods]\n{name} = {value}\n")
+
+
+def listed(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["kvexp", "methods", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return (stopped.value.code, *capsys.readouterr())
+
+
+def test_a_package_offers_a_method_by_name(command, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder))
+    _package(folder, "keydiff:KeyDiff")
+    code, out, err = command("method=keydiff_package", "method.alpha=0.4")
+    assert code == 0, err
+    (run,) = of_method(folder).values()
+    assert run.labels["method"] == "keydiff_package" and run.config["method"]["alpha"] == 0.4
+    assert run.config["method"]["source"]["class"] == "keydiff.KeyDiff"
+    assert "did you mean keydiff_package" in command("method=keydiff_packag")[2]
+    code, out, _ = listed(monkeypatch, capsys)
+    assert code == 0 and "keydiff_package      keydiff:KeyDiff, from kvexp-keydiff_package 0.1" in out
+    code, out, _ = listed(monkeypatch, capsys, "keydiff_package", "keydiff.py")
+    assert code == 0 and out.count("# Keys unlike the mean key stay.\nalpha: 0.3\nrecent_tokens: 2\n") == 2
+    assert listed(monkeypatch, capsys, "keydiff.Nothing")[0] == 2
+
+
+def test_a_name_that_is_taken_is_an_error(command, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder))
+    _package(folder, "keydiff:KeyDiff", "h2o")
+    code, _, err = command("method=h2o")
+    assert code == 1 and "kvexp-h2o 0.1 offers a method called h2o, which is one of kvexp's own" in err
+    assert listed(monkeypatch, capsys)[0] == 2
+
+
+# -- kvexp's own methods ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_identity_of_kvexps_own_methods_has_nothing_new(path):
+    mode = ("cache.mode=mask",) if path.stem in ("ideal", "h2o_keyformer_paper") else ()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config", [f"method={path.stem}", *mode, *FEW]), resolve=True)
+    plain = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
+    settings = settings_of(plain, {"method": path.stem})
+    fields = set(OmegaConf.load(path)) - {"_target_"}
+    assert "source" not in settings.identity["method"] and fields <= set(settings.identity["method"])
+    if path.stem == "h2o":
+        own = {"name": "h2o", "recent_ratio": 0.5, "impl": "real_drop", "score_batch": "per_beam"}
+        assert settings.identity["method"] == own
+
+
+# -- a notebook's cell --------------------------------------------------------------------------------------------
+
+CELL = """from dataclasses import dataclass
+
+import torch
+
+from kvexp.core import Method
+
+SIGN = -1.0
+
+def unit(keys):
+    return torch.nn.functional.normalize(keys.float(), dim=-1)
+
+@dataclass(frozen=True)
+class MyMethod(Method):
+    alpha: float = 0.3
+
+    def birth(self, keys, positions, seeds, layer):
+        return SIGN * self.alpha * (unit(keys) * unit(keys).mean(2, keepdim=True)).sum(-1)
+"""
+
+
+def cell(text, scope=None):
+    """Run as IPython runs a cell: its source is kept for whoever asks."""
+    scope = {"__name__": "__main__"} if scope is None else scope
+    name = f"<cell {abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), scope)
+    return scope
+
+
+def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
+    mine = cell(CELL)["MyMethod"]
+    few = {"model": "tiny", "task": "sample", "limit": 2, "task__max_new_tokens": 3, "task__nll": False}
+    made = kvexp.compare([mine(), mine(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
+    table = made.table
+    assert sorted(table["method"]) == ["MyMethod"] * 4 + ["full"] + ["h2o"] * 2
+    assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
+    assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
+    assert "MyMethod" in made._repr_html_()
+    before = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
+    again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few).table
+    assert set(again["hash"]) <= set(table["hash"])
+    kvexp.compare([cell(CELL.replace("SIGN = -1.0", "SIGN = 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
+    after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
+
+
+def test_a_curve_is_drawn_where_there_are_examples_enough(folder):
+    made = kvexp.compare(["window", "keydiff.py"], 0.5, task__max_new_tokens=3, limit=20)
+    assert set(made.table["method"]) == {"full", "window", "keydiff.KeyDiff"}
+    _, labels = made.figure().axes[0].get_legend_handles_labels()
+    assert {"window", "keydiff.KeyDiff"} <= set(labels)
+    assert made._repr_html_().startswith("<img") and "<table" in made._repr_html_()
+
+
+DIGESTS = {  # an edit of the cell: whether it is another method
+    ("alpha: float = 0.3", "alpha: float = 0.4"): True,
+    ("dim=-1)", "dim=-1) * 1.0"): True,
+    ("SIGN = -1.0", "SIGN = -2.0"): True,
+    ("SIGN = -1.0", "SIGN = -1.0\nother = 3"): False,
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DIGESTS)
+def test_a_cells_digest_is_of_all_that_the_class_uses(old, new):
+    one, other = (class_method(cell(text)["MyMethod"]).source for text in (CELL, CELL.replace(old, new)))
+    assert (one != other) == DIGESTS[old, new]
+
+
+def test_a_class_whose_source_cannot_be_had_is_refused():
+    scope = {"__name__": "__main__"}
+    exec(CELL, scope)
+    with pytest.raises(ConfigError, match=r"the source of MyMethod cannot be had .* put it into a file"):
+        kvexp.compare([scope["MyMethod"]])
+    with pytest.raises(ConfigError, match="MyMethod uses SIGN, a Tensor of the notebook"):
+        class_method(cell(CELL.replace("-1.0", "torch.ones(())"))["MyMethod"])
+    with pytest.raises(ConfigError, match=r"methods must be a list .* got 'h2o'"):
+        kvexp.compare("h2o")
+    with pytest.raises(ConfigError, match="methods holds a int"):
+        kvexp.compare([3])
+    with pytest.raises(ConfigError, match="there is no method 'h20'; did you mean h2o"):
+        kvexp.compare(["h20"])
+
+
+def test_a_module_that_was_edited_since_its_import_is_refused(folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    import keydiff
+
+    source = class_method(keydiff.KeyDiff).source
+    assert source == load_method("keydiff.py").source
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self", "return +self"))
+    with pytest.raises(ConfigError, match=r"keydiff\.py was edited after it was imported \(KeyDiff\.birth"):
+        class_method(keydiff.KeyDiff)
+
+
+def test_a_class_without_a_name_is_called_as_its_class():
+    class Plain(Method):
+        @property
+        def view(self):
+            return AttentionScoreSpec()
+
+    class Named(Plain):
+        name = "named"
+
+    assert Plain.name == "Plain" and Named.name == "named"
+    with warnings.catch_warnings():
+        made = generate(tiny("llama"), prompts_of(4, (30,)), Plain(), Budget(tokens=7))
+    assert len(made.tokens) == 1
