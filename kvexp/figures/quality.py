@@ -51,7 +51,8 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
         method, setting = map(str, key)
         line = line.sort_values("kv_ratio")
         middle = line[f"{metric}_of_full"]
-        reach = [(middle - line[f"{metric}_low"]).clip(lower=0), (line[f"{metric}_high"] - middle).clip(lower=0)]
+        sides = (middle - line[f"{metric}_low"], line[f"{metric}_high"] - middle)
+        reach = [side.clip(lower=0).to_numpy() for side in sides]  # matplotlib takes a series of one for a number
         look: dict[str, Any] = {
             "color": color_of(method),
             "marker": marker_of(method),
@@ -96,6 +97,11 @@ def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
         if f"{own}_of_full" not in part:
             raise ConfigError(f"{task} has no metric {own!r}")
     shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
+    if all(runs.empty for runs in shown):
+        raise ConfigError(
+            f"no run has a kv_ratio and a percentage of its baseline, which takes {MIN_PAIRS} examples or more: there "
+            "is nothing to draw"
+        )
     records: list[Any] = [row for runs in shown for row in runs.to_dict("records")]
     shared, rows = shared_settings(records)
     left = iter(rows)

@@ -18,6 +18,20 @@ from kvexp.user_methods.admitted import AdmittedMethod
 from kvexp.user_methods.method_class import check_class
 from kvexp.user_methods.source_files import INSTALLED, ModulePlace, source_files
 
+# What dataclasses compile from texts of their own.
+MADE = (
+    "__init__",
+    "__repr__",
+    "__eq__",
+    "__hash__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__setattr__",
+    "__delattr__",
+)
+
 
 def class_method(cls: type[Any]) -> AdmittedMethod:
     """The class as a configuration can build it.
@@ -40,7 +54,7 @@ def class_method(cls: type[Any]) -> AdmittedMethod:
 
 def _place(module: ModuleType, file: Path) -> ModulePlace:
     """A script that was started is known by its file's name, as kvexp run would know it."""
-    name = file.stem if module.__name__ == "__main__" else module.__name__
+    name = file.stem if module is sys.modules["__main__"] else module.__name__
     parts = name.split(".")
     return ModulePlace(name, file, file.parents[len(parts) if file.name == "__init__.py" else len(parts) - 1])
 
@@ -52,10 +66,10 @@ def _is_in(cls: type[Any], file: str) -> bool:
 
 def _functions(cls: type[Any]) -> Iterator[FunctionType]:
     """The functions that stand in the class's source, without decorators; those that dataclasses makes do not."""
-    for value in vars(cls).values():
+    for name, value in vars(cls).items():
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         inner = inspect.unwrap(inner) if callable(inner) else inner
-        if isinstance(inner, FunctionType) and inner.__code__.co_filename != "<string>":
+        if isinstance(inner, FunctionType) and (name not in MADE or inner.__code__.co_filename != "<string>"):
             yield inner
 
 
@@ -140,7 +154,7 @@ def _text(item: type[Any] | FunctionType, cls: type[Any]) -> tuple[str, dict[str
         tree = None
     kinds = ast.ClassDef if isinstance(item, type) else ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef
     for node in ast.walk(tree) if tree is not None else ():
-        if not isinstance(node, kinds):  # type: ignore[arg-type]  # a union of types is fine at run time
+        if not isinstance(node, kinds):
             continue
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         last = node.end_lineno or node.lineno
