@@ -13,7 +13,7 @@ from kvexp.diagnose.gap import draw, gaps, show
 from kvexp.errors import ConfigError
 from kvexp.evictions.eviction_files import EVICTIONS, Told, write_table, write_told
 from kvexp.record import Run
-from kvexp.results import stats
+from kvexp.results import intervals, stats
 
 BUDGET = {"kv_ratio": 0.3, "tokens": None, "of": "prompt", "counts_self": True, "pyramid": 0.0}
 
@@ -58,8 +58,8 @@ def test_points_lost_by_hand(sweep):
     assert (row["full"], row["ideal"], row["score"]) == (85.0, 80.0, 55.0)
     assert (row["budget"], row["selection"]) == (5.0, 25.0)
     selection = np.array([[50.0], [0.0], [60.0], [-10.0]] * 5)
-    means = stats.resampled_means(selection, stats.resamples_for(stats.LEVEL, 20))
-    ends = stats.interval(means[:, 0], 20, stats.LEVEL)
+    means = stats.resampled_means(intervals.mean_moments(selection[:, 0]), stats.resamples_for(stats.LEVEL))
+    ends = intervals.mean_interval(selection[:, 0], means, stats.LEVEL)
     assert (row["selection_low"], row["selection_high"]) == ends
     assert row["budget_low"] <= 5.0 <= row["budget_high"]
     assert frame.attrs["missing"] == ["tova 0.5"], "its budget has no ideal run"

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.results.stats import LEVEL, RESAMPLES, interval, resampled_means
+from kvexp.results.intervals import mean_interval as interval_of_mean
+from kvexp.results.intervals import mean_moments
+from kvexp.results.stats import LEVEL, RESAMPLES, resampled_means
 from kvexp.results.units import TOO_FEW
 
 Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
@@ -17,11 +19,11 @@ Gap = tuple[float, float, float]  # mean, low, high
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of a mean; NaN for fewer than two values."""
-    column = np.array(values, dtype=np.float64)[:, None]
+    """95 % interval of a mean (`kvexp.results.intervals`); NaN for fewer than two values."""
+    column = np.array(values, dtype=np.float64)
     if len(column) < 2:
         return math.nan, math.nan
-    return interval(resampled_means(column, RESAMPLES)[:, 0], len(column), LEVEL)
+    return interval_of_mean(column, resampled_means(mean_moments(column), RESAMPLES), LEVEL)
 
 
 def paired_difference(ours: Scores, theirs: Scores, metric: str) -> tuple[float, float, float, int]:

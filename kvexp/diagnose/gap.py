@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.results import stats
+from kvexp.results import intervals, stats
 from kvexp.results.read import Folder, chosen, folders, number
 from kvexp.results.units import TOO_FEW, absent
 
@@ -83,11 +83,12 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
     row = {key: labels.get(key) for key in KEYS} | {"metric": name, "n": len(shared), "hash": folder.run.hash}
     row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
     enough = len(shared) >= stats.MIN_PAIRS
-    means = stats.resampled_means(losses, stats.resamples_for(stats.LEVEL, len(shared))) if enough else None
     for place, part in enumerate(PARTS):
         ends = (np.nan, np.nan)
-        if means is not None:
-            ends = stats.interval(means[:, place], len(shared), stats.LEVEL)
+        if enough:
+            moments = intervals.mean_moments(losses[:, place])
+            means = stats.resampled_means(moments, stats.resamples_for(stats.LEVEL))
+            ends = intervals.mean_interval(losses[:, place], means, stats.LEVEL)
         row |= {part: float(losses[:, place].mean()), f"{part}_low": ends[0], f"{part}_high": ends[1]}
     return row
 

@@ -166,7 +166,13 @@ def _needed(row: Row) -> str:
         return TOO_FEW
     if absent(row["needed"]) and absent(row["needed999"]):
         return "-"
-    return f"{count(row['needed'])} / {count(row['needed999'])}"
+    return " / ".join(_range(row, name) for name in ("needed", "needed999"))
+
+
+def _range(row: Row, name: str) -> str:
+    """From the least to the most of what is likely: 120-24k; the number alone where both are the same."""
+    low, high = count(row[f"{name}_low"]), count(row[f"{name}_high"])
+    return low if low == high else f"{low}-{high}"
 
 
 def _interval(row: Row, metric: str) -> str:

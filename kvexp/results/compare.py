@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvexp.results import stats
+from kvexp.results import intervals, stats
 from kvexp.results.read import Folder, Row, number
 from kvexp.results.stats import Floats
 
@@ -22,7 +22,7 @@ class Comparison:
     scores: Floats
     base: Floats
     length: float  # generated tokens, percent of the baseline's
-    means: Floats = field(default_factory=lambda: np.empty((0, 0)))  # (resamples, 2 * metrics): of scores, then of base
+    means: list[Floats] = field(default_factory=list)  # of each metric's `_moments`, resampled: (resamples, 2 or 5)
 
     @property
     def pairs(self) -> int:
@@ -59,11 +59,36 @@ def resample(comparisons: Sequence[Comparison], level: float) -> None:
     """Bootstrap the comparisons that have enough pairs for it; those of equal size share the draws."""
     for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= stats.MIN_PAIRS}:
         same = [comparison for comparison in comparisons if comparison.pairs == n]
-        columns = np.hstack([block for each in same for block in (each.scores, each.base)])
-        means = stats.resampled_means(columns, stats.resamples_for(level, n))
-        ends = np.cumsum([2 * len(each.metrics) for each in same])
-        for each, block in zip(same, np.split(means, ends[:-1], axis=1), strict=True):
-            each.means = block
+        columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
+        finest = max(fail_level(each, level) for each in same)
+        means = stats.resampled_means(np.hstack(columns), stats.resamples_for(finest))
+        ends = np.cumsum([block.shape[1] for block in columns])
+        blocks = iter(np.split(means, ends[:-1], axis=1))
+        for each in same:
+            each.means = [next(blocks) for _ in each.metrics]
+
+
+def _moments(comparison: Comparison, index: int) -> Floats:
+    """The columns of one metric whose resampled means its interval is made of."""
+    scores, base = comparison.scores[:, index], comparison.base[:, index]
+    if stats.lower_is_better(comparison.metrics[index]):
+        return intervals.mean_moments(base - scores)
+    return intervals.ratio_moments(scores, base)
+
+
+def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[float, float]:
+    """Of a metric's percentage of the baseline; NaN without enough pairs."""
+    scores, base = comparison.scores[:, index], comparison.base[:, index]
+    if not comparison.means:
+        return intervals.NONE
+    if stats.lower_is_better(comparison.metrics[index]):
+        low, high = intervals.mean_interval(base - scores, comparison.means[index], level)
+        return 100.0 * math.exp(low), 100.0 * math.exp(high)
+    if intervals.is_all_or_nothing(scores, base):
+        low, high = intervals.share_ratio_interval(scores, base, level)
+    else:
+        low, high = intervals.ratio_interval(scores, base, comparison.means[index], level)
+    return 100.0 * low, 100.0 * high
 
 
 def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
@@ -83,26 +108,36 @@ def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
         verdicts = [row[f"{name}_verdict{ending}"] for name in comparison.metrics]
         row[f"verdict{ending}"] = _together(verdicts, row["length_ok"]) if decidable else "undecided"
         needed = "needed" if mark == 99.0 else f"needed{ending}"
-        row[needed] = math.nan
+        row |= {needed: math.nan, f"{needed}_low": math.nan, f"{needed}_high": math.nan}
         if row[f"verdict{ending}"] == "undecided" and decidable:
             still = [name for name, verdict in zip(comparison.metrics, verdicts, strict=True) if verdict == "undecided"]
-            wanted = [_needed(comparison, name, row[f"{name}_of_full"], mark, level) for name in still]
-            row[needed] = float(np.max(wanted))
+            wanted = {name: _needed(comparison, name, row[f"{name}_of_full"], mark, level) for name in still}
+            most = max(wanted, key=lambda name: -1.0 if math.isnan(wanted[name]) else wanted[name])
+            row[needed] = wanted[most]
+            row[f"{needed}_low"], row[f"{needed}_high"] = _range(comparison, most, mark, level)
     return row
 
 
+def fail_level(comparison: Comparison, level: float) -> float:
+    """The level at which a metric fails: any one of several makes a run fail, so each has its share of the errors.
+
+    To pass, every metric has to: no correction is needed there (an intersection-union test).
+    """
+    return stats.corrected_level(len(comparison.metrics), level)
+
+
 def _metric(comparison: Comparison, index: int, level: float, decidable: bool) -> dict[str, Any]:
-    name, low, high, wide = comparison.metrics[index], math.nan, math.nan, (math.nan, math.nan)
+    """Columns of one metric; its corrected low end is of the interval that passes, the high end of that which fails."""
+    name, low, high, floor, ceiling = comparison.metrics[index], math.nan, math.nan, math.nan, math.nan
     at = float(stats.percent(name, comparison.scores[:, index].mean(), comparison.base[:, index].mean()))
-    if len(comparison.means) and math.isfinite(at):
-        scores, base = comparison.means[:, index], comparison.means[:, len(comparison.metrics) + index]
-        values = stats.percent(name, scores, base)
-        low, high = stats.interval(values, comparison.pairs, stats.LEVEL)
-        wide = stats.interval(values, comparison.pairs, level)
+    if math.isfinite(at):
+        low, high = percent_interval(comparison, index, stats.LEVEL)
+        floor, _ = percent_interval(comparison, index, level)
+        _, ceiling = percent_interval(comparison, index, fail_level(comparison, level))
     row: dict[str, Any] = {f"{name}_of_full": at, f"{name}_low": low, f"{name}_high": high}
-    row |= {f"{name}_low_corrected": wide[0], f"{name}_high_corrected": wide[1]}
+    row |= {f"{name}_low_corrected": floor, f"{name}_high_corrected": ceiling}
     for mark, ending in SUFFIX.items():
-        row[f"{name}_verdict{ending}"] = stats.decide(*wide, mark) if decidable else "undecided"
+        row[f"{name}_verdict{ending}"] = stats.decide(floor, ceiling, mark) if decidable else "undecided"
     return row
 
 
@@ -119,3 +154,11 @@ def _needed(comparison: Comparison, name: str, at: float, mark: float, level: fl
     sd = stats.spread(name, comparison.scores[:, index], comparison.base[:, index])
     wanted = stats.n_needed(abs(at - mark), sd, level)
     return wanted if math.isnan(wanted) else max(wanted, comparison.pairs + 1.0)
+
+
+def _range(comparison: Comparison, name: str, mark: float, level: float) -> tuple[float, float]:
+    """What `_needed` is likely to be, by what these examples tell of gap and spread."""
+    index = comparison.metrics.index(name)
+    low, high = stats.n_range(name, comparison.scores[:, index], comparison.base[:, index], mark, level)
+    least = comparison.pairs + 1.0
+    return (low, high) if math.isnan(low) else (max(low, least), max(high, least))

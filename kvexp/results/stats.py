@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -15,6 +16,7 @@ LEVEL = 0.95
 POWER = 0.8
 MIN_PAIRS = 20  # a bootstrap of fewer examples knows too little about its own width
 RESAMPLES = 10_000
+PILOT_RESAMPLES = 2_000  # of `n_range`, whose ends are told to two digits
 MAX_RESAMPLES = 50_000
 SEED = 95
 
@@ -50,28 +52,13 @@ def normal_quantile(p: float) -> float:
 
 
 def t_quantile(p: float, df: int) -> float:
-    """Student's t by the Cornish-Fisher expansion in 1/df: within 1e-3 of the exact value for p <= 0.9995, df >= 19."""
-    z = normal_quantile(p)
-    return (
-        z
-        + (z**3 + z) / (4 * df)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
-    )
+    """Student's t with df degrees of freedom."""
+    return float(stdtrit(df, p))
 
 
-def tail(level: float, n: int) -> float:
-    """The bootstrap quantile that stands for (1 - level) / 2: the expanded percentile interval.
-
-    The plain percentile interval is too short for small n, as if it used n for n - 1 and a normal for a t; asking for
-    this smaller quantile repairs both (Hesterberg, arXiv:1411.5279).
-    """
-    return NormalDist().cdf(-math.sqrt(n / (n - 1)) * t_quantile(1 - (1 - level) / 2, n - 1))
-
-
-def resamples_for(level: float, n: int) -> int:
-    """Enough resamples for ten of them to lie beyond the quantile asked for, within reason."""
-    return int(min(MAX_RESAMPLES, max(RESAMPLES, math.ceil(10 / max(tail(level, n), 1e-9)))))
+def resamples_for(level: float) -> int:
+    """Enough resamples for ten of them to lie beyond each end of the interval, within reason."""
+    return int(min(MAX_RESAMPLES, max(RESAMPLES, math.ceil(20 / max(1 - level, 1e-9)))))
 
 
 def resampled_means(columns: Floats, resamples: int) -> Floats:
@@ -90,20 +77,6 @@ def resampled_means(columns: Floats, resamples: int) -> Floats:
         counts = np.bincount(draws.ravel(), minlength=rows * n).reshape(rows, n)
         means[start : start + rows] = counts @ columns / n
     return means
-
-
-def interval(values: Floats, n: int, level: float) -> tuple[float, float]:
-    """Expanded percentile interval of bootstrap values (n = examples resampled).
-
-    A resample whose baseline scored 0 (NaN) can have any percentage: it counts as 0 below and as infinity above.
-    """
-    if n < 2:
-        return math.nan, math.nan
-    p = tail(level, n)
-    unknown = np.isnan(values)
-    low = np.quantile(np.where(unknown, 0.0, values), p, method="lower")
-    high = np.quantile(np.where(unknown, np.inf, values), 1 - p, method="higher")
-    return float(low), float(high)
 
 
 def corrected_level(comparisons: int, level: float = LEVEL) -> float:
@@ -129,3 +102,24 @@ def n_needed(gap: float, sd: float, level: float = LEVEL, power: float = POWER) 
         return math.inf if sd else float(MIN_PAIRS)
     z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(power)
     return float(max(MIN_PAIRS, math.ceil((z * sd / gap) ** 2)))
+
+
+def n_range(metric: str, scores: Floats, base: Floats, mark: float, level: float = LEVEL) -> tuple[float, float]:
+    """The middle 80 % of `n_needed` over resamples of these examples: what a pilot of this size knows of it."""
+    n = len(scores)
+    if n < MIN_PAIRS or not math.isfinite(float(percent(metric, scores.mean(), base.mean()))):
+        return math.nan, math.nan
+    columns = np.stack([scores, base, scores * scores, base * base, scores * base], axis=1)
+    top, bottom, square, base_square, product = resampled_means(columns, PILOT_RESAMPLES).T
+    at = percent(metric, top, bottom)
+    slope = np.ones_like(at) if lower_is_better(metric) else at / 100.0
+    offset = top - slope * bottom  # of the residual scores - slope * base, whose variance is that of one example
+    variance = square - 2 * slope * product + slope * slope * base_square - offset * offset
+    unit = at if lower_is_better(metric) else 100.0 / np.where(bottom > 0, bottom, np.nan)
+    sd = unit * np.sqrt(np.maximum(variance, 0) * n / (n - 1))
+    z = normal_quantile(1 - (1 - level) / 2) + normal_quantile(POWER)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wanted = np.maximum(np.ceil((z * sd / np.abs(at - mark)) ** 2), MIN_PAIRS)
+    wanted = np.where(np.isnan(wanted), np.inf, wanted)
+    low, high = np.quantile(wanted, (0.1, 0.9), method="nearest")
+    return float(low), float(high)

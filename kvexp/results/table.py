@@ -17,8 +17,8 @@ COUNTS = ("n", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed"
 VERDICTS = (
     "verdict99",
     "verdict999",
-    "needed",
-    "needed999",
+    *("needed", "needed_low", "needed_high"),
+    *("needed999", "needed999_low", "needed999_high"),
     "comparisons",
     "confidence",
     "length_of_full",
