@@ -8,7 +8,7 @@ from tiny import prompts_of, stock, tiny, tokens
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import MethodSpec, divergence_from_full, prefill, prefill_together
+from kvexp.generate import GenerationParams, MethodSpec, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.divergence import compare
 from kvexp.generate.prefilled_context import forward_all
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
@@ -80,6 +80,25 @@ def test_the_first_token_is_the_prefills_and_the_rest_is_not():
         assert max(row.kl[1:]) > 1e-3
 
 
+def test_the_full_caches_own_answer_is_what_it_generates():
+    """Written while the variants are fed it, or generated first and forced: the same tokens and numbers."""
+    model = tiny("llama")
+    specs = [MethodSpec(Full()), MethodSpec(H2O(), FIFTH), MethodSpec(Keyformer(), HALF)]
+    answers = generate(model, PROMPTS, Full(), decoding=GenerationParams(10, eos=None)).tokens
+    eos = [answers[1][4]]  # as if it ended the second answer, and wherever else it occurs
+    texts = [answer[: answer.index(eos[0]) + 1] if eos[0] in answer else answer for answer in answers]
+    assert len({len(text) for text in texts}) > 1
+    runs = []
+    for given in (None, texts):
+        full, *others = prefill_together(model, PROMPTS, specs, max_new_tokens=10, seeds=SEEDS)
+        runs.append(divergence_from_full(model, full, others, given, max_new_tokens=10, eos=eos))
+    for own, forced in zip(*runs, strict=True):
+        for a, b, text in zip(own, forced, texts, strict=True):
+            assert a.tokens == b.tokens == text
+            assert a.kl == pytest.approx(b.kl, abs=1e-6) and a.same_top1 == b.same_top1
+            assert len(a.kl) == len(a.logprob) == len(text)
+
+
 def test_full_against_full_is_zero():
     for row in measured(tiny("llama"), [MethodSpec(Full()), MethodSpec(H2O(), Budget(kv_ratio=1.0))])[0]:
         assert max(map(abs, row.kl)) < 1e-6
@@ -132,6 +151,7 @@ def test_compare_agrees_with_torch():
         ({"texts": [[1], [99], [2]]}, "99"),
         ({"variants": []}, "no variant"),
         ({"swap": True}, "full cache"),
+        ({"texts": None}, "max_new_tokens"),
     ],
 )
 def test_refusals(change, words):

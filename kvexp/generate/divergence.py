@@ -31,9 +31,10 @@ class TextDivergence:
     kl: KL(full || variant) of the next-token distributions in nats, >= 0 up to rounding.
     full_logprob, logprob: natural-log probability of the forced token under the full cache and under the variant.
     same_top1: whether both rank the same token first.
-    The first token of each list is predicted by the prefill, before anything was evicted.
+    tokens: the text's token ids. The first entry of each list is predicted by the prefill, before anything was evicted.
     """
 
+    tokens: list[int]
     kl: list[float] = field(default_factory=list)
     full_logprob: list[float] = field(default_factory=list)
     logprob: list[float] = field(default_factory=list)
@@ -45,39 +46,60 @@ def divergence_from_full(
     model: PreTrainedModel,
     full: PrefilledContext,
     variants: Sequence[PrefilledContext],
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]] | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    eos: Sequence[int] = (),
 ) -> list[list[TextDivergence]]:
-    """Compare each variant with the full cache along one text (token ids) per prompt: variant -> row.
+    """Compare each variant with the full cache along one text per prompt: variant -> row.
 
     full and variants are contexts of the same B prompts (`shared_prefill`, or `prefill` of each); all are used up.
-    The last token of a text is predicted and not fed. Errors are ConfigError before the model runs.
+    texts: token ids, one text per prompt; None: the full cache's own greedy answer, of up to max_new_tokens tokens, its
+    end token (one of eos) included, which it writes while the variants are fed it. The last token of a text is
+    predicted and not fed. Errors are ConfigError before the model runs.
     """
     size = len(full.ids)
-    _check(model, full, variants, texts)
+    _check(model, full, variants, texts, max_new_tokens)
     contexts = [full, *variants]
-    width = max(map(len, texts))
-    forced = torch.zeros(size, width, dtype=torch.int64)
-    for row, text in enumerate(texts):
-        forced[row, : len(text)] = torch.as_tensor(list(text))
-    forced = forced.to(full.ids.device)
+    width = max(map(len, texts)) if texts is not None else int(max_new_tokens or 0)
+    forced = None if texts is None else _padded(texts, width).to(full.ids.device)
     logits = torch.cat([context.logits for context in contexts])
     positions = (full.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
     cache = joined(contexts)
-    steps: list[Tensor] = []
+    ends = torch.tensor(list(eos), dtype=torch.int64, device=full.ids.device)
+    over = torch.zeros(size, dtype=torch.bool, device=full.ids.device)
+    steps, fed = [], []
     for column in range(width):
-        token = forced[:, column : column + 1]
-        steps.append(compare(logits[:size], logits[size:], token[:, 0]))
-        if column + 1 == width:
+        token = logits[:size].argmax(-1).to(full.ids.device) if forced is None else forced[:, column]
+        steps.append(compare(logits[:size], logits[size:], token))
+        fed.append(token)
+        over = over | torch.isin(token, ends) if forced is None else over
+        if column + 1 == width or bool(over.all()):
             break
         positions = positions + 1
-        logits = one_step(model, token.repeat(len(contexts), 1), positions, cache)
+        logits = one_step(model, token[:, None].repeat(len(contexts), 1), positions, cache)
     for context in contexts:
         check_scores(context.cache)
     found = torch.stack(steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
+    if texts is None:
+        texts = [_ended(row, eos) for row in torch.stack(fed, 1).tolist()]
     return [
-        [_text(found[: len(text), :, place * size + row]) for row, text in enumerate(texts)]
+        [_text(list(text), found[: len(text), :, place * size + row]) for row, text in enumerate(texts)]
         for place in range(len(variants))
     ]
+
+
+def _padded(texts: Sequence[Sequence[int]], width: int) -> Tensor:
+    """[B, width], zeros behind the shorter ones."""
+    forced = torch.zeros(len(texts), width, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        forced[row, : len(text)] = torch.as_tensor(list(text))
+    return forced
+
+
+def _ended(tokens: list[int], eos: Sequence[int]) -> list[int]:
+    """Up to and with the first end token."""
+    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in set(eos)), tokens)
 
 
 def compare(full: Tensor, logits: Tensor, token: Tensor) -> Tensor:
@@ -101,17 +123,18 @@ def compare(full: Tensor, logits: Tensor, token: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _text(columns: Tensor) -> TextDivergence:
+def _text(tokens: list[int], columns: Tensor) -> TextDivergence:
     """columns [N, 4] of `compare`."""
     kl, full_logprob, logprob, same = columns.T.tolist()
-    return TextDivergence(kl, full_logprob, logprob, [each > 0.5 for each in same])
+    return TextDivergence(tokens, kl, full_logprob, logprob, [each > 0.5 for each in same])
 
 
 def _check(
     model: PreTrainedModel,
     full: PrefilledContext,
     variants: Sequence[PrefilledContext],
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]] | None,
+    max_new_tokens: int | None,
 ) -> None:
     """ConfigError for contexts that are not of the same prompts, beams, and texts that cannot be fed."""
     if not variants:
@@ -123,6 +146,11 @@ def _check(
             raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")
         if context.ids.shape != full.ids.shape or not torch.equal(context.ids, full.ids):
             raise ConfigError("divergence needs every context to be of the same prompts, in the same order")
+    if texts is None:
+        if max_new_tokens is None or max_new_tokens < 1:
+            raise ConfigError("the full cache's own answer needs max_new_tokens, a whole number from 1; or give texts")
+        check_length(model, max(full.lengths), max_new_tokens, full.cache.timeline.max_positions is None)
+        return
     if len(texts) != len(full.ids):
         raise ConfigError(f"got {len(texts)} texts for {len(full.ids)} prompts: give one for each")
     if min(map(len, texts)) == 0:
