@@ -21,6 +21,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
     "report": ("kvexp.report", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "divergence": ("kvexp.divergence", "KL divergence of runs from the full cache, with intervals and verdicts"),
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),

@@ -153,7 +153,8 @@ def test_made_recordings_are_what_their_script_makes(make):
     for name, value in kept.items():
         assert value.dtype == made[name].dtype
         if value.dtype.kind == "f":
-            np.testing.assert_allclose(made[name], value, rtol=1e-6, atol=1e-7, err_msg=name)
+            # float32 sums of another processor: logits up to 4 differ by up to 2e-6; whole numbers must be equal.
+            np.testing.assert_allclose(made[name], value, rtol=1e-5, atol=1e-5, err_msg=name)
         else:
             np.testing.assert_array_equal(made[name], value, err_msg=name)
 

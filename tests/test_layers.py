@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "record": {".errors"},
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
-    "results": {".errors", ".console", ".record", "numpy", "pandas", "rich"},
+    "results": {".errors", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
     "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
@@ -99,6 +99,10 @@ ALLOWED: dict[str, set[str]] = {
     "run": {".errors", ".paths", ".pipes", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
     "cli": {".errors", ".paths", ".pipes", ".user_methods", ".run", ".sweep"},
     "__main__": {".cli"},  # kvexp/__main__.py
+    "divergence": {
+        *(".errors", ".console", ".models", ".generate", ".tasks", ".config", ".evaluate", ".diagnose", ".record"),
+        *(".results", ".terminal", "numpy", "pandas", "rich"),
+    },
     "diagnose": {
         *(
             ".errors",

@@ -89,6 +89,25 @@ def divergence_from_full(
     ]
 
 
+@torch.no_grad()
+def read_question(model: PreTrainedModel, contexts: Sequence[PrefilledContext], question: Sequence[int]) -> None:
+    """Feed the same question (token ids) to every row of contexts of the same prompts, token by token, in place.
+
+    Eviction goes on while it is read, as when it is answered (`generate_from_context`).
+    """
+    first, cache = contexts[0], joined(contexts)
+    size, rows = len(first.ids), len(first.ids) * len(contexts)
+    ids = torch.as_tensor(list(question), device=first.ids.device)
+    positions = (first.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
+    for token in ids:
+        positions = positions + 1
+        logits = one_step(model, token.view(1, 1).repeat(rows, 1), positions, cache)
+    asked = ids.repeat(size, 1)
+    ids, mask = torch.cat([first.ids, asked], dim=1), torch.cat([first.mask, torch.ones_like(asked)], dim=1)
+    for context, last in zip(contexts, logits.split(size), strict=True):
+        context.ids, context.mask, context.logits = ids, mask, last
+
+
 def _padded(texts: Sequence[Sequence[int]], width: int) -> Tensor:
     """[B, width], zeros behind the shorter ones."""
     forced = torch.zeros(len(texts), width, dtype=torch.int64)

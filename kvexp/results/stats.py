@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -54,6 +54,11 @@ def normal_quantile(p: float) -> float:
 def t_quantile(p: float, df: int) -> float:
     """Student's t with df degrees of freedom."""
     return float(stdtrit(df, p))
+
+
+def t_tail(t: float, df: int) -> float:
+    """Two-sided p of Student's t."""
+    return float(2 * stdtr(df, -abs(t)))
 
 
 def resamples_for(level: float) -> int:

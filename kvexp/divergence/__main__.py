@@ -1,0 +1,134 @@
+"""python -m kvexp.divergence outputs/: measure what runs lack, then print how far each is from the full cache."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from rich.table import Table
+
+from kvexp.console import Console
+from kvexp.divergence.divergence_file import OWN, TEXTS
+from kvexp.divergence.divergence_table import EPSILON_KL, EPSILON_TOP1, compared, divergence_table
+from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
+from kvexp.results.read import chosen, folders, unmatched
+from kvexp.results.where import where
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if there was something to show, 1 if nothing was, 2 if the request cannot work."""
+    args = parser().parse_args(argv)
+    console = Console()
+    try:
+        wanted = where(args.where)
+        texts = TEXTS if args.text == "both" else (args.text,)
+        if min(args.epsilon, args.epsilon_top1) <= 0:
+            raise ConfigError("--epsilon and --epsilon-top1 must be positive")
+        shown = [folder for folder in chosen(folders(args.outputs), wanted) if not folder.refused]
+        refused: dict[str, str] = {}
+        if not args.no_measure:
+            from kvexp.divergence.measure import measure_claimed
+
+            refused = measure_claimed([folder.run for folder in shown], texts)
+        frame = divergence_table(shown, args.epsilon, args.epsilon_top1)
+        if args.csv is not None and not frame.empty:
+            frame.to_csv(args.csv, index=False)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if frame.empty:
+        console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")
+    for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False) if len(frame) else ():
+        _print(console, f"{model} / {task}: KL divergence from the full cache along {_said(str(text))}", part)
+        if args.compare:
+            by_hash = {folder.run.hash: folder for folder in shown if folder.run.hash in set(part["hash"])}
+            _pairs(console, compared(by_hash, str(text)), part)
+    if len(frame):
+        console.print(
+            f"KL in nats per token, mean over tokens with a 95 % interval over examples; equivalent: below "
+            f"{args.epsilon:g}, worse: above; top-1: the same likeliest token, against {1 - args.epsilon_top1:.0%}; "
+            "the first token, which the full prefill predicts, is left out"
+        )
+    for name, why in refused.items():
+        console.print(f"{name}: {why}")
+    return 0 if len(frame) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="kvexp divergence", description=__doc__)
+    add = result.add_argument
+    add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    add("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE", help="only these runs")
+    add("--text", choices=(*TEXTS, "both"), default=OWN, help="forced text: full's own answer, the reference, or both")
+    add("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"of KL (default: {EPSILON_KL})")
+    add("--epsilon-top1", type=float, default=EPSILON_TOP1, metavar="SHARE", help=f"default: {EPSILON_TOP1}")
+    add("--compare", action="store_true", help="every two runs, corrected by Holm")
+    add("--no-measure", action="store_true", help="only read what was measured before")
+    add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
+    return result
+
+
+def _said(text: str) -> str:
+    return "its own greedy answer" if text == OWN else "the reference answer"
+
+
+def _print(console: Console, title: str, part: pd.DataFrame) -> None:
+    console.print(title, style="bold", highlight=False, markup=False)
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    heads = (
+        "method",
+        "budget",
+        "n",
+        "tokens",
+        "KL",
+        "95 %",
+        "median",
+        "99 %",
+        "top-1",
+        "95 %",
+        "PPL\nratio",
+        "verdict",
+    )
+    for head in (*heads, "by top-1"):
+        table.add_column(head, justify="left" if head in ("method", "verdict", "by top-1") else "right", no_wrap=True)
+    row: pd.Series
+    for _, row in part.sort_values(["kv_ratio", "kl"]).iterrows():
+        name = f"{row['method']} {row.get('setting') or ''}".strip()
+        table.add_row(
+            *(name, "-" if pd.isna(row["kv_ratio"]) else f"{row['kv_ratio']:g}", f"{row['n']}", f"{row['tokens']}"),
+            *(f"{row['kl']:.4f}", _ends(row, "kl", 4), f"{row['kl_p50']:.4f}", f"{row['kl_p99']:.2f}"),
+            *(f"{row['top1']:.1%}", _ends(row, "top1", 3), f"{row['ppl_ratio']:.3f}"),
+            *(row["verdict_kl"], row["verdict_top1"]),
+        )
+    console.print(table)
+    console.print()
+
+
+def _ends(row: pd.Series, name: str, digits: int) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "too few" if pd.isna(low) else f"{low:.{digits}f}..{high:.{digits}f}"
+
+
+def _pairs(console: Console, pairs: pd.DataFrame, part: pd.DataFrame) -> None:
+    names = {row["hash"]: f"{row['method']} {row['kv_ratio']:g}" for _, row in part.iterrows()}
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for head in ("one", "other", "n", "KL one - other", "95 %", "p (Holm)", "less divergence"):
+        table.add_column(head, no_wrap=True)
+    for _, row in pairs.iterrows():
+        ends = "too few" if pd.isna(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"
+        better = names.get(row["better"], "undecided")
+        p = "-" if pd.isna(row["holm"]) else f"{row['holm']:.2g}"
+        table.add_row(
+            names[row["one"]], names[row["other"]], f"{row['n']}", f"{row['difference']:+.4f}", ends, p, better
+        )
+    console.print(table)
+    console.print()
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())

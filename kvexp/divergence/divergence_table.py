@@ -1,0 +1,166 @@
+"""divergence.jsonl as a table: a row per run and kind of text, with intervals by example and verdicts.
+
+Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
+first token that the full prefill predicts is the same for every method and counts apart (`first_kl`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvexp.divergence.divergence_file import TEXTS, Line, read
+from kvexp.results import intervals, stats
+from kvexp.results.read import Folder
+from kvexp.results.stats import Floats
+
+EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
+EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
+QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
+# Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the
+# error asked for, which in simulation (tests/test_divergence_table.py) keeps the false verdicts at the nominal rate.
+TAIL = 5
+
+EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """Of one run and kind of text, an entry per example [n]: sums over its tokens, and how many there were."""
+
+    names: list[str]
+    tokens: Floats
+    kl: Floats
+    differs: Floats
+    change: Floats  # log-probability of the forced token, variant less full
+    change_squared: Floats
+    each_kl: Floats  # every token's, [tokens.sum()]
+    first_kl: Floats  # of first tokens that the prefill predicts
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> PerExample | None:
+        """None where no line has a token that was predicted after the eviction."""
+        names, columns, each, first = [], [], [], []
+        for line in sorted(lines, key=lambda line: line["index"]):
+            skip = int(line["first_by_prefill"])
+            kl, same = np.array(line["kl"]), np.array(line["same_top1"], dtype=np.float64)
+            change = np.array(line["logprob"]) - np.array(line["full_logprob"])
+            first += kl[:skip].tolist()
+            if len(kl) == skip:
+                continue
+            kl, same, change = np.maximum(kl[skip:], 0), same[skip:], change[skip:]
+            names.append(line["example"])
+            each.append(kl)
+            columns.append([len(kl), kl.sum(), (1 - same).sum(), change.sum(), (change * change).sum()])
+        if not names:
+            return None
+        tokens, sums, differs, changes, squares = np.array(columns, dtype=np.float64).T
+        return cls(names, tokens, sums, differs, changes, squares, np.concatenate(each), np.array(first))
+
+
+def divergence_table(
+    folders: Iterable[Folder], epsilon_kl: float = EPSILON_KL, epsilon_top1: float = EPSILON_TOP1
+) -> pd.DataFrame:
+    """Rows for the runs that have lines; verdicts are corrected for the runs of the same model, task and text."""
+    families: dict[str, list[tuple[Folder, PerExample]]] = defaultdict(list)
+    for folder in folders:
+        lines = list(read(folder.run).values()) if folder.run.baseline is not None else []
+        for text in TEXTS:
+            found = PerExample.of([line for line in lines if line["text"] == text])
+            if found is not None:
+                families[repr([folder.labels.get("model"), folder.labels.get("task"), text])].append((folder, found))
+    rows = []
+    for key, family in families.items():
+        text = next(text for text in TEXTS if key.endswith(f"'{text}']"))
+        level = stats.corrected_level(len(family))
+        rows += [_row(folder, found, text, level, epsilon_kl, epsilon_top1) for folder, found in family]
+    return pd.DataFrame(rows)
+
+
+def _row(
+    folder: Folder, found: PerExample, text: str, level: float, epsilon_kl: float, epsilon_top1: float
+) -> dict[str, Any]:
+    total = found.tokens.sum()
+    kl = share_interval(found.kl, found.tokens, stats.LEVEL)
+    top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
+    change = float(found.change.sum() / total)
+    row: dict[str, Any] = {**folder.labels, "text": text, "n": len(found.names), "tokens": int(total)}
+    row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+    row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
+    row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
+    row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": 1 - top1[1], "top1_high": 1 - top1[0]}
+    row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
+    row |= {"ppl_ratio": math.exp(-change)}
+    row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
+    row["verdict_top1"] = decide(share_interval(found.differs, found.tokens, level), epsilon_top1)
+    return row | {"hash": folder.run.hash}
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:
+    """Of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
+    if len(sums) < stats.MIN_PAIRS:
+        return intervals.NONE
+    finer = 1 - (1 - level) / TAIL
+    moments = stats.resampled_means(intervals.ratio_moments(sums, tokens), stats.resamples_for(finer))
+    return intervals.ratio_interval(sums, tokens, moments, finer)
+
+
+def decide(interval: tuple[float, float], epsilon: float) -> str:
+    """Equivalent: the whole interval is below epsilon; worse: above it."""
+    low, high = interval
+    if high < epsilon:
+        return EQUIVALENT
+    return WORSE if low > epsilon else UNDECIDED
+
+
+def compared(folders: Mapping[str, Folder], text: str) -> pd.DataFrame:
+    """Every two runs of one model and task: mean KL of the first less the second over the examples both have.
+
+    folders: hash -> run. p is two-sided, from Student's t of the per-example means; `holm` is p after Holm's correction
+    over all pairs of the table, and `better` names the run with less divergence where that is below 0.05.
+    """
+    found = {}
+    for name, folder in folders.items():
+        one = PerExample.of([line for line in read(folder.run).values() if line["text"] == text])
+        if one is not None:
+            found[name] = dict(zip(one.names, one.kl / one.tokens, strict=True))
+    rows, names = [], list(found)
+    for place, one_name in enumerate(names):
+        for other in names[place + 1 :]:
+            if any(folders[one_name].labels.get(k) != folders[other].labels.get(k) for k in ("model", "task")):
+                continue
+            shared = [example for example in found[one_name] if example in found[other]]
+            gaps = np.array([found[one_name][example] - found[other][example] for example in shared])
+            rows.append({"one": one_name, "other": other, "n": len(shared), **_difference(gaps)})
+    return _holm(pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"]))
+
+
+def _difference(gaps: Floats) -> dict[str, float]:
+    n = len(gaps)
+    if n < stats.MIN_PAIRS:
+        return {"difference": float(gaps.mean()) if n else math.nan, "low": math.nan, "high": math.nan, "p": math.nan}
+    moments = stats.resampled_means(intervals.mean_moments(gaps), stats.RESAMPLES)
+    low, high = intervals.mean_interval(gaps, moments, stats.LEVEL)
+    error = gaps.std(ddof=1) / math.sqrt(n)
+    p = stats.t_tail(abs(float(gaps.mean())) / error, n - 1) if error > 0 else float(gaps.mean() == 0)
+    return {"difference": float(gaps.mean()), "low": low, "high": high, "p": p}
+
+
+def _holm(frame: pd.DataFrame) -> pd.DataFrame:
+    """Holm's step-down correction: the k-th smallest p times the number of pairs left, never falling."""
+    known = frame["p"].dropna().sort_values()
+    left = len(known) - np.arange(len(known))
+    corrected = pd.Series(np.minimum(np.maximum.accumulate(known.to_numpy() * left), 1.0), known.index, dtype=float)
+    frame = frame.assign(holm=corrected.reindex(frame.index))
+    ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
+    return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))

@@ -1,0 +1,121 @@
+"""From divergence.jsonl to verdicts: by hand, Holm's correction by the book, and false verdicts in simulation."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvexp.divergence import divergence_file
+from kvexp.divergence.divergence_table import (
+    PerExample,
+    _holm,
+    compared,
+    decide,
+    divergence_table,
+    share_interval,
+)
+from kvexp.record import Run
+from kvexp.results.read import folders
+
+
+def line(index, kl, text="own", first=True, **more):
+    n = len(kl)
+    found = {"example": f"e{index}", "index": index, "text": text, "first_by_prefill": first, "tokens": list(range(n))}
+    found |= {"kl": kl, "full_logprob": [-1.0] * n, "logprob": [-1.5] * n, "same_top1": [1] * n}
+    return found | more
+
+
+def made(outputs, method, lines, kv_ratio=0.5):
+    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio}
+    base = Run.open(outputs, {"method": "full"}, labels | {"method": "full"})
+    run = Run.open(outputs, labels, labels, baseline=base.hash)
+    divergence_file.append(run, lines)
+    return run
+
+
+def test_numbers_by_hand(tmp_path):
+    """The first token, which the prefill predicts, is left out; means are over tokens, not over examples."""
+    lines = [line(0, [0.5, 0.1, 0.3]), line(1, [0.7, 0.2], same_top1=[1, 0], logprob=[-1.0, -1.0])]
+    made(tmp_path, "h2o", lines)
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert (row["n"], row["tokens"]) == (2, 3)
+    assert row["kl"] == pytest.approx(0.6 / 3) and row["first_kl"] == pytest.approx(0.6)
+    assert row["kl_max"] == 0.3 and row["kl_p50"] == 0.2
+    assert row["top1"] == pytest.approx(2 / 3)
+    assert row["dlogprob"] == pytest.approx((-0.5 - 0.5 + 0) / 3)
+    assert row["dlogprob_rms"] == pytest.approx(math.sqrt(0.5 / 3))
+    assert row["ppl_ratio"] == pytest.approx(math.exp(1 / 3))
+    assert math.isnan(row["kl_low"]) and row["verdict_kl"] == "undecided", "two examples decide nothing"
+
+
+def test_after_a_question_the_first_token_counts(tmp_path):
+    made(tmp_path, "h2o", [line(0, [0.5, 0.1], first=False)])
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert row["kl"] == pytest.approx(0.3) and math.isnan(row["first_kl"])
+
+
+def test_answers_of_one_token_have_nothing_to_tell(tmp_path):
+    made(tmp_path, "h2o", [line(0, [0.5])])
+    assert divergence_table(folders(tmp_path)).empty
+
+
+def test_verdicts_and_comparison(tmp_path):
+    rng = np.random.default_rng(0)
+    for method, level in (("near", 0.01), ("middle", 0.05), ("far", 0.3)):
+        made(tmp_path, method, [line(i, [0.0, *(level * rng.gamma(4, 0.25, 8))]) for i in range(40)])
+    frame = divergence_table(folders(tmp_path)).set_index("method")
+    assert frame.loc["near", "verdict_kl"] == "equivalent" and frame.loc["far", "verdict_kl"] == "worse"
+    assert frame.loc["middle", "verdict_kl"] == "undecided"
+    assert (frame["kl_low"] < frame["kl"]).all() and (frame["kl"] < frame["kl_high"]).all()
+    pairs = compared({each.run.hash: each for each in folders(tmp_path) if each.run.baseline}, "own")
+    assert len(pairs) == 3 and (pairs["holm"] < 0.05).all()
+    by_hash = {row["hash"]: name for name, row in frame.iterrows()}
+    wins = pairs["better"].map(by_hash).value_counts()
+    assert wins.to_dict() == {"near": 2, "middle": 1}
+
+
+def test_holm_by_the_book():
+    """p = .01, .04, .03, .005 of four: .005*4, .01*3, .03*2, and .04*1, which may not fall below .06 (Holm 1979)."""
+    frame = pd.DataFrame({"one": list("abcd"), "other": list("wxyz"), "difference": [-1.0, -1, 1, 1]})
+    found = _holm(frame.assign(p=[0.01, 0.04, 0.03, 0.005]))
+    assert found["holm"].tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert found["better"].tolist() == ["a", "", "", "z"]
+
+
+def test_a_file_that_was_edited_or_cut_off(tmp_path):
+    run = made(tmp_path, "h2o", [line(0, [0.0, 0.1]), line(1, [0.0, 0.2])])
+    file = run.path / divergence_file.NAME
+    broken = line(2, [0.0, 0.3]) | {"kl": [0.0]}
+    file.write_text(file.read_text() + json.dumps(broken) + "\n" + '{"example": "e3", "te')
+    with pytest.warns(UserWarning, match="kl must be a list as long as tokens"):
+        found = divergence_file.read(run)
+    assert sorted(name for name, _ in found) == ["e0", "e1"]
+    divergence_file.append(run, [line(3, [0.0, 0.4])])
+    with pytest.warns(UserWarning, match="left out"):
+        assert ("e3", "own") in divergence_file.read(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [20, 50])
+def test_false_verdicts_on_skewed_clustered_divergences(n):
+    """Answers of 8 to 64 tokens, log-normal within and between answers; the truth is epsilon itself, so any verdict is
+    false: each of the two happens at most as often as 2.5 % and the error of the simulation allow."""
+    rng, rounds, equivalent, worse = np.random.default_rng([3, n]), 600, 0, 0
+    truth = math.exp(1.0**2 / 2 + 1.0**2 / 2)
+    for _ in range(rounds):
+        tokens = rng.integers(8, 65, n).astype(float)
+        level = rng.lognormal(0, 1.0, n)
+        sums = np.array([m * rng.lognormal(0, 1.0, int(t)).sum() for m, t in zip(level, tokens, strict=True)])
+        found = decide(share_interval(sums, tokens, 0.95), truth)
+        equivalent, worse = equivalent + (found == "equivalent"), worse + (found == "worse")
+    slack = 2 * math.sqrt(0.025 * 0.975 / rounds)
+    assert worse / rounds <= 0.025 + slack
+    assert equivalent / rounds <= 0.025 + slack, equivalent / rounds
+
+
+def test_per_example_counts_tokens_of_every_answer():
+    found = PerExample.of([line(1, [0.0, 0.2]), line(0, [0.0, 0.1, 0.3])])
+    assert found.names == ["e0", "e1"] and found.tokens.tolist() == [2, 1]
+    assert found.kl.tolist() == pytest.approx([0.4, 0.2])
