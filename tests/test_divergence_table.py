@@ -2,12 +2,19 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from kvexp.config.model_spec import tokenizer_of
+from kvexp.diagnose.runs import settings_at
 from kvexp.divergence import divergence_file
+from kvexp.divergence.__main__ import main
 from kvexp.divergence.divergence_table import (
     PerExample,
     _holm,
@@ -16,8 +23,10 @@ from kvexp.divergence.divergence_table import (
     divergence_table,
     share_interval,
 )
-from kvexp.record import Run
+from kvexp.record import Run, runs
 from kvexp.results.read import folders
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def line(index, kl, text="own", first=True, **more):
@@ -119,3 +128,54 @@ def test_per_example_counts_tokens_of_every_answer():
     found = PerExample.of([line(1, [0.0, 0.2]), line(0, [0.0, 0.1, 0.3])])
     assert found.names == ["e0", "e1"] and found.tokens.tolist() == [2, 1]
     assert found.kl.tolist() == pytest.approx([0.4, 0.2])
+
+
+# --- the command
+
+
+def command(*words):
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("kl")
+    words = ["-m", "model=tiny", "task=sample", "limit=2", "task.max_new_tokens=6", "kv_ratio=0.3"]
+    command(*words, "method=h2o,keyformer,pqcache", f"outputs_dir={outputs}")
+    return outputs
+
+
+def test_the_command_measures_once_and_changes_no_row(sweep, capsys):
+    before = {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
+    assert main([str(sweep), "--text", "both"]) == 0
+    shown = capsys.readouterr().out
+    assert "its own greedy answer" in shown and "the reference answer" in shown and "too few" in shown
+    lines = {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
+    assert len(lines) == 3 and all(len(content.splitlines()) == 4 for content in lines.values())
+    assert main([str(sweep), "--text", "both"]) == 0
+    assert "measured already" in capsys.readouterr().out
+    assert lines == {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
+    assert before == {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
+
+
+def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
+    """The own text, decoded, is the output of full's row: made in another forward, from another file."""
+    main([str(sweep)])
+    base = next(run for run in runs(sweep) if run.labels["method"] == "full")
+    outputs = {row["example"]: row["output"] for row in base.rows()}
+    tokenizer = tokenizer_of(settings_at(base).model)
+    for run in runs(sweep):
+        for (example, text), line in divergence_file.read(run).items():
+            if text == "own":
+                assert tokenizer.decode(line["tokens"], skip_special_tokens=True) == outputs[example]
+
+
+def test_nothing_to_measure_says_why(tmp_path, capsys):
+    words = ("model=tiny", "task=sample", "limit=1", "task.max_new_tokens=4", "method=h2o", "generation=sampling")
+    command(*words, f"outputs_dir={tmp_path}")
+    assert main([str(tmp_path)]) == 1
+    assert "sampled answers differ by chance" in capsys.readouterr().out
+    assert main([str(tmp_path), "--epsilon", "0"]) == 2
+    assert main([str(tmp_path / "none")]) == 2

@@ -6,16 +6,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from rich.table import Table
+from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.divergence.divergence_file import OWN, TEXTS
 from kvexp.divergence.divergence_table import EPSILON_KL, EPSILON_TOP1, compared, divergence_table
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.results.columns import Column, Row, plain
 from kvexp.results.read import chosen, folders, unmatched
+from kvexp.results.render import print_columns
+from kvexp.results.units import TOO_FEW, absent, fixed
 from kvexp.results.where import where
 
 
@@ -77,56 +81,44 @@ def _said(text: str) -> str:
 
 
 def _print(console: Console, title: str, part: pd.DataFrame) -> None:
-    console.print(title, style="bold", highlight=False, markup=False)
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    heads = (
-        "method",
-        "budget",
-        "n",
-        "tokens",
-        "KL",
-        "95 %",
-        "median",
-        "99 %",
-        "top-1",
-        "95 %",
-        "PPL\nratio",
-        "verdict",
-    )
-    for head in (*heads, "by top-1"):
-        table.add_column(head, justify="left" if head in ("method", "verdict", "by top-1") else "right", no_wrap=True)
-    row: pd.Series
-    for _, row in part.sort_values(["kv_ratio", "kl"]).iterrows():
-        name = f"{row['method']} {row.get('setting') or ''}".strip()
-        table.add_row(
-            *(name, "-" if pd.isna(row["kv_ratio"]) else f"{row['kv_ratio']:g}", f"{row['n']}", f"{row['tokens']}"),
-            *(f"{row['kl']:.4f}", _ends(row, "kl", 4), f"{row['kl_p50']:.4f}", f"{row['kl_p99']:.2f}"),
-            *(f"{row['top1']:.1%}", _ends(row, "top1", 3), f"{row['ppl_ratio']:.3f}"),
-            *(row["verdict_kl"], row["verdict_top1"]),
-        )
-    console.print(table)
-    console.print()
+    console.print(Text(title, style="bold"))
+    rows: list[dict[str, Any]] = part.sort_values(["kv_ratio", "kl"]).to_dict("records")  # type: ignore[assignment]
+    columns = [
+        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+        plain("kv_ratio", "kv_ratio"),
+        plain("n", "n"),
+        plain("tokens", "tokens"),
+        Column("KL", lambda row: fixed(row["kl"], 4)),
+        Column("95 %", lambda row: _ends(row, "kl", 4)),
+        Column("median", lambda row: fixed(row["kl_p50"], 4)),
+        Column("99 % of\ntokens", lambda row: fixed(row["kl_p99"], 2)),
+        Column("verdict\non KL", lambda row: row["verdict_kl"], right=False),
+        Column("same\ntop-1", lambda row: f"{row['top1']:.1%}"),
+        Column("95 %", lambda row: _ends(row, "top1", 3)),
+        Column("verdict\non top-1", lambda row: row["verdict_top1"], right=False),
+        Column("perplexity\nratio", lambda row: fixed(row["ppl_ratio"], 3)),
+    ]
+    print_columns(rows, columns, 2, console)
 
 
-def _ends(row: pd.Series, name: str, digits: int) -> str:
+def _ends(row: Row, name: str, digits: int) -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return "too few" if pd.isna(low) else f"{low:.{digits}f}..{high:.{digits}f}"
+    return TOO_FEW if absent(low) else f"{low:.{digits}f}..{high:.{digits}f}"
 
 
 def _pairs(console: Console, pairs: pd.DataFrame, part: pd.DataFrame) -> None:
     names = {row["hash"]: f"{row['method']} {row['kv_ratio']:g}" for _, row in part.iterrows()}
-    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for head in ("one", "other", "n", "KL one - other", "95 %", "p (Holm)", "less divergence"):
-        table.add_column(head, no_wrap=True)
-    for _, row in pairs.iterrows():
-        ends = "too few" if pd.isna(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"
-        better = names.get(row["better"], "undecided")
-        p = "-" if pd.isna(row["holm"]) else f"{row['holm']:.2g}"
-        table.add_row(
-            names[row["one"]], names[row["other"]], f"{row['n']}", f"{row['difference']:+.4f}", ends, p, better
-        )
-    console.print(table)
-    console.print()
+    rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
+    columns = [
+        Column("one", lambda row: names[row["one"]], right=False),
+        Column("other", lambda row: names[row["other"]], right=False),
+        plain("n", "n"),
+        Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
+        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
+        Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
+        Column("less divergence", lambda row: names.get(row["better"], "undecided"), right=False),
+    ]
+    print_columns(rows, columns, 2, console)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from kvexp.results.units import absent
 from kvexp.terminal import visible
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
+STYLES |= {"equivalent": "green", "worse": "bold red"}
 STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
 X_AXES = ("kv_ratio", "bytes")
 WIDEST = 3  # a column that names the rows takes a third of the width at most and folds: the numbers need the rest
@@ -27,19 +28,24 @@ def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_r
     console = console or Console(markup=False)
     for title, rows, columns, keys in groups(df, x):
         console.print(Text(title, style="bold"))
-        for part in _fit(columns, keys, rows, console.width):
-            grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-            for column in part:
-                side: Literal["left", "right"] = "right" if column.right else "left"
-                most = console.width // WIDEST if column in columns[:keys] else None
-                grid.add_column(Text(column.head), justify=side, overflow="fold", max_width=most)
-            for row in rows:
-                cells = [column.cell(row) for column in part]
-                grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells))
-            console.print(grid)
-            console.print()
+        print_columns(rows, columns, keys, console)
     for line in notes(df):
         console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console: Console) -> None:
+    """Rows in as few grids as the console's width allows; the first `keys` columns, which name a row, begin each."""
+    for part in _fit(columns, keys, rows, console.width):
+        grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for column in part:
+            side: Literal["left", "right"] = "right" if column.right else "left"
+            most = console.width // WIDEST if column in columns[:keys] else None
+            grid.add_column(Text(column.head), justify=side, overflow="fold", max_width=most)
+        for row in rows:
+            cells = [column.cell(row) for column in part]
+            grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells))
+        console.print(grid)
+        console.print()
 
 
 def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
