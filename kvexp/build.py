@@ -84,7 +84,7 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:
     packages = (within,) if isinstance(within, str) else within
     if not isinstance(target, str) or not target.startswith(tuple(f"{package}." for package in packages)):
-        own = "; code of your own is named on the command line, method=MODULE.CLASS" if where == "method" else ""
+        own = f"; if it is code of your own, say so on the command line: method={target}" if where == "method" else ""
         raise ConfigError(f"{where}._target_ must name a class of {' or '.join(packages)}, got {target!r}{own}")
     module, _, name = target.rpartition(".")
     try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import inspect
 import runpy
 import sys
 from typing import NoReturn
@@ -113,7 +112,12 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
         raise ConfigError(f"no method {name!r}; one of {', '.join(known)}")
     from kvexp.user_methods.method_class import settings_of_class
 
-    title = (inspect.getdoc(method.cls) or method.target).partition("\n")[0]
+    own = method.cls.__doc__ or ""
+    if not own or own.startswith(
+        f"{method.cls.__name__}("
+    ):  # the signature, which dataclasses write where there is none
+        own = sys.modules[method.cls.__module__].__doc__ or method.target
+    title = own.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
     return f"# {title}\n{settings}"
 

@@ -29,7 +29,7 @@ from kvexp.paths import CONF
 from kvexp.results import table
 from kvexp.sweep.hydra_job import Job, perform
 from kvexp.sweep.sweep_summary import taken
-from kvexp.user_methods import admitted, load_method
+from kvexp.user_methods import AdmittedMethod, admitted, load_method
 from kvexp.user_methods.method_class import MISSING, settings_of_class
 from kvexp.user_methods.python_class import class_method
 
@@ -111,9 +111,11 @@ def _words_of(method: Method | type[Method] | str) -> list[str]:
     cls = type(method)
     if not isinstance(method, Method):
         raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
-    own = cls.__module__.partition(".")[0] != "kvexp"
-    option = make_option(_admitted(cls)) if own else cls.name
-    known = settings_of_class(cls) if own else _option_of(cls)
+    if cls.__module__.partition(".")[0] == "kvexp":
+        option, known = cls.name, _option_of(cls)
+    else:
+        own = _admitted(cls)
+        option, known = make_option(own), settings_of_class(own.cls)
     values = {name: getattr(method, name) for name in settings_of_class(cls)}
     changed = {name: value for name, value in values.items() if known.get(name, MISSING) != value}
     return [f"method={option}", *(_override(f"method.{name}", value) for name, value in changed.items())]
@@ -129,10 +131,10 @@ def _named(name: str) -> str:
     return make_option(method)
 
 
-def _admitted(cls: type[Method]) -> Any:
-    """The class as it was admitted, or now; one that came from a file on the command line stays what it is."""
-    known = next((one for one in admitted().values() if one.cls is cls), None)
-    return known or class_method(cls)
+def _admitted(cls: type[Method]) -> AdmittedMethod:
+    """The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed."""
+    loaded = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
+    return next(loaded, None) or class_method(cls)
 
 
 def _option_of(cls: type[Method]) -> Mapping[str, Any]:

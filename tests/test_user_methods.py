@@ -5,7 +5,6 @@ import linecache
 import re
 import shutil
 import sys
-import warnings
 
 import pytest
 import torch
@@ -386,7 +385,7 @@ def test_an_option_of_a_file_is_not_typed_code(command, planted):
     marker, conf = planted
     for words in (("method=mine",), ("method._target_=evil.KeyDiff",), ("-m", "method=glob(m*)")):
         code, _, err = command("--config-dir", str(conf), *words)
-        assert code == 1 and "code of your own is named on the command line, method=MODULE.CLASS" in err, err
+        assert code == 1 and "if it is code of your own, say so on the command line: method=evil.KeyDiff" in err, err
     assert not marker.exists()
 
 
@@ -404,7 +403,7 @@ def test_a_run_folder_loads_no_code(command, planted, folder, capsys):
     ((name, run),) = of_method(folder).items()
     words = ["show", f"outputs/{name}", "0"]
     assert diagnose(words) == 2
-    assert "code of your own is named on the command line" in capsys.readouterr().err
+    assert "say so on the command line: method=keydiff.KeyDiff" in capsys.readouterr().err
     assert diagnose([*words, "method=keydiff.KeyDiff"]) == 0, capsys.readouterr().err
     asked = json.loads((run.path / "command.json").read_text())
     assert asked["method_found_as"] == "keydiff.KeyDiff"
@@ -562,15 +561,30 @@ def test_a_class_whose_source_cannot_be_had_is_refused():
         kvexp.compare(["h20"])
 
 
-def test_a_module_that_was_edited_since_its_import_is_refused(folder, monkeypatch):
+def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):
+    """What was imported before an edit would run old code under the new file's digest."""
     monkeypatch.syspath_prepend(str(folder))
     import keydiff
 
-    source = class_method(keydiff.KeyDiff).source
-    assert source == load_method("keydiff.py").source
-    (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self", "return +self"))
-    with pytest.raises(ConfigError, match=r"keydiff\.py was edited after it was imported \(KeyDiff\.birth"):
-        class_method(keydiff.KeyDiff)
+    first = class_method(keydiff.KeyDiff)
+    assert first.source == load_method("keydiff.py").source and first.option == "keydiff.KeyDiff"
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("alpha: float = 0.3", "alpha: float = 0.4"))
+    again = class_method(keydiff.KeyDiff)
+    assert again.cls().alpha == 0.4 and again.source == load_method("keydiff.py").source != first.source
+    inner = "    class Inner(KeyDiff):\n        def recent(self, budget):\n            return 1\n\n    return Inner\n"
+    (folder / "other.py").write_text(f"{KEYDIFF}\n\ndef made():\n{inner}")
+    import other
+
+    with pytest.raises(ConfigError, match=r"made\.<locals>\.Inner stands within something else; put it at the top"):
+        class_method(other.made())
+
+
+def test_what_a_cells_class_holds_of_a_function_around_it_counts():
+    around = CELL.replace("SIGN = -1.0\n", "").split("@dataclass")
+    inner = "".join(f"    {line}\n" if line else "\n" for line in ("@dataclass" + around[1]).splitlines())
+    text = f"{around[0]}\ndef made(SIGN):\n{inner}\n    return MyMethod\n"
+    one, other = (class_method(cell(text)["made"](sign)).source for sign in (1.0, -1.0))
+    assert one != other
 
 
 def test_a_class_without_a_name_is_called_as_its_class():
@@ -583,6 +597,5 @@ def test_a_class_without_a_name_is_called_as_its_class():
         name = "named"
 
     assert Plain.name == "Plain" and Named.name == "named"
-    with warnings.catch_warnings():
-        made = generate(tiny("llama"), prompts_of(4, (30,)), Plain(), Budget(tokens=7))
+    made = generate(tiny("llama"), prompts_of(4, (30,)), Plain(), Budget(tokens=7))
     assert len(made.tokens) == 1

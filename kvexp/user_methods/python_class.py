@@ -10,12 +10,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.user_methods.admitted import AdmittedMethod
 from kvexp.user_methods.method_class import check_class
+from kvexp.user_methods.reference import load_from
 from kvexp.user_methods.source_files import INSTALLED, ModulePlace, source_files
 
 # What dataclasses compile from texts of their own.
@@ -34,22 +35,29 @@ MADE = (
 
 
 def class_method(cls: type[Any]) -> AdmittedMethod:
-    """The class as a configuration can build it.
+    """The class as a configuration can build it; one of a module is imported anew, so that its file is what will run.
 
-    ConfigError where its source cannot be had, is not what was run, or goes by a value that no digest can stand for.
+    ConfigError where its source cannot be had, or goes by a value that no digest can stand for.
     """
-    check_class(cls)
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None)
-    target = f"{cls.__module__}.{cls.__qualname__}"
     if module is not None and file is not None and Path(file).is_file() and _is_in(cls, file):
+        if "." in cls.__qualname__:
+            raise ConfigError(f"{cls.__qualname__} stands within something else; put it at the top level of {file}")
         place = _place(module, Path(file))
-        files = source_files(place)
-        _check_unchanged(module, place.file)
-        known = f"{place.name}.{cls.__qualname__}"
-        return AdmittedMethod(cls.__name__, target, cls, {"class": known, "files": files}, None)
+        if module is not sys.modules["__main__"]:
+            return load_from(place, cls.__name__)
+        # A script that runs: importing it would run it again.
+        check_class(cls)
+        known = {"class": f"{place.name}.{cls.__name__}", "files": source_files(place)}
+        return AdmittedMethod(f"{place.name}.{cls.__name__}", _target(cls), cls, known, None)
+    check_class(cls)
     digest = hashlib.sha256("\n".join(_cell_texts(cls)).encode()).hexdigest()
-    return AdmittedMethod(cls.__name__, target, cls, {"class": cls.__qualname__, "cells": digest}, None)
+    return AdmittedMethod(cls.__name__, _target(cls), cls, {"class": cls.__qualname__, "cells": digest}, None)
+
+
+def _target(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _place(module: ModuleType, file: Path) -> ModulePlace:
@@ -71,36 +79,6 @@ def _functions(cls: type[Any]) -> Iterator[FunctionType]:
         inner = inspect.unwrap(inner) if callable(inner) else inner
         if isinstance(inner, FunctionType) and (name not in MADE or inner.__code__.co_filename != "<string>"):
             yield inner
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _check_unchanged(module: ModuleType, file: Path) -> None:
-    """ConfigError where the file's functions are not those in memory: it was edited after it was imported."""
-    try:
-        now = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise ConfigError(f"{file} line {error.lineno}: {error.msg}") from error
-    known = {(code.co_name, code.co_firstlineno): code for code in _codes(now)}
-    functions = [value for value in vars(module).values() if isinstance(value, FunctionType)]
-    for value in vars(module).values():
-        if isinstance(value, type) and value.__module__ == module.__name__:
-            functions += _functions(value)
-    for function in functions:
-        code = function.__code__
-        if function.__module__ == module.__name__ and known.get((code.co_name, code.co_firstlineno)) != code:
-            raise ConfigError(
-                f"{file} was edited after it was imported ({function.__qualname__} is another now): restart, or import "
-                "it again with importlib.reload"
-            )
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield inner
-            yield from _codes(inner)
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
@@ -159,12 +137,21 @@ def _text(item: type[Any] | FunctionType, cls: type[Any]) -> tuple[str, dict[str
         first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
         last = node.end_lineno or node.lineno
         if getattr(node, "name", item.__name__) == item.__name__ and first <= code.co_firstlineno <= last:
-            return "".join(lines[first - 1 : last]), functions[0].__globals__
+            return "".join(lines[first - 1 : last]), _seen_by(functions)
     raise ConfigError(
         f"the source of {item.__qualname__} cannot be had (made by exec(), or typed where no source is kept), so "
         f"rows of {cls.__qualname__} could not be told from those of its next version; put it into a file, or into a "
         "notebook's cell"
     )
+
+
+def _seen_by(functions: list[FunctionType]) -> dict[str, Any]:
+    """Name -> value, of the globals of functions of one cell and of what they hold of a function around them."""
+    found = dict(functions[0].__globals__)
+    for function in functions:
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+        found |= {name: cell.cell_contents for name, cell in cells}
+    return found
 
 
 def _has_text(value: Any) -> bool:

@@ -45,6 +45,13 @@ def load_method(words: str) -> AdmittedMethod | None:
     return _described(cls[0], words, words, cls[1])
 
 
+def load_from(place: ModulePlace, name: str) -> AdmittedMethod:
+    """Import the class of this name, of a module that is known."""
+    words = f"{place.name}.{name}"
+    cls = _class_of(place, name, words)
+    return _described(cls[0], words, f"{place.file}:{name}" if "." not in place.name else words, cls[1])
+
+
 def _described(cls: type[Any], option: str, reference: str, files: dict[str, str]) -> AdmittedMethod:
     target = f"{cls.__module__}.{cls.__qualname__}"
     return AdmittedMethod(option, target, cls, {"class": target, "files": files}, reference)
