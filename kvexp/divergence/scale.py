@@ -48,8 +48,9 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     """weight [out, in] to the nearest of 2^bits - 1 levels, symmetric around 0, one scale per output row."""
     most = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / most
-    levels: Tensor = (weight / scale).round().clamp(-most, most)
-    return levels * scale
+    levels = (weight / scale).round().clamp(-most, most)
+    made: Tensor = levels * scale
+    return made
 
 
 def with_rounded_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
