@@ -10,10 +10,22 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvexp.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvexp.core import Budget, CacheConfig, Method
+
+# The group `cache` of conf/config.yaml.
+CACHE = {
+    "mode": "auto",
+    "positions": None,
+    "evict_at_prefill": True,
+    "evict_every": 1,
+    "observe": "blocked",
+    "beyond_context": False,
+}
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
@@ -79,6 +91,29 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
 
     names = "|".join(re.escape(name) for name in sorted(keys, key=len, reverse=True))
     return re.sub(rf"(?<![\w.='\"])(?:{names})(?![\w.])", key_of, message) if names else message
+
+
+def build_cache(method: Method, budget: Budget | None, node: Mapping[str, Any]) -> CacheConfig:
+    """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE."""
+    from kvexp.core import CacheConfig, Cadence
+
+    for name in node:
+        if name not in CACHE:
+            raise ConfigError(f"cache.{name} is not a setting of cache; it has: {', '.join(CACHE)}")
+    known = {**CACHE, **node}
+    every = typed(known["evict_every"], int | None, "cache.evict_every")
+    at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
+    beyond = typed(known["beyond_context"], bool, "cache.beyond_context")
+    with keys_named(CACHE_KEYS):
+        return CacheConfig(
+            method,
+            budget,
+            Cadence(at_prefill, every),
+            known["mode"],
+            known["positions"],
+            known["observe"],
+            beyond_context=beyond,
+        )
 
 
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:

@@ -21,7 +21,7 @@ import kvexp.diagnose.prompt
 import kvexp.evaluate.evaluate_run
 from kvexp.config.diagnosis import diagnosis_of
 from kvexp.config.model_spec import tokenizer_of
-from kvexp.core import Budget, Cadence
+from kvexp.core import Budget, CacheConfig, Cadence
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.after import Log, Twin
 from kvexp.diagnose.case import Case
@@ -43,7 +43,8 @@ NEW = 7
 def case_of(family, method, *, question=(), tokens=12, **plan):
     (prompt,) = prompts_of(5, [31])
     decoding = GenerationParams(max_new_tokens=NEW, eos=None)
-    return Case(tiny(family), prompt, list(question), method, Budget(tokens=tokens), decoding, seed=3, plan=plan)
+    cache = CacheConfig(method, Budget(tokens=tokens), **plan)
+    return Case(tiny(family), prompt, list(question), cache, decoding, seed=3)
 
 
 def watched(case):

@@ -10,6 +10,7 @@ from test_diagnose_log import case_of, command, held, job, watched  # noqa: F401
 from test_planted import BUDGET, TABLE
 from tiny import CONFIGS
 
+from kvexp.core import CacheConfig
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.replay import in_places, phrased, saved, span_text
@@ -34,7 +35,7 @@ def planted(method, name, layout):
     chosen = TABLE[method][0]
     plan = {"positions": "original"} if layout == "gpt2" else {}
     one = GenerationParams(max_new_tokens=1, eos=None)
-    case = Case(plant.model, plant.prompt, plant.steps, chosen, BUDGET, one, plan=plan)
+    case = Case(plant.model, plant.prompt, plant.steps, CacheConfig(chosen, BUDGET, **plan), one)
     made, log = watched(case)
     assert made.tokens[0] != [plant.answer]
     replay = Replay(case, 16)
@@ -83,9 +84,8 @@ def test_two_layers_lost_are_two_layers_found(layout):
         for word in ("N", "A")
     ]
     prompt = lay(CROWD | {16: "N", 40: "A"})
-    plan = {"positions": "original"}
     one = GenerationParams(max_new_tokens=1, eos=None)
-    case = Case(build(layout, *heads), prompt, [ID["?"]], Window(), BUDGET, one, plan=plan)
+    case = Case(build(layout, *heads), prompt, [ID["?"]], CacheConfig(Window(), BUDGET, positions="original"), one)
     made, log = watched(case)
     assert (made.tokens, case.full().generated().tokens) == ([[ID["no"]]], [[ID["yes"]]])
     found = cause(Replay(case, 16), lambda tokens: tokens == [ID["yes"]])

@@ -11,7 +11,7 @@ from experiments.a2sf import fig4, table2
 from experiments.lib.attention import accumulated, attention, full_attention
 from experiments.lib.exhibits import load
 from experiments.pqcache import fig5
-from kvexp.core import Budget
+from kvexp.core import Budget, CacheConfig
 from kvexp.methods import A2SF, H2O, Ideal, Window
 from tests.exhibits import whole
 from tests.tiny import tiny
@@ -50,10 +50,8 @@ class Settings:
     """As much of a run's settings as a measurement reads."""
 
     def __init__(self, method, kv_ratio=0.25):
-        self.method, self.budget, self.seed = method, Budget(kv_ratio=kv_ratio), 0
-
-    def plan(self):
-        return {}
+        self.cache = CacheConfig(method, Budget(kv_ratio=kv_ratio), mode="auto")
+        self.method, self.budget, self.seed = method, self.cache.budget, 0
 
 
 def test_the_ideal_choice_is_like_itself_and_others_less(model):

@@ -234,11 +234,7 @@ def test_methods_that_evict_no_more_are_fed_at_once(options, forwards):
     assert count == 2 + 4, "a prefill per item and a forward per choice"
     for request, (logprob, _) in zip(requests, made, strict=True):
         context, continuation = lm.bench.encoder.pair(*request.args)
-        (steps,) = continuation_logprobs(
-            *(lm.bench.model, [context], [continuation], lm.bench.method, lm.bench.budget),
-            max_new_tokens=99,
-            **lm.bench.plan,
-        )
+        (steps,) = continuation_logprobs(lm.bench.model, [context], [continuation], lm.bench.cache, max_new_tokens=99)
         assert logprob == pytest.approx(sum(steps), abs=1e-4)
 
 

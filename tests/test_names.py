@@ -14,9 +14,9 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")
 TWICE = {"__init__", "__main__", "base"}  # what every package may have
 
 OLD = {
-    "kvexp.core": ("Attention", "Geometry", "LayerState", "Ledger", "Moment", "Rotation", "Timeline"),
-    "kvexp.generate": ("Context", "Decoding", "Receipt", "Variant"),
-    "kvexp.models": ("JoinedCache",),
+    "kvexp.core": ("Attention", "Geometry", "LayerState", "Ledger", "Moment", "Plan", "Rotation", "Timeline"),
+    "kvexp.generate": ("Context", "Decoding", "MethodSpec", "Receipt", "Variant"),
+    "kvexp.models": ("JoinedCache", "install"),
 }
 
 

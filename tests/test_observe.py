@@ -12,11 +12,11 @@ from kvexp.core import (
     AttentionParams,
     AttentionScoreSpec,
     Budget,
+    CacheConfig,
     Cadence,
     EvictionLayer,
     MemoryTracker,
     Noise,
-    Plan,
     SequenceState,
 )
 from kvexp.methods import A2SF, H2O, Keyformer
@@ -30,7 +30,7 @@ def observe(view_method, *, block=None, naive=False, padding=0, alibi=False, win
     mask = torch.ones(batch, length, dtype=torch.bool)
     mask[1, :padding] = False
     slopes = torch.arange(1, heads * groups + 1) / 10 if alibi else None
-    plan = Plan(view_method, Budget(tokens=40), Cadence(), observe="naive" if naive else "blocked", block=block)
+    plan = CacheConfig(view_method, Budget(tokens=40), Cadence(), observe="naive" if naive else "blocked", block=block)
     state = EvictionLayer(plan, 0, 1, SequenceState(max_new_tokens=4, seeds=9), MemoryTracker(1), None)
     out = state.forward(q, k, v, AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes), mask)
     return out, state.slots.score[:, :, :length]
@@ -65,7 +65,7 @@ def test_three_tokens_by_hand():
         A2SF(alpha=0.0): [1 / 4, 1 / 2, 1 / 4],
     }
     for method, columns in expected.items():
-        state = EvictionLayer(Plan(method, Budget(tokens=9)), 0, 1, SequenceState(), MemoryTracker(1), None)
+        state = EvictionLayer(CacheConfig(method, Budget(tokens=9)), 0, 1, SequenceState(), MemoryTracker(1), None)
         out = state.forward(queries, keys, keys, AttentionParams(1.0), None)
         torch.testing.assert_close(state.slots.score[0, 0, :3], torch.tensor(columns))
         assert math.isclose(out[0, 0, 2, 0].item(), math.log(2) / 2, rel_tol=1e-6)
@@ -116,13 +116,13 @@ def test_tau_schedule():
 MEMORY = """
     import resource, sys
     import torch
-    from kvexp.core import Budget, Cadence, AttentionParams, EvictionLayer, MemoryTracker, Plan, SequenceState
+    from kvexp.core import Budget, Cadence, AttentionParams, EvictionLayer, MemoryTracker, CacheConfig, SequenceState
     from kvexp.methods import H2O
     torch.set_num_threads(1)
     length, heads, dim = 16384, 8, 64
     q, k, v = (torch.randn(1, heads, length, dim) for _ in range(3))
-    state = EvictionLayer(Plan(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
-    small = EvictionLayer(Plan(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
+    state = EvictionLayer(CacheConfig(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
+    small = EvictionLayer(CacheConfig(H2O(), Budget(kv_ratio=0.5)), 0, 1, SequenceState(), MemoryTracker(1), None)
     with torch.inference_mode():
         small.forward(q[:, :, :64], k[:, :, :64], v[:, :, :64], AttentionParams(dim**-0.5), None)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

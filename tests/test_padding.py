@@ -35,12 +35,10 @@ def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
         padded = generate(
             model,
             [prompt, [7] * 420],  # a neighbour of 420 tokens pads the prompt to 420 columns
-            made.method,
-            made.budget,
+            made.cache,
             decoding=made.decoding,
             tokenizer=tokenizer,
             seeds=[sampling_seed(made, example), 0],
-            **made.plan(),
         )
         receipt = receipts(padded.cache)[0]
         assert (row["receipt"]["kept_digest"], row["receipt"]["slots"]) == (receipt.kept_digest, receipt.slots)

@@ -14,7 +14,7 @@ from tiny import Fed, Seen, Streams, distinct, feed, later, prompts_of, run_core
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvexp.core import Budget, Cadence, Method, Plan
+from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.errors import CacheError
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
@@ -86,7 +86,7 @@ def core(
     prompt: int | None = None, **plan: Any,
 ) -> Seen:  # fmt: skip
     mask = None if missing is None else streams.padded(missing)[1]
-    made = Plan(METHODS[name], budget, cadence or Cadence(), mode, **plan)  # type: ignore[arg-type]
+    made = CacheConfig(METHODS[name], budget, cadence or Cadence(), mode, **plan)  # type: ignore[arg-type]
     return run_core(made, streams, widths, mask=mask, max_new_tokens=31, seeds=row_seeds, prompt=prompt)
 
 

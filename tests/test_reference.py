@@ -14,7 +14,7 @@ from reference import Reference, Rule, Step, World
 from tiny import Seen, Streams, run_core
 from torch import Tensor
 
-from kvexp.core import AttentionParams, Budget, Cadence, Method, Noise, Plan, RoPE
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Noise, RoPE
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -177,7 +177,7 @@ def check(name: str, mode: str, widths: tuple[int, ...], budget: int, dtype: tor
     streams, mask = streams.padded([widths[0] - n for n in LENGTHS])
     cadence = Cadence(world.get("at_prefill", True), world.get("every", 1))
     limit = None if name == "full" else Budget(tokens=budget, counts_self=world.get("counts_self", True))
-    plan = Plan(method, limit, cadence, mode)  # type: ignore[arg-type]
+    plan = CacheConfig(method, limit, cadence, mode)  # type: ignore[arg-type]
     seen = run_core(plan, streams, widths, mask=mask, max_new_tokens=NEW, seeds=SEEDS, prompt=widths[0])
     score = 1e-5 if rule.attention or isinstance(method, Random) else None
     if isinstance(method, KNorm):
@@ -286,7 +286,7 @@ def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[
     missing = [max(LENGTHS) - n for n in LENGTHS]
     streams = Streams(*(turned(t, missing, frequencies, interleaved) for t in (plain.q, plain.k)), plain.v)
     geometry = AttentionParams(SCALE, rotation=RoPE(torch.tensor(frequencies), interleaved))
-    plan = Plan(method, Budget(tokens=7), Cadence(), mode, "renumbered")  # type: ignore[arg-type]
+    plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, "renumbered")  # type: ignore[arg-type]
     streams, mask = streams.padded(missing)
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(
@@ -305,7 +305,7 @@ def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[
 def test_alibi(name: str, place: str, mode: str, widths: tuple[int, ...]) -> None:
     method, rule = CASES[name]
     slopes = [0.5 / (1 + i) for i in range(HEADS * GROUP)]
-    plan = Plan(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
+    plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
     streams, mask = streams_of(layers_of(rule)).padded([0, 4])
     geometry = AttentionParams(SCALE, alibi=torch.tensor(slopes))
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
@@ -322,7 +322,7 @@ def test_sliding_window(name: str, budget: int, mode: str, widths: tuple[int, ..
     """A slot that the model itself cannot see any more goes before any other that is not protected."""
     method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])
-    plan = Plan(method, Budget(tokens=budget), Cadence(), mode)  # type: ignore[arg-type]
+    plan = CacheConfig(method, Budget(tokens=budget), Cadence(), mode)  # type: ignore[arg-type]
     geometry = AttentionParams(SCALE, sliding_window=11)
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, budget, max_new_tokens=NEW, sliding_window=11)

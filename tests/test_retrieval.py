@@ -7,7 +7,7 @@ from planted import ID, PLANTS
 from test_planted import BUDGET, ask, margin
 from tiny import CONFIGS, LAYERS, Streams, feed, later, prompts_of, stock, tiny
 
-from kvexp.core import AttentionParams, Budget, Cadence, MemoryTracker, Plan, SequenceState
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, MemoryTracker, SequenceState
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate, prefill, receipts
 from kvexp.generate.api import ask as answer
@@ -255,7 +255,7 @@ def test_receipts_count_what_would_move():
     method = Oracle(n_sinks=2, recent_ratio=0.5)
     streams = Streams.random(1, 23)
     time = SequenceState(prompt_columns=20, max_new_tokens=3)
-    state = RetrievalState(Plan(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), LayerGroup())
+    state = RetrievalState(CacheConfig(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), LayerGroup())
     for rows in (slice(0, 20), *(slice(t, t + 1) for t in range(20, 23))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
         state.forward(q, k, v, AttentionParams(7**-0.5), None)
@@ -347,10 +347,10 @@ def test_h2o_c_is_given_more():
         (lambda: Oracle(n_sinks=-1), "n_sinks must be at least 0"),
         (lambda: Oracle(recent_ratio=1.5), r"recent_ratio must be in \[0, 1\]"),
         (lambda: H2OC(compensation="all"), "compensation must be codes, codes_and_fetch or none"),
-        (lambda: Plan(Oracle(), None), "needs a budget"),
-        (lambda: Plan(Oracle(), SCARCE, mode="mask"), "keeps everything"),
-        (lambda: Plan(Oracle(), SCARCE, Cadence(every=2)), "leave cache.mode"),
-        (lambda: Plan(Oracle(), SCARCE, positions="renumbered"), "keeps everything"),
+        (lambda: CacheConfig(Oracle(), None), "needs a budget"),
+        (lambda: CacheConfig(Oracle(), SCARCE, mode="mask"), "keeps everything"),
+        (lambda: CacheConfig(Oracle(), SCARCE, Cadence(every=2)), "leave cache.mode"),
+        (lambda: CacheConfig(Oracle(), SCARCE, positions="renumbered"), "keeps everything"),
         (lambda: EvictionCache(tiny("llama"), PQCache(m=3), SCARCE), r"m=3 does not divide the 14 .*1, 2, 7, 14"),
         (lambda: EvictionCache(tiny("llama"), SparQ(r=15), SCARCE), "heads have 14 components"),
         (lambda: EvictionCache(tiny("gpt2"), InfLLM(far_positions="clamped"), SCARCE), "cannot work on GPT-2"),

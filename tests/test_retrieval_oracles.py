@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Streams
 
-from kvexp.core import AttentionParams, Budget, MemoryTracker, Plan, SequenceState
+from kvexp.core import AttentionParams, Budget, CacheConfig, MemoryTracker, SequenceState
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
 from kvexp.retrieval.base import Retrieval
 from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
@@ -26,7 +26,7 @@ def run(
     """Attended positions [step][row][head], outputs [step], and the state, of one layer without padding."""
     total = streams.q.shape[3]
     time = SequenceState(prompt_columns=prompt, max_new_tokens=total - prompt)
-    state = RetrievalState(Plan(method, Budget(tokens=tokens)), 0, 1, time, MemoryTracker(1), LayerGroup())
+    state = RetrievalState(CacheConfig(method, Budget(tokens=tokens)), 0, 1, time, MemoryTracker(1), LayerGroup())
     kept, outs = [], []
     for rows in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, total))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))

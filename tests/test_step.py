@@ -8,7 +8,7 @@ import kvexp.core.decode.cross_layer as ladder
 import kvexp.core.eviction_layer as layer
 import kvexp.core.observe.noise as noise
 from kvexp.core import Budget
-from kvexp.generate import GenerationParams, MethodSpec, generate, prefill, prefill_together, receipts
+from kvexp.generate import CacheConfig, GenerationParams, generate, prefill, prefill_together, receipts
 from kvexp.generate.decode_loop import joined
 from kvexp.generate.prefilled_context import one_step
 from kvexp.methods import (
@@ -218,7 +218,7 @@ def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkey
 def test_caches_that_decode_together_keep_one_set_of_books():
     """Two sizes of each method share their buffers; a window's renumbered sinks are a stack apart."""
     methods = (H2O(), Keyformer(), A2SF(alpha=0.5), Window(), StreamingLLM(), StreamingLLM(n_sinks=2))
-    variants = [MethodSpec(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    variants = [CacheConfig(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     contexts = prefill_together(model, rows, variants, max_new_tokens=14, seeds=[4, 5])
     cache = joined(contexts)

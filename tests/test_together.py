@@ -11,8 +11,8 @@ from kvexp.core import Budget, Cadence
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
 from kvexp.generate import (
+    CacheConfig,
     GenerationParams,
-    MethodSpec,
     ask,
     ask_together,
     finish,
@@ -27,25 +27,25 @@ from kvexp.retrieval import InfLLM, Oracle, PQCache
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
 VARIANTS = [
-    MethodSpec(H2O(), FIFTH),
-    MethodSpec(Full()),
-    MethodSpec(H2O(), HALF),
-    MethodSpec(Keyformer(), FIFTH),
-    MethodSpec(Keyformer(tau_end=3.0), HALF),
-    MethodSpec(Keyformer(score_scope="shared"), HALF),
-    MethodSpec(A2SF(alpha=0.3), FIFTH),
-    MethodSpec(A2SF(), HALF),
-    MethodSpec(TOVA(), HALF),
-    MethodSpec(Window(), FIFTH),
-    MethodSpec(SnapKV(window=4, kernel=3), HALF),
-    MethodSpec(KNorm(), HALF),
-    MethodSpec(Random(), HALF),
-    MethodSpec(H2O(), Budget(kv_ratio=1.0)),
-    MethodSpec(H2O(), HALF, {"mode": "compact"}),
-    MethodSpec(A2SF(), HALF, {"mode": "mask"}),
-    MethodSpec(Ideal(), HALF, {"mode": "mask"}),
-    MethodSpec(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
-    MethodSpec(H2O(), HALF, {"observe": "naive"}),
+    CacheConfig(H2O(), FIFTH),
+    CacheConfig(Full()),
+    CacheConfig(H2O(), HALF),
+    CacheConfig(Keyformer(), FIFTH),
+    CacheConfig(Keyformer(tau_end=3.0), HALF),
+    CacheConfig(Keyformer(score_scope="shared"), HALF),
+    CacheConfig(A2SF(alpha=0.3), FIFTH),
+    CacheConfig(A2SF(), HALF),
+    CacheConfig(TOVA(), HALF),
+    CacheConfig(Window(), FIFTH),
+    CacheConfig(SnapKV(window=4, kernel=3), HALF),
+    CacheConfig(KNorm(), HALF),
+    CacheConfig(Random(), HALF),
+    CacheConfig(H2O(), Budget(kv_ratio=1.0)),
+    CacheConfig(H2O(), HALF, mode="compact"),
+    CacheConfig(A2SF(), HALF, mode="mask"),
+    CacheConfig(Ideal(), HALF, mode="mask"),
+    CacheConfig(StreamingLLM(n_sinks=2), HALF, positions="original"),
+    CacheConfig(H2O(), HALF, observe="naive"),
 ]
 PROMPTS = prompts_of(5, (40, 33, 40))
 SEEDS = [3, 4, 9]
@@ -53,7 +53,7 @@ SEEDS = [3, 4, 9]
 
 def alone(model, variant, decoding, **options):
     options |= {"decoding": decoding, "seeds": SEEDS}
-    return generate(model, PROMPTS, variant.method, variant.budget, **options, **variant.plan)
+    return generate(model, PROMPTS, variant, **options)
 
 
 def together(model, variants, decoding):
@@ -101,7 +101,7 @@ def test_sampling_draws_what_it_draws_alone():
 
 def test_retrieval_methods_join():
     methods = [Oracle(n_sinks=1), PQCache(m=2, b=3, n_sinks=1, max_iter=4), InfLLM(n_sinks=1, block=4)]
-    variants = [*(MethodSpec(m, HALF) for m in methods), *VARIANTS[:4]]
+    variants = [*(CacheConfig(m, HALF) for m in methods), *VARIANTS[:4]]
     model, decoding = tiny("llama"), GenerationParams(8, eos=None)
     for some in (variants, variants[:3], variants[:1]):
         for variant, joint in zip(some, together(model, some, decoding), strict=True):
@@ -116,8 +116,7 @@ def test_questions_share_the_context_too():
         asked = [questions[row] for row in rows]
         joint = ask_together(model, [c.fork(rows) for c in many], asked, decoding=decoding, seeds=SEEDS)
         for variant, generation in zip(VARIANTS, joint, strict=False):
-            options = {"max_new_tokens": 11, "seeds": SEEDS, **variant.plan}
-            own = prefill(model, PROMPTS, variant.method, variant.budget, **options)
+            own = prefill(model, PROMPTS, variant, max_new_tokens=11, seeds=SEEDS)
             same(ask(model, own.fork(rows), asked, decoding=decoding, seeds=SEEDS), generation)
 
 
@@ -129,7 +128,7 @@ def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
         return original(model, ids, *rest)
 
     monkeypatch.setattr(module, "forward", counted)
-    later = MethodSpec(H2O(), HALF, {"cadence": Cadence(at_prefill=False, every=2)})
+    later = CacheConfig(H2O(), HALF, cadence=Cadence(at_prefill=False, every=2))
     contexts = prefill_together(model, PROMPTS, [later] * 3, max_new_tokens=5)
     assert widths == [(3, 40)]
     first, *others = (c.cache.states[0].slots for c in contexts)
@@ -148,7 +147,7 @@ def test_equal_views_are_observed_once(monkeypatch):
     monkeypatch.setattr(observe, "blocked", lambda *a, **k: calls.append(a[1]) or original(*a, **k))
     model = tiny("llama")
     methods = [(H2O(), FIFTH), (H2O(), HALF), (Keyformer(), HALF), (Keyformer(tau_end=5.0), FIFTH)]
-    some = [MethodSpec(*pair) for pair in methods]
+    some = [CacheConfig(*pair) for pair in methods]
     prefill_together(model, PROMPTS, some, max_new_tokens=5)
     assert len(calls) == 2 * model.config.num_hidden_layers
 
@@ -171,12 +170,14 @@ def test_buffers_are_common_where_little_is_wasted(monkeypatch):
 def test_what_cannot_be_shared_is_refused():
     model = tiny("llama")
     with pytest.raises(ConfigError, match="in its own way"):
-        prefill_together(model, PROMPTS, [VARIANTS[0], MethodSpec(InfLLM(prefill="blockwise"), HALF)], max_new_tokens=4)
+        prefill_together(
+            model, PROMPTS, [VARIANTS[0], CacheConfig(InfLLM(prefill="blockwise"), HALF)], max_new_tokens=4
+        )
     beams = prefill(model, PROMPTS, H2O(), HALF, num_beams=2, max_new_tokens=4)
     with pytest.raises(ConfigError, match="beam"):
         MultiMethodCache([beams.cache, beams.cache], 6)
     with pytest.raises(ConfigError, match="cannot hold"):
-        prefill_together(model, PROMPTS, [VARIANTS[0], MethodSpec(StreamingLLM(), Budget(tokens=3))], max_new_tokens=4)
+        prefill_together(model, PROMPTS, [VARIANTS[0], CacheConfig(StreamingLLM(), Budget(tokens=3))], max_new_tokens=4)
 
 
 @pytest.mark.parametrize("method", [H2O(), Keyformer(), A2SF(alpha=0.3), Window()])
@@ -196,8 +197,8 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
 def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
     """Layer 0 of a pyramid overwrites from a later step on than layer 1: the others' books must not be torn apart."""
     monkeypatch.setattr("kvexp.models.batched_cache.WASTE", waste)
-    late = [MethodSpec(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
-    variants = [MethodSpec(H2O(), FIFTH), MethodSpec(A2SF(alpha=0.3), FIFTH), *late, MethodSpec(Keyformer(), FIFTH)]
+    late = [CacheConfig(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
+    variants = [CacheConfig(H2O(), FIFTH), CacheConfig(A2SF(alpha=0.3), FIFTH), *late, CacheConfig(Keyformer(), FIFTH)]
     model, decoding = tiny("llama"), GenerationParams(24, eos=None)
     for made, variant in zip(together(model, variants, decoding), variants, strict=True):
         same(made, alone(model, variant, decoding))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_observe_tiles import METHODS
 
-from kvexp.core import AttentionParams, Budget, Plan
+from kvexp.core import AttentionParams, Budget, CacheConfig
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.observe import blocked, triton_observe
 from kvexp.errors import ConfigError
@@ -131,7 +131,7 @@ def test_three_tokens_by_hand():
 def test_what_cannot_be_said_without_triton_is_said_before_a_model_loads(monkeypatch):
     monkeypatch.setattr(triton_observe, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="observe=triton needs Triton, which is not installed"):
-        Plan(H2O(), Budget(tokens=9), observe="triton")
+        CacheConfig(H2O(), Budget(tokens=9), observe="triton")
 
 
 @installed

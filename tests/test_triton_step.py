@@ -13,7 +13,7 @@ from tiny import prompts_of, tiny
 from kvexp.core import Budget
 from kvexp.core.decode import triton_decode
 from kvexp.core.decode.fast_step import StackedLayer
-from kvexp.generate import GenerationParams, MethodSpec, generate, prefill_together
+from kvexp.generate import CacheConfig, GenerationParams, generate, prefill_together
 from kvexp.generate.decode_loop import finish
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 
@@ -96,7 +96,7 @@ def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
 def test_a_stack_of_every_kind_of_row(monkeypatch):
     """Plain, tempered, noised twice and unobserved rows of several sizes side by side, as the general path has them."""
     methods = [H2O(), A2SF(alpha=0.5), Window(), Keyformer(), Keyformer(noise="gaussian"), Keyformer(noise="none")]
-    variants = [MethodSpec(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    variants = [CacheConfig(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     model = model.to("cuda") if GPU else model
     made = []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvexp.core import AttentionParams, EvictionLayer, MemoryTracker, Plan, SequenceState
+from kvexp.core import AttentionParams, CacheConfig, EvictionLayer, MemoryTracker, SequenceState
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.generate.loglikelihood import forward
 from kvexp.models import EvictionCache, patch_model
@@ -166,7 +166,7 @@ def scores_of(state: EvictionLayer) -> list[list[dict[int, float]]]:
 
 
 def run_core(
-    plan: Plan,
+    config: CacheConfig,
     streams: Streams,
     widths: Sequence[int],
     *,
@@ -180,9 +180,9 @@ def run_core(
     count, total = streams.q.shape[0], sum(widths)
     timeline = SequenceState(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
     timeline.several_tokens_allowed = True
-    view = plan.method.view
+    view = config.method.view
     shared = CrossLayerScore(timeline) if view is not None and view.across_layers else None
-    states = [EvictionLayer(plan, i, count, timeline, MemoryTracker(count), shared) for i in range(count)]
+    states = [EvictionLayer(config, i, count, timeline, MemoryTracker(count), shared) for i in range(count)]
     geometry = geometry or AttentionParams(streams.q.shape[-1] ** -0.5)
     seen = Seen([], [], [], states)
     start = 0

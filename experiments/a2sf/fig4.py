@@ -28,7 +28,7 @@ SINK_KEPT = 95.0  # percent of pruned rows that see the first token, for it to c
 def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
     """Per prompt, over pruned rows, all layers and heads, in percent: rows that see the first token, attention to the
     middle half of a row's past. Of the first prompt also the maps of the first and the last layer, mean over heads."""
-    check_row_mask(settings.method, settings.budget, "local", settings.plan())
+    check_row_mask(settings.cache, "local")
     if settings.budget is None or settings.budget.kv_ratio is None:
         raise ConfigError("this measurement is of row masks with a kv_ratio")
     rows: list[dict[str, Any]] = []

@@ -34,7 +34,7 @@ def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
     cosine: over all rows, of which those before the budget is full are equal by construction; cosine_pruned: over the
     others alone; overlap: the share of the ideal keys of those that the method's rows attend to.
     """
-    check_row_mask(settings.method, settings.budget, "local", settings.plan())
+    check_row_mask(settings.cache, "local")
     return pd.DataFrame([{"prompt": i, **_alike(model, ids, settings)} for i, ids in enumerate(prompts)])
 
 

@@ -29,14 +29,7 @@ def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
         raise ConfigError(f"only method=pqcache has this block cache, got {settings.method.name}")
     rows = []
     for number, ids in enumerate(prompts):
-        made = generate(
-            model,
-            [list(ids)],
-            settings.method,
-            settings.budget,
-            decoding=GenerationParams(NEW, eos=None),
-            **settings.plan(),
-        )
+        made = generate(model, [list(ids)], settings.cache, decoding=GenerationParams(NEW, eos=None))
         account = receipts(made.cache)[0].retrieval
         assert account is not None
         rows.append({"prompt": number, "rate": account["cache_hit_rate"], "prompt_tokens": len(ids)})

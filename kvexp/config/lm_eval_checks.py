@@ -26,4 +26,4 @@ def check_item_settings(settings: Settings) -> None:
                 "leave the group generation at greedy"
             )
     if task.measured.mode == "row_mask":
-        check_row_mask(settings.method, settings.budget, task.measured.mask, settings.plan())
+        check_row_mask(settings.cache, task.measured.mask)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvexp.core import Budget
+from kvexp.core import Budget, CacheConfig
 from kvexp.errors import ConfigError
 from kvexp.tasks import LMEval
 
@@ -37,6 +37,11 @@ def check_padding(settings: Settings) -> None:
             f"batch_size must be 1 with budget.of=padded, got {settings.batch_size}: the longest prompt of a batch "
             "would set the budget of all (unless task.pad_to is task.max_prompt_tokens)"
         )
+
+
+def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
+    """What the cache of a batch of prompts of so many tokens does: the run's, with the batch's budget."""
+    return dataclasses.replace(settings.cache, budget=budget_of(settings, lengths))
 
 
 def budget_of(settings: Settings, lengths: Sequence[int]) -> Budget | None:

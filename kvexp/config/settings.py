@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvexp.build import CACHE_KEYS, build, keys_named, typed
+from kvexp.build import CACHE, build, build_cache, typed
 from kvexp.config.chat import check_chat
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
 from kvexp.config.padding import check_padding
 from kvexp.config.root_values import check_values
 from kvexp.config.shard import Shard
-from kvexp.core import Budget, Cadence, Method, Plan
+from kvexp.core import Budget, CacheConfig, Method
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.methods import Full
@@ -43,13 +43,7 @@ class Settings:
     """
 
     model: ModelSpec
-    method: Method
-    budget: Budget | None
-    cadence: Cadence
-    mode: str
-    positions: str
-    observe: str
-    beyond_context: bool
+    cache: CacheConfig
     task: Task
     decoding: GenerationParams
     seed: int
@@ -64,25 +58,21 @@ class Settings:
     command: dict[str, Any]
 
     @property
+    def method(self) -> Method:
+        return self.cache.method
+
+    @property
+    def budget(self) -> Budget | None:
+        return self.cache.budget
+
+    @property
     def is_baseline(self) -> bool:
         return not self.method.evicts
 
-    def plan(self) -> dict[str, Any]:
-        """Options for `kvexp.generate`."""
-        return {
-            "cadence": self.cadence,
-            "mode": self.mode,
-            "positions": self.positions,
-            "observe": self.observe,
-            "beyond_context": self.beyond_context,
-        }
-
     def baseline(self) -> Settings:
         """The same run with full attention: what this one is measured against."""
-        full = dataclasses.replace(
-            self, method=Full(), budget=None, cadence=Cadence(), mode="overwrite", positions="original"
-        )
-        return full.identified(labels_of_baseline(self.labels))
+        cache = CacheConfig(Full(), observe=self.cache.observe, beyond_context=self.cache.beyond_context)
+        return dataclasses.replace(self, cache=cache).identified(labels_of_baseline(self.labels))
 
     def parts(self) -> list[Settings]:
         """One run for each of lm-eval's tasks, each with its name as its label; any other task is one run."""
@@ -101,14 +91,15 @@ class Settings:
             "data": self.task.pinned,
             "generation": _plain(self.decoding),
             "method": {"name": self.method.name, **_plain(self.method)},
-            "beyond_context": self.beyond_context,
-            "positions": self.positions,
+            "beyond_context": self.cache.beyond_context,
+            "positions": self.cache.positions,
         }
         if (source := source_of(type(self.method))) is not None:
             identity["method"]["source"] = source
         if not self.is_baseline:
-            identity |= {"budget": _plain(self.budget), "cadence": _plain(self.cadence), "mode": self.mode}
-            identity["observe"] = self.observe
+            cache = self.cache
+            identity |= {"budget": _plain(cache.budget), "cadence": _plain(cache.cadence), "mode": cache.mode}
+            identity["observe"] = cache.observe
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if identifies(self.model.dtype, self.model.resolved_device()):
@@ -133,35 +124,17 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     budget: Budget | None = None
     if method.evicts:
         budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
-    cache = dict(config["cache"])
-    for name in ("mode", "positions", "evict_at_prefill", "evict_every", "observe", "beyond_context"):
-        if name not in cache:
+    for name in CACHE:
+        if name not in config["cache"]:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
-    every, at_prefill = cache.pop("evict_every"), cache.pop("evict_at_prefill")
-    mode = cache.pop("mode")
-    if mode == "auto":
-        mode = "mask" if method.needs_mask or getattr(method.view, "over", "") == "full" else "overwrite"
-    positions = cache.pop("positions") or method.positions
-    observe, beyond = cache.pop("observe"), cache.pop("beyond_context")
-    if cache:
-        raise ConfigError(f"cache.{next(iter(cache))} is not a setting of cache")
     task: Task = build(
         {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
     )
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
-    every, at_prefill = typed(every, int | None, "cache.evict_every"), typed(at_prefill, bool, "cache.evict_at_prefill")
-    with keys_named(CACHE_KEYS):
-        cadence = Cadence(at_prefill, every)
     settings = Settings(
         model=model,
-        method=method,
-        budget=budget,
-        cadence=cadence,
-        mode=mode,
-        positions=positions,
-        observe=observe,
-        beyond_context=typed(beyond, bool, "cache.beyond_context"),
+        cache=build_cache(method, budget, config["cache"]),
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
@@ -213,15 +186,6 @@ def _check(settings: Settings) -> None:
         from kvexp.config.lm_eval_checks import check_item_settings
 
         check_item_settings(settings)
-    with keys_named(CACHE_KEYS):
-        Plan(
-            settings.method,
-            settings.budget,
-            settings.cadence,
-            settings.mode,  # type: ignore[arg-type]
-            settings.positions,  # type: ignore[arg-type]
-            settings.observe,  # type: ignore[arg-type]
-        )
 
 
 def _check_protocol(protocol: Any, task: str) -> None:

@@ -6,11 +6,11 @@ S slots, N kept, D head dim, T prompt tokens, L layers.
 
 from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, Cadence
+from kvexp.core.cache_config import CacheConfig, CacheOptions
 from kvexp.core.eviction_layer import EvictionLayer
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.observe.noise import Noise
-from kvexp.core.plan import Plan
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
@@ -20,13 +20,14 @@ __all__ = [
     "AttentionParams",
     "AttentionScoreSpec",
     "Budget",
+    "CacheConfig",
+    "CacheOptions",
     "Cadence",
     "EvictionContext",
     "EvictionLayer",
     "MemoryTracker",
     "Method",
     "Noise",
-    "Plan",
     "RoPE",
     "SequenceState",
     "Slots",
@@ -40,6 +41,7 @@ __getattr__ = deprecated_names(
         "LayerState": ("EvictionLayer", EvictionLayer),
         "Ledger": ("MemoryTracker", MemoryTracker),
         "Moment": ("EvictionContext", EvictionContext),
+        "Plan": ("CacheConfig", CacheConfig),
         "Rotation": ("RoPE", RoPE),
         "Timeline": ("SequenceState", SequenceState),
     },

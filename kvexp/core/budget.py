@@ -13,6 +13,14 @@ MOST_TOKENS = 1 << 62  # a pyramid's half as many again are still a number of 64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
 
 
+def floor_share(ratio: float, count: int) -> int:
+    """ratio * count, rounded down: the one way in which a share becomes a number of slots.
+
+    The nudge undoes binary fractions only: 0.29 * 100 is 28.999999999999996 and means 29.
+    """
+    return math.floor(ratio * count + 1e-9)
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many slots a kv head may hold, as a ratio or as a number of tokens. Give exactly one of the two.
@@ -72,10 +80,9 @@ class Budget:
                 if max_new_tokens is None:
                     raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
                 base = length + max_new_tokens
-            # The nudge undoes binary fractions only: 0.29 * 100 is 28.999999999999996 and means 29.
-            slots = math.floor(self.kv_ratio * base + 1e-9)
+            slots = floor_share(self.kv_ratio, base)
         if self.pyramid and layers > 1:
-            slots = math.floor(slots * (1 + self.pyramid * (1 - 2 * layer / (layers - 1))) + 1e-9)
+            slots = floor_share(1 + self.pyramid * (1 - 2 * layer / (layers - 1)), slots)
         if slots < 1:
             raise ConfigError(
                 f"the budget of layer {layer} is {slots} slots for a prompt of {length} tokens; "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core.budget import Budget
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.method import EvictionContext, Method, checked
-from kvexp.core.plan import Plan
 from kvexp.core.select import keepers, victims
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
@@ -41,10 +41,17 @@ class ResolvedBudget:
 
     @classmethod
     def resolved(
-        cls, plan: Plan, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int, device: Any
+        cls,
+        config: CacheConfig,
+        lengths: Sequence[int],
+        padded: int,
+        new: int | None,
+        layer: int,
+        layers: int,
+        device: Any,
     ) -> ResolvedBudget:
-        """What the plan's budget grants a layer for prompts of these lengths; `new`: max_new_tokens."""
-        budget, method = plan.budget, plan.method
+        """What the configuration's budget grants a layer for prompts of these lengths; `new`: max_new_tokens."""
+        budget, method = config.budget, config.method
         assert budget is not None
         slots = granted(method, budget, lengths, padded, new, layer, layers)
         return cls.of(method, slots, counts_self=budget.counts_self, device=device)
@@ -68,6 +75,17 @@ def granted(
     for k in slots:
         window(method, k, counts_self=budget.counts_self)
     return slots
+
+
+def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: int | None, layers: int) -> None:
+    """ConfigError where some layer's slots cannot hold what the method protects of prompts of these lengths.
+
+    padded: columns of the prompts; new: max_new_tokens.
+    """
+    if config.budget is None or not config.method.evicts:
+        return
+    for layer in range(layers):
+        granted(config.method, config.budget, lengths, padded, new, layer, layers)
 
 
 def window(method: Method, slots: int, *, counts_self: bool) -> int:

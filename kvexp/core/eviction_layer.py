@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt, attend_with, renumbered
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
@@ -13,7 +14,6 @@ from kvexp.core.eviction_backend import InPlace, ResolvedBudget, mode_of, protec
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.observe import accumulate
-from kvexp.core.plan import Plan
 from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
@@ -31,7 +31,7 @@ class EvictionLayer:
 
     def __init__(
         self,
-        plan: Plan,
+        config: CacheConfig,
         index: int,
         layers: int,
         timeline: SequenceState,
@@ -39,11 +39,11 @@ class EvictionLayer:
         shared: CrossLayerScore | None,
         ladder: CrossLayerBuffers | None = None,
     ) -> None:
-        self.plan, self.index, self.layers = plan, index, layers
+        self.config, self.index, self.layers = config, index, layers
         self.timeline, self.ledger, self.shared = timeline, ledger, shared
         self.ladder = CrossLayerBuffers(1) if ladder is None else ladder  # of all layers of this cache
-        self.view = plan.method.view
-        self.quick = fast_step.allowed(plan, shared is not None)
+        self.view = config.method.view
+        self.quick = fast_step.allowed(config, shared is not None)
         self.reset()
 
     def reset(self) -> None:
@@ -55,7 +55,7 @@ class EvictionLayer:
         self.evicted = False
         self.first_eviction: list[int | None] = []  # per batch row: decode tokens seen when it first lost one
         self.attention_kept: Tensor | None = None  # [B], see RetainedAttention
-        self.mode = mode_of(self.plan.mode, self.plan.cadence.every)
+        self.mode = mode_of(self.config.mode, self.config.evict_every)
         self.ledger.set(self.index, 0)
 
     def forward(
@@ -112,10 +112,10 @@ class EvictionLayer:
         return positions
 
     def _born(self, key: Tensor, positions: Tensor) -> Tensor:
-        birth = self.plan.method.birth(key, positions, self.timeline.seeds.to(key.device), self.index)
+        birth = self.config.method.birth(key, positions, self.timeline.seeds.to(key.device), self.index)
         if birth is None:
             return torch.zeros(key.shape[:3], device=key.device)
-        return checked(birth, key.shape[:3], self.plan.method, "birth", "[B, H, Q]")
+        return checked(birth, key.shape[:3], self.config.method, "birth", "[B, H, Q]")
 
     @property
     def steady(self) -> bool:
@@ -133,7 +133,7 @@ class EvictionLayer:
         if self._room():  # it will only grow: in buffers of its own from the start
             self._store(key, value, positions)
             return
-        self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
+        self.slots = Slots.like(key, value, masked=self.config.mode == "mask")
         self.slots.borrow(sight.keys, sight.values, positions, self._born(key, positions))
 
     def held(self) -> Slots:
@@ -142,7 +142,7 @@ class EvictionLayer:
 
     def _store(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
         if self.slots is None:
-            self.slots = Slots.like(key, value, masked=self.plan.mode == "mask")
+            self.slots = Slots.like(key, value, masked=self.config.mode == "mask")
         slots, time = self.slots, self.timeline
         born = self._born(key, positions)
         if key.shape[2] > 1 and not time.in_prompt:
@@ -158,7 +158,7 @@ class EvictionLayer:
     def _room(self) -> int:
         """The final size of a cache that only grows, so that it is allocated once; 0 where that is not known."""
         time = self.timeline
-        if self.plan.method.evicts or time.max_new_tokens is None or time.prompt_columns is None:
+        if self.config.method.evicts or time.max_new_tokens is None or time.prompt_columns is None:
             return 0
         return time.prompt_columns + time.max_new_tokens
 
@@ -177,13 +177,13 @@ class EvictionLayer:
             in_order=slots.aligned,
             padded=self.timeline.padded or (self.timeline.in_prompt and not self.timeline.prompt_complete),
         )
-        if self.plan.positions == "renumbered" and self.evicted:
+        if self.config.renumbered and self.evicted:
             sight = renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
         return sight
 
     def attend(self, sight: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         """Output [B, H, G, Q, D], and the probabilities where a decode step has them anyway."""
-        method, count = self.plan.method, sight.query.shape[3]
+        method, count = self.config.method, sight.query.shape[3]
         unobserved = self.view is None and not method.per_query
         # SDPA is made for many queries: on a CPU, one takes it longer than the two products do.
         if self.timeline.in_prompt or (unobserved and (count > 1 or sight.query.device.type != "cpu")):
@@ -202,20 +202,20 @@ class EvictionLayer:
         newest = self.timeline.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
-            mask = self.plan.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j]))
+            mask = self.config.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j]))
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
         return torch.stack(rows, dim=3)
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
     def _score(self, slots: Slots, sight: AttentionInputs, probabilities: Tensor | None, seen: Columns) -> None:
-        view, time, plan = self.view, self.timeline, self.plan
-        if view is None or (not time.in_prompt and not plan.method.evicts_while_decoding):
+        view, time, config = self.view, self.timeline, self.config
+        if view is None or (not time.in_prompt and not config.method.evicts_while_decoding):
             return
-        key = (view.observed, plan.observe, plan.block) if time.in_prompt else None
+        key = (view.observed, config.observe, config.block) if time.in_prompt else None
         columns = seen.get(key) if key is not None else None
         if columns is None:
-            columns = accumulate.columns(plan, view, sight, probabilities, time, self.index)
+            columns = accumulate.columns(config, view, sight, probabilities, time, self.index)
         if key is not None:
             seen[key] = columns
         self._accumulate(slots, view, accumulate.pooled(view, columns, time), sight.query_positions)
@@ -226,18 +226,18 @@ class EvictionLayer:
     # -- evicting -----------------------------------------------------------------------------------------------------
 
     def _due(self) -> bool:
-        time, cadence = self.timeline, self.plan.cadence
-        if not self.plan.method.evicts or not time.prompt_complete:
+        time, every = self.timeline, self.config.evict_every
+        if not self.config.method.evicts or not time.prompt_complete:
             return False
         if self.quota is None:
             self.quota = self._resolve()
-        if self.plan.method.per_query:
+        if self.config.method.per_query:
             return False
         if time.in_prompt:
-            due = cadence.at_prefill
+            due = self.config.cadence.at_prefill
         else:
             width = time.end - time.seen
-            due = cadence.every is not None and (time.steps + width) // cadence.every > time.steps // cadence.every
+            due = every is not None and (time.steps + width) // every > time.steps // every
         decoded = time.end - (time.prompt_columns or 0)
         over = any(n + decoded > kept for n, kept in zip(time.prompt_lengths, self.quota.kept, strict=True))
         return due and (over or self.evicted)
@@ -246,7 +246,7 @@ class EvictionLayer:
         time = self.timeline
         assert time.prompt_columns is not None and self.slots is not None
         lengths, new, device = time.prompt_lengths, time.max_new_tokens, self.slots.keys.device
-        return ResolvedBudget.resolved(self.plan, lengths, time.prompt_columns, new, self.index, self.layers, device)
+        return ResolvedBudget.resolved(self.config, lengths, time.prompt_columns, new, self.index, self.layers, device)
 
     def _moment(self, slots: Slots, newest: Tensor) -> EvictionContext:
         assert self.quota is not None
@@ -257,9 +257,9 @@ class EvictionLayer:
         assert self.quota is not None and self.timeline.counts is not None
         newest = self.timeline.counts.to(slots.keys.device) - 1
         now = self._moment(slots, newest)
-        method = self.plan.method
+        method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
-        window = geometry.sliding_window if self.plan.positions == "original" else None
+        window = geometry.sliding_window if self.config.positions == "original" else None
         rank = ranked(method, now, window)
         limbo = method.limbo(now)
         self.mode.evict(slots, rank, protected(method, now, self.quota), self.quota, limbo)
@@ -269,7 +269,7 @@ class EvictionLayer:
             slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
         self.evicted = True
         self.mode.full = self._full()
-        self.mode.dense = self.mode.full and slots.used == min(self.quota.kept) + (self.plan.cadence.every or 0)
+        self.mode.dense = self.mode.full and slots.used == min(self.quota.kept) + (self.config.evict_every or 0)
         self.note_losses()
 
     def _full(self) -> bool:

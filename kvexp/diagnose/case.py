@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvexp.core import Budget, Method
+from kvexp.core import CacheConfig
 from kvexp.generate import Generation, GenerationParams, PrefilledContext, generate, prefill
 from kvexp.methods import Full
 from kvexp.models import EvictionCache
@@ -17,18 +17,16 @@ from kvexp.models import EvictionCache
 class Case:
     """prompt, question: token ids, the question fed after the eviction (or empty); seed: of noise inside the method.
 
-    plan: cadence, mode, positions, observe, beyond_context of `kvexp.generate.generate`. `decoding` must be greedy.
+    `decoding` must be greedy.
     """
 
     model: Any
     prompt: list[int]
     question: list[int]
-    method: Method
-    budget: Budget | None
+    cache: CacheConfig
     decoding: GenerationParams
     tokenizer: Any = None
     seed: int = 0
-    plan: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ahead(self) -> int:
@@ -37,35 +35,32 @@ class Case:
 
     def full(self) -> Case:
         """The same example under full attention."""
-        beyond = {key: value for key, value in self.plan.items() if key == "beyond_context"}
-        return dataclasses.replace(self, method=Full(), budget=None, plan=beyond)
+        return dataclasses.replace(self, cache=CacheConfig(Full(), beyond_context=self.cache.beyond_context))
 
     def generated(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
         """The generation of the run, alone in its batch; prepare: is given the cache before anything is fed."""
         return generate(
             self.model,
             [self.prompt],
-            self.method,
-            self.budget,
+            self.cache,
             questions=[self.question] if self.question else None,
             decoding=self.decoding,
             tokenizer=self.tokenizer,
             seeds=[self.seed],
             prepare=prepare,
-            **self.plan,
         )
 
-    def prefilled(self, prepare: Callable[[EvictionCache], object] | None = None, **plan: Any) -> PrefilledContext:
-        """The prompt alone, prefilled and evicted; plan: what shall differ from the run's."""
+    def prefilled(
+        self, prepare: Callable[[EvictionCache], object] | None = None, cache: CacheConfig | None = None
+    ) -> PrefilledContext:
+        """The prompt alone, prefilled and evicted; cache: what it does where that is not what the run's does."""
         return prefill(
             self.model,
             [self.prompt],
-            self.method,
-            self.budget,
+            cache or self.cache,
             max_new_tokens=self.ahead,
             chunk=self.decoding.prefill_chunk,
             tokenizer=self.tokenizer,
             seeds=[self.seed],
             prepare=prepare,
-            **{**self.plan, **plan},
         )

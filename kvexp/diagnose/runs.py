@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from kvexp.config.model_spec import load, tokenizer_of
-from kvexp.config.padding import budget_of
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings, settings_of
 from kvexp.config.target_allowlist import check_stored
 from kvexp.diagnose.case import Case
@@ -70,12 +70,10 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
                 model=model,
                 prompt=prompt.ids,
                 question=prompt.question,
-                method=settings.method,
-                budget=budget_of(settings, [len(prompt.ids)]),
+                cache=batch_cache(settings, [len(prompt.ids)]),
                 decoding=settings.decoding,
                 tokenizer=tokenizer,
                 seed=noise_seed(settings, prompt.example, asked=bool(prompt.question)),
-                plan=settings.plan(),
             ),
             example,
         )

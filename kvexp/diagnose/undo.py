@@ -8,6 +8,7 @@ With every eviction undone each query sees all there is, which is full attention
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,7 @@ class Replay:
     def __init__(self, case: Case, size: int = 8, after: Callable[[int], None] | None = None) -> None:
         self.case, self.size, self.after = case, size, after
         self.trials = 0
-        self.context = case.prefilled(prepare=_undoable, mode="mask")
+        self.context = case.prefilled(prepare=_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
 
     @property
     def everything(self) -> Undone:

@@ -121,7 +121,7 @@ def _size(settings: Settings, example: Example, words: Any) -> tuple[float, floa
 
 def _room(settings: Settings, new: int) -> float:
     shape = model_shape(settings.model)
-    holds = float("inf") if settings.beyond_context or shape is None else shape.positions - new
+    holds = float("inf") if settings.cache.beyond_context or shape is None else shape.positions - new
     return max(1, min(holds, settings.task.max_prompt_tokens or float("inf")))
 
 

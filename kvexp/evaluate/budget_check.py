@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from kvexp.config.padding import budget_of
 from kvexp.config.settings import Settings
 from kvexp.core import Budget
-from kvexp.core.eviction_backend import granted
+from kvexp.core.eviction_backend import check_budget
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_ahead
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
@@ -37,11 +38,10 @@ def obstacle(settings: Settings, config: Any, tokenizer: Any, prompt: TokenizedE
 
 def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed: Sequence[int]) -> None:
     """ConfigError where some layer's budget cannot hold a prompt of so many tokens; fed: what `_fed` says."""
-    layers = layers_of(config)
     budget = budget_of(settings, [size]) or budget
+    cache = dataclasses.replace(settings.cache, budget=budget)
     for new in fed:
-        for layer in range(layers):
-            granted(settings.method, budget, [size], size, new, layer, layers)
+        check_budget(cache, [size], size, new, layers_of(config))
 
 
 def _fed(settings: Settings, tokenizer: Any, prompt: TokenizedExample) -> list[int]:

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from kvexp.config.padding import budget_of
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
-from kvexp.evaluate.outputs import Answer, answers_of, variants
+from kvexp.evaluate.outputs import Answer, answers_of
 from kvexp.evaluate.seeds import noise_seed, sampling_seed
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 
@@ -83,20 +83,25 @@ def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items
         key = (seed, tuple(prompt.ids), index if mixes_rows(settings) else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
+    # Not of the longest question: what is allocated shall not depend on the company.
     ahead = tokens_ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
     prompts = [list(ids) for _, ids, _ in places]
-    options: dict[str, Any] = {
-        "max_new_tokens": ahead,  # not of the longest question: what is allocated shall not depend on the company
-        "tokenizer": tokenizer,
-        "seeds": [seed for seed, _, _ in places],
-    }
+    seeds = [seed for seed, _, _ in places]
+    configs = [batch_cache(run, [len(ids) for ids in prompts]) for run in runs]
     if len(runs) > 1:
-        beyond = settings.beyond_context
-        made = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=beyond)
+        made = prefill_together(model, prompts, configs, max_new_tokens=ahead, tokenizer=tokenizer, seeds=seeds)
         return made, place_of
-    options |= {"num_beams": 1 if choosing else decoding.num_beams, "chunk": decoding.prefill_chunk}
-    budget = budget_of(settings, [len(ids) for ids in prompts])
-    return [prefill(model, prompts, settings.method, budget, **options, **settings.plan())], place_of
+    context = prefill(
+        model,
+        prompts,
+        configs[0],
+        max_new_tokens=ahead,
+        num_beams=1 if choosing else decoding.num_beams,
+        chunk=decoding.prefill_chunk,
+        tokenizer=tokenizer,
+        seeds=seeds,
+    )
+    return [context], place_of
 
 
 def _answered(

@@ -37,7 +37,7 @@ class Weightless:
 def check_beforehand(settings: Settings, tokenizer: Any, examples: Sequence[Example]) -> None:
     """ConfigError for a run that cannot be, which its configuration and its prompts' tokens tell; no weights needed."""
     config = config_of_spec(settings.model)
-    check_positions(config, settings.method.name, settings.positions, settings.beyond_context)
+    check_positions(config, settings.cache)
     check_room(settings, list(enumerate(examples)))
     check_template(settings, tokenizer)
     _check_runnable(settings, config, tokenizer, examples)
@@ -82,7 +82,7 @@ def prompt_of(settings: Settings, model: Any, tokenizer: Any, example: Example) 
         return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
-    most = 1 << 40 if settings.beyond_context else longest(model.config)
+    most = 1 << 40 if settings.cache.beyond_context else longest(model.config)
     alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
     new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
     room = most - max(alone, default=new) + 1

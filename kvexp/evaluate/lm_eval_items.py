@@ -35,8 +35,7 @@ def bench_of(settings: Settings, model: Any, tokenizer: Any) -> Bench:
     from kvexp.lm_eval import Bench
 
     assert isinstance(settings.task, LMEval)
-    plan, how = settings.plan(), settings.task.measured
-    return Bench(model, tokenizer, settings.method, settings.budget, how, settings.batch_size, plan)
+    return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size)
 
 
 def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> TokenizedExample:

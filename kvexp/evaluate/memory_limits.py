@@ -39,7 +39,8 @@ def held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     """Slots per layer and kv head that each prompt holds at most once it is evicted."""
     new = settings.decoding.max_new_tokens
     budget = budget_of(settings, lengths)
-    if budget is None or settings.mode == "mask" or settings.method.keeps_everything or not settings.cadence.at_prefill:
+    cache = settings.cache
+    if budget is None or cache.mode == "mask" or cache.method.keeps_everything or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
     return [slots + 1 for slots in budget.resolve(lengths, max(lengths), new, 0, 1)]
 

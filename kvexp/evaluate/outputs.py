@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvexp.config.padding import budget_of
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
 from kvexp.evaluate.seeds import sampling_seed
 from kvexp.evaluate.tokenized_examples import TokenizedExample
@@ -44,12 +44,10 @@ def generated(
     result = generate(
         model,
         [prompt.ids for _, prompt in batch],
-        settings.method,
-        budget_of(settings, [len(prompt.ids) for _, prompt in batch]),
+        batch_cache(settings, [len(prompt.ids) for _, prompt in batch]),
         decoding=settings.decoding,
         tokenizer=tokenizer,
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in batch],
-        **settings.plan(),
     )
     return dict(zip((index for index, _ in batch), answers_of(result, tokenizer), strict=True))
 
@@ -63,22 +61,11 @@ def generated_together(
     first, prompts = runs[0], [prompt.ids for _, prompt in batch]
     seeds = [sampling_seed(first, prompt.example) for _, prompt in batch]
     start, new = time.perf_counter(), first.decoding.max_new_tokens
-    options: dict[str, Any] = {"max_new_tokens": new, "tokenizer": tokenizer, "seeds": seeds}
-    contexts = prefill_together(model, prompts, variants(runs, prompts), **options, beyond_context=first.beyond_context)
+    configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in runs]
+    contexts = prefill_together(model, prompts, configs, max_new_tokens=new, tokenizer=tokenizer, seeds=seeds)
     results = finish(model, contexts, first.decoding, seeds, tokenizer, start=start)
     indices = [index for index, _ in batch]
     return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
-
-
-def variants(runs: Sequence[Settings], prompts: Sequence[Sequence[int]]) -> list[Any]:
-    """What `kvexp.generate.prefill_together` takes."""
-    from kvexp.generate import MethodSpec
-
-    made = []
-    for settings in runs:
-        plan = {key: value for key, value in settings.plan().items() if key != "beyond_context"}
-        made.append(MethodSpec(settings.method, budget_of(settings, [len(ids) for ids in prompts]), plan))
-    return made
 
 
 def answers_of(result: Any, tokenizer: Any) -> list[Answer]:

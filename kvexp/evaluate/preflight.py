@@ -32,7 +32,7 @@ def check_room(settings: Settings, todo: list[tuple[int, Example]]) -> None:
     """ConfigError where the answers to be generated leave no position for a prompt, or the model cannot be."""
     room, longest = holds(settings.model), settings.decoding.max_new_tokens
     generates = not settings.task.only_nll and not isinstance(settings.task, LMEval)
-    if settings.beyond_context or not generates or all(example.choices for _, example in todo):
+    if settings.cache.beyond_context or not generates or all(example.choices for _, example in todo):
         return
     if longest > room:
         raise ConfigError(
@@ -51,7 +51,7 @@ def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) 
     def count(words: str) -> int:
         return tokenise(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
 
-    room = 1 << 40 if settings.beyond_context else holds(settings.model)
+    room = 1 << 40 if settings.cache.beyond_context else holds(settings.model)
     return [(index, task.fit(example, count, room)) for index, example in todo]
 
 

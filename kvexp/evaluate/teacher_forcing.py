@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
-from kvexp.config.padding import budget_of
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
 from kvexp.evaluate.outputs import UNTIMED, Answer
 from kvexp.evaluate.seeds import noise_seed
@@ -25,12 +25,10 @@ def forced(settings: Settings, model: Any, tokenizer: Any, prompt: TokenizedExam
     context = prefill(
         model,
         [prompt.ids],
-        settings.method,
-        budget_of(settings, [len(prompt.ids)]),
+        batch_cache(settings, [len(prompt.ids)]),
         max_new_tokens=ahead,
         tokenizer=tokenizer,
         seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question))],
-        **settings.plan(),
     )
     questions = [prompt.question] if prompt.question else None
     start = time.perf_counter()

@@ -10,8 +10,9 @@ import contextlib
 import dataclasses
 from typing import Any
 
-from kvexp.config.padding import budget_of
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
+from kvexp.core import CacheConfig
 from kvexp.errors import CacheError, ConfigError
 from kvexp.evaluate.oom_retry import Items, Patience, release
 from kvexp.evaluate.timeout import Overdue
@@ -34,7 +35,8 @@ def warm_up(settings: Settings, model: Any, tokenizer: Any, batch: Items, patien
         try:
             _generate(settings, model, tokenizer, prompts)
         except ConfigError:
-            full = dataclasses.replace(settings, method=Full(), budget=None, mode="overwrite", positions="original")
+            beyond = settings.cache.beyond_context
+            full = dataclasses.replace(settings, cache=CacheConfig(Full(), beyond_context=beyond))
             with contextlib.suppress(ConfigError):
                 _generate(full, model, tokenizer, prompts)
     release()
@@ -49,5 +51,5 @@ def _generate(settings: Settings, model: Any, tokenizer: Any, prompts: list[list
     from kvexp.generate import generate
 
     decoding = dataclasses.replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0, eos=None)
-    budget = budget_of(settings, [len(ids) for ids in prompts])
-    generate(model, prompts, settings.method, budget, decoding=decoding, tokenizer=tokenizer, **settings.plan())
+    cache = batch_cache(settings, [len(ids) for ids in prompts])
+    generate(model, prompts, cache, decoding=decoding, tokenizer=tokenizer)

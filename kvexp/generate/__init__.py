@@ -1,5 +1,6 @@
 """Prefill, evict and decode: generation with timing, and log-probabilities of given continuations."""
 
+from kvexp.core import CacheConfig
 from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import ask, ask_together, generate
 from kvexp.generate.decode_loop import finish
@@ -10,13 +11,13 @@ from kvexp.generate.inputs import pad_left
 from kvexp.generate.loglikelihood import Token, continuation_logprobs, feeds_at_once, judge, judged
 from kvexp.generate.output import Generation, Timing
 from kvexp.generate.prefilled_context import PrefilledContext, forward, prefill
-from kvexp.generate.shared_prefill import MethodSpec, prefill_together
+from kvexp.generate.shared_prefill import prefill_together
 
 __all__ = [
+    "CacheConfig",
     "EvictionStats",
     "Generation",
     "GenerationParams",
-    "MethodSpec",
     "PrefilledContext",
     "TextDivergence",
     "Timing",
@@ -42,7 +43,8 @@ __getattr__ = deprecated_names(
     {
         "Context": ("PrefilledContext", PrefilledContext),
         "Decoding": ("GenerationParams", GenerationParams),
+        "MethodSpec": ("CacheConfig", CacheConfig),
         "Receipt": ("EvictionStats", EvictionStats),
-        "Variant": ("MethodSpec", MethodSpec),
+        "Variant": ("CacheConfig", CacheConfig),
     },
 )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Unpack
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, Method
+from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
 from kvexp.generate.beam_search import search
 from kvexp.generate.decode_loop import finish, joined
 from kvexp.generate.generation_params import GenerationParams
-from kvexp.generate.inputs import check_length, check_questions, check_request, pad_id, pad_left, seeds_of
+from kvexp.generate.inputs import check_length, check_prompts, check_questions, pad_id, pad_left, seeds_of
 from kvexp.generate.output import Generation
-from kvexp.generate.prefilled_context import PrefilledContext, forward, prefill
+from kvexp.generate.prefilled_context import PrefilledContext, forward, new_cache, prefill
 from kvexp.models import EvictionCache
 
 
@@ -25,45 +25,54 @@ from kvexp.models import EvictionCache
 def generate(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    method: Method,
+    method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
     questions: Sequence[Sequence[int]] | None = None,
     decoding: GenerationParams | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
-    beyond_context: bool = False,
     keep_logits: bool = False,
-    **plan: Any,
+    prepare: Callable[[EvictionCache], object] | None = None,
+    **options: Unpack[CacheOptions],
 ) -> Generation:
     """Generate for a batch of prompts (token ids per row) under an eviction method.
 
-    questions: fed token by token after the prompts were prefilled and evicted, all of one length; the budget is that
-    of the prompt alone. seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's
-    tokens depend on its prompt, question and seed alone. plan: cadence, mode, positions, observe, block of
-    `EvictionCache`. Errors are ConfigError before the model runs. keep_logits keeps one [B, vocabulary] tensor per
-    step.
+    method, budget, options: what the cache does, as `CacheConfig`, or one of those in place of the method. questions:
+    fed token by token after the prompts were prefilled and evicted, all of one length; the budget is that of the prompt
+    alone. seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
+    prompt, question and seed alone. keep_logits keeps one [B, vocabulary] tensor per step. prepare: is given the new
+    cache before anything is fed. Errors are ConfigError before the model runs.
     """
-    decoding = decoding or GenerationParams()
-    check_request(model, prompts, method, budget)
+    decoding, config = decoding or GenerationParams(), CacheConfig.of(method, budget, **options)
+    check_prompts(model, prompts)
     row_seeds = seeds_of(seeds, len(prompts))
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
-    check_length(model, max(len(p) for p in prompts), new, beyond_context)
-    ahead: dict[str, Any] = {"num_beams": decoding.num_beams, "max_new_tokens": new, "beyond_context": beyond_context}
-    if questions is not None or decoding.num_beams == 1:
+    check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
+    if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
+        ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams)
+        if prepare is not None:
+            prepare(cache)
         start = time.perf_counter()
-        ahead |= {"chunk": decoding.prefill_chunk, "tokenizer": tokenizer}
-        context = prefill(model, prompts, method, budget, seeds=row_seeds, **ahead, **plan)
-        if questions is None:
-            return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
-        options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": row_seeds}
-        return ask(model, context, questions, **options, keep_logits=keep_logits)
-    ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    cache = EvictionCache(model, method, budget, prompt_tokens=ids.shape[1], seeds=row_seeds, **ahead, **plan)
-    cache.resolve([len(p) for p in prompts], ids.shape[1])
-    cache.prompts = [list(prompt) for prompt in prompts]
+        return search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
     start = time.perf_counter()
-    return search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+    context = prefill(
+        model,
+        prompts,
+        config,
+        max_new_tokens=new,
+        num_beams=decoding.num_beams,
+        chunk=decoding.prefill_chunk,
+        tokenizer=tokenizer,
+        seeds=row_seeds,
+        prepare=prepare,
+    )
+    if questions is None:
+        return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+    return ask(
+        model, context, questions, decoding=decoding, tokenizer=tokenizer, seeds=row_seeds, keep_logits=keep_logits
+    )
 
 
 @torch.no_grad()
@@ -82,8 +91,9 @@ def ask(
     Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
     noise inside methods keeps the context's. Times include the context's prefill.
     """
-    options: dict[str, Any] = {"decoding": decoding, "tokenizer": tokenizer, "seeds": seeds}
-    return ask_together(model, [context], questions, **options, keep_logits=keep_logits)[0]
+    return ask_together(
+        model, [context], questions, decoding=decoding, tokenizer=tokenizer, seeds=seeds, keep_logits=keep_logits
+    )[0]
 
 
 @torch.no_grad()

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, Method
 from kvexp.errors import ConfigError
 from kvexp.models.families import longest
 
 
-def check_request(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], method: Method, budget: Budget | None
-) -> None:
-    """What a caller can get wrong, said before the model runs."""
-    if not isinstance(method, Method):
-        raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
-    if budget is not None and not isinstance(budget, Budget):
-        raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {budget!r}")
+def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+    """ConfigError for prompts that are not rows of token ids the model knows."""
     if _text(prompts):
         raise ConfigError("prompts must be lists of token ids, one per row: tokenize first (tokenizer(text).input_ids)")
     if not prompts:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvexp.core import Budget, Method, Plan
+from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_length, check_request, check_tokens
+from kvexp.generate.inputs import check_length, check_prompts, check_tokens
 from kvexp.generate.output import check_scores
 from kvexp.generate.prefilled_context import PrefilledContext, forward, forward_all, prefill
 
@@ -23,14 +23,13 @@ def continuation_logprobs(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
-    method: Method,
+    method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
     questions: Sequence[Sequence[int]] | None = None,
     seeds: int | Sequence[int] = 0,
-    beyond_context: bool = False,
     max_new_tokens: int | None = None,
-    **plan: Any,
+    **options: Unpack[CacheOptions],
 ) -> list[list[float]]:
     """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
 
@@ -39,13 +38,12 @@ def continuation_logprobs(
     max_new_tokens: the length that tau schedules and budget.of=sequence go by, questions included; needed where rows
     differ in it, since a row must not depend on its neighbours'.
     """
-    check_request(model, prompts, method, budget)
+    config = CacheConfig.of(method, budget, **options)
+    check_prompts(model, prompts)
     lengths = _lengths(model, len(prompts), continuations, questions)
-    length = _schedule(method, budget, max_new_tokens, lengths)
-    check_length(model, max(len(p) for p in prompts), max(lengths), beyond_context)
-    context = prefill(
-        model, prompts, method, budget, max_new_tokens=length, seeds=seeds, beyond_context=beyond_context, **plan
-    )
+    length = _schedule(config, max_new_tokens, lengths)
+    check_length(model, max(len(p) for p in prompts), max(lengths), config.beyond_context)
+    context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds)
     return judge(model, context, continuations, questions, max_new_tokens=length)
 
 
@@ -88,15 +86,15 @@ def judged(
     cache = context.cache
     before = questions or [[]] * len(continuations)
     lengths = _lengths(model, len(context.ids), continuations, questions)
-    length = _schedule(cache.plan.method, cache.plan.budget, max_new_tokens, lengths)
+    length = _schedule(cache.config, max_new_tokens, lengths)
     check_length(model, max(context.lengths), max(lengths), cache.timeline.max_positions is None)
     context.expects(length)
     fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
         fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
     fed = fed.to(context.ids.device)
-    if at_once and not feeds_at_once(cache.plan):
-        raise ConfigError(f"method {cache.plan.method.name} evicts while decoding: feed it one token at a time")
+    if at_once and not feeds_at_once(cache.config):
+        raise ConfigError(f"method {cache.config.method.name} evicts while decoding: feed it one token at a time")
     width = fed.shape[1] - 1 if at_once else 1
     tokens = [_judge_step(context.logits[:, None], fed[:, :1])]
     mask = context.mask
@@ -110,12 +108,12 @@ def judged(
     return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
 
 
-def feeds_at_once(plan: Plan) -> bool:
+def feeds_at_once(config: CacheConfig) -> bool:
     """Whether nothing is evicted or chosen while decoding, so that tokens may come several at a time."""
-    method = plan.method
+    method = config.method
     if method.keeps_everything or method.per_query:
         return False
-    return not method.evicts or plan.cadence.every is None
+    return not method.evicts or config.evict_every is None
 
 
 def _judge_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
@@ -146,9 +144,9 @@ def _lengths(
     return [len(q) + len(c) for q, c in zip(questions, continuations, strict=True)]
 
 
-def _schedule(method: Method, budget: Budget | None, asked: int | None, lengths: list[int]) -> int:
+def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int:
     """The max_new_tokens that schedules go by; ConfigError where it would depend on the batch."""
-    view = method.view
+    view, budget = config.method.view, config.budget
     matters = (view is not None and view.tau[0] != view.tau[1]) or (budget is not None and budget.of == "sequence")
     if asked is None and matters and len(set(lengths)) > 1:
         raise ConfigError(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, Method
+from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_request, pad_id, pad_left, seeds_of
+from kvexp.generate.inputs import check_prompts, pad_id, pad_left, seeds_of
 from kvexp.models import EvictionCache
 
 
@@ -51,7 +51,7 @@ class PrefilledContext:
 
     def expects(self, new_tokens: int) -> None:
         """Say how many tokens will be fed or generated from here: tau schedules and allocations go by it."""
-        budget, timeline = self.cache.plan.budget, self.cache.timeline
+        budget, timeline = self.cache.config.budget, self.cache.timeline
         if budget is not None and budget.of == "sequence" and timeline.max_new_tokens != new_tokens:
             raise ConfigError(
                 f"budget.of=sequence was resolved for max_new_tokens={timeline.max_new_tokens}, and {new_tokens} "
@@ -64,7 +64,7 @@ class PrefilledContext:
 def prefill(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    method: Method,
+    method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
     max_new_tokens: int | None = None,
@@ -72,30 +72,18 @@ def prefill(
     chunk: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
-    beyond_context: bool = False,
     prepare: Callable[[EvictionCache], object] | None = None,
-    **plan: Any,
+    **options: Unpack[CacheOptions],
 ) -> PrefilledContext:
     """Prefill contexts (token ids per row) and evict at their end, where the cadence says so; budgets count no more.
 
     max_new_tokens: all that will follow, questions included. chunk: columns per forward. seeds: of noise inside
     methods, one or one per row; prepare: is given the new cache before anything is fed; the rest as `generate`.
     """
-    check_request(model, prompts, method, budget)
+    config = CacheConfig.of(method, budget, **options)
+    check_prompts(model, prompts)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    cache = EvictionCache(
-        model,
-        method,
-        budget,
-        num_beams=num_beams,
-        prompt_tokens=ids.shape[1],
-        max_new_tokens=max_new_tokens,
-        seeds=seeds_of(seeds, len(prompts)),
-        beyond_context=beyond_context,
-        **plan,
-    )
-    cache.resolve([len(p) for p in prompts], ids.shape[1])
-    cache.prompts = [list(prompt) for prompt in prompts]
+    cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, seeds_of(seeds, len(prompts)), num_beams)
     if prepare is not None:
         prepare(cache)
     start = time.perf_counter()
@@ -107,6 +95,24 @@ def prefill(
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
     return PrefilledContext(cache, ids, mask, logits, time.perf_counter() - start)
+
+
+def new_cache(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    config: CacheConfig,
+    columns: int,
+    max_new_tokens: int | None,
+    seeds: Sequence[int],
+    num_beams: int = 1,
+) -> EvictionCache:
+    """An empty cache for these prompts, padded to so many columns; ConfigError where a budget cannot be theirs."""
+    cache = EvictionCache(
+        model, config, num_beams=num_beams, prompt_tokens=columns, max_new_tokens=max_new_tokens, seeds=seeds
+    )
+    cache.resolve([len(prompt) for prompt in prompts], columns)
+    cache.prompts = [list(prompt) for prompt in prompts]
+    return cache
 
 
 def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:

@@ -4,58 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, Method
-from kvexp.generate.inputs import check_length, check_request, pad_id, pad_left, seeds_of
-from kvexp.generate.prefilled_context import PrefilledContext, forward
-from kvexp.models import EvictionCache, MultiMethodCache
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """A method under a budget. plan: cadence, mode, positions, observe, block of `EvictionCache`."""
-
-    method: Method
-    budget: Budget | None = None
-    plan: dict[str, Any] = field(default_factory=dict)
+from kvexp.core import CacheConfig
+from kvexp.generate.inputs import check_length, check_prompts, pad_id, pad_left, seeds_of
+from kvexp.generate.prefilled_context import PrefilledContext, forward, new_cache
+from kvexp.models import MultiMethodCache
 
 
 @torch.no_grad()
 def prefill_together(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    variants: Sequence[MethodSpec],
+    configs: Sequence[CacheConfig],
     *,
     max_new_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
-    beyond_context: bool = False,
 ) -> list[PrefilledContext]:
-    """`prefill` for every variant, in one forward. ConfigError as there, and for a variant that cannot share it.
+    """`prefill` for every configuration, in one forward. ConfigError as there, and for one that cannot share it.
 
-    The contexts are each variant's own and can be used like any other; `seconds` is that of the whole prefill.
+    The contexts are each configuration's own and can be used like any other; `seconds` is that of the whole prefill.
     """
     row_seeds = seeds_of(seeds, len(prompts))
-    for variant in variants:
-        check_request(model, prompts, variant.method, variant.budget)
-    check_length(model, max(map(len, prompts)), max_new_tokens, beyond_context)
+    check_prompts(model, prompts)
+    check_length(model, max(map(len, prompts)), max_new_tokens, all(config.beyond_context for config in configs))
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    ahead: dict[str, Any] = {
-        "prompt_tokens": ids.shape[1],
-        "max_new_tokens": max_new_tokens,
-        "beyond_context": beyond_context,
-    }
-    caches = []
-    for variant in variants:
-        cache = EvictionCache(model, variant.method, variant.budget, seeds=row_seeds, **ahead, **variant.plan)
-        cache.resolve([len(p) for p in prompts], ids.shape[1])
-        cache.prompts = [list(prompt) for prompt in prompts]
-        caches.append(cache)
+    caches = [new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds) for config in configs]
     start = time.perf_counter()
     logits = forward(model, ids, mask, MultiMethodCache(caches, len(prompts)))
     if logits.device.type == "cuda":

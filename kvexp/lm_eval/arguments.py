@@ -8,8 +8,8 @@ from typing import Any
 
 import kvexp.methods
 import kvexp.retrieval
-from kvexp.build import CACHE_KEYS, build, keys_named, typed
-from kvexp.core import Budget, Cadence, Method, Plan
+from kvexp.build import build, build_cache, typed
+from kvexp.core import Budget, CacheConfig, Method
 from kvexp.errors import ConfigError
 from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.models.load import check_source
@@ -21,7 +21,6 @@ LOADING = (
     *("pack_linear", "seed", "batch_size", "max_batch_size"),
 )
 OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
-CACHE = {"mode": "auto", "positions": None, "observe": "blocked", "evict_at_prefill": True, "evict_every": 1}
 
 
 def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
@@ -48,35 +47,11 @@ def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Bud
     return budget
 
 
-def plan_of(method: Method, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `kvexp.generate`, as run.py makes them of its group cache."""
-    wrong = sorted(set(settings) - set(CACHE) - {"beyond_context"})
-    if wrong:
-        raise ConfigError(
-            f"cache.{wrong[0]} is not a setting of cache; it has: {', '.join((*CACHE, 'beyond_context'))}"
-        )
-    known = {**CACHE, "beyond_context": False, **settings}
-    masked = method.needs_mask or getattr(method.view, "over", "") == "full"
-    every = typed(known["evict_every"], int | None, "cache.evict_every")
-    at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
-    with keys_named(CACHE_KEYS):
-        cadence = Cadence(at_prefill, every)
-    return {
-        "cadence": cadence,
-        "mode": ("mask" if masked else "overwrite") if known["mode"] == "auto" else known["mode"],
-        "positions": known["positions"] or method.positions,
-        "observe": known["observe"],
-        "beyond_context": typed(known["beyond_context"], bool, "cache.beyond_context"),
-    }
-
-
 @dataclass(frozen=True)
 class ModelArguments:
     """What is to be measured with a model, checked without one."""
 
-    method: Method
-    budget: Budget | None
-    plan: dict[str, Any]
+    cache: CacheConfig
     protocol: Protocol
 
     @classmethod
@@ -84,10 +59,11 @@ class ModelArguments:
         """settings: method.x, budget.x, cache.x and the protocol's switches. ConfigError names what is wrong."""
         groups = parted(settings)
         made = method_of(method, groups["method"])
-        budget, plan = budget_of(made, kv_ratio, groups["budget"]), plan_of(made, groups["cache"])
+        cache = build_cache(made, budget_of(made, kv_ratio, groups["budget"]), groups["cache"])
         how = protocol_from(protocol, groups["protocol"])
-        check_plan(made, budget, how, plan)
-        return cls(made, budget, plan, how)
+        if how.mode == "row_mask":
+            check_row_mask(cache, how.mask)
+        return cls(cache, how)
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -99,14 +75,6 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ModelArguments.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
     trusted = (bool(given.get(key, False)) for key in ("allow_pickle", "trust_remote_code"))
     check_source(given["pretrained"], *trusted)
-
-
-def check_plan(method: Method, budget: Budget | None, protocol: Protocol, plan: Mapping[str, Any]) -> None:
-    """What can be wrong without a model at hand."""
-    with keys_named(CACHE_KEYS):
-        Plan(method, budget, plan["cadence"], plan["mode"], plan["positions"], plan["observe"])
-    if protocol.mode == "row_mask":
-        check_row_mask(method, budget, protocol.mask, plan)
 
 
 def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

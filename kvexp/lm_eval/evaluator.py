@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvexp.core import Budget, Method
-from kvexp.core.eviction_backend import granted
+from kvexp.core import CacheConfig
+from kvexp.core.eviction_backend import check_budget
 from kvexp.errors import ConfigError
 from kvexp.generate import Generation, GenerationParams, generate
 from kvexp.lm_eval.encode import Encoder
@@ -23,22 +23,17 @@ from kvexp.tasks.lm_eval import Protocol
 
 @dataclass(frozen=True)
 class Bench:
-    """What measures; numbers do not depend on what is asked together, nor on batch_size (rows in a forward).
-
-    plan: cadence, mode, positions, observe, beyond_context of `kvexp.generate`.
-    """
+    """What measures; numbers do not depend on what is asked together, nor on batch_size (rows in a forward)."""
 
     model: Any
     tokenizer: Any
-    method: Method
-    budget: Budget | None = None
+    cache: CacheConfig
     protocol: Protocol = field(default_factory=Protocol)
     batch_size: int = 1
-    plan: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.masked:
-            check_row_mask(self.method, self.budget, self.protocol.mask, self.plan)
+            check_row_mask(self.cache, self.protocol.mask)
 
     @property
     def masked(self) -> bool:
@@ -51,7 +46,7 @@ class Bench:
     @property
     def holds(self) -> int:
         """Positions that may be used."""
-        return 1 << 40 if self.plan.get("beyond_context") else longest(self.model.config)
+        return 1 << 40 if self.cache.beyond_context else longest(self.model.config)
 
     def ask(
         self, context: str, question: str, continuation: str, *, group: Hashable = None, seed: int = 0
@@ -83,10 +78,10 @@ class Bench:
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
         """One judgement per ask, in order."""
         if not self.masked:
-            return Stepwise(self.model, self.method, self.budget, self.batch_size, self.plan).measure(asks)
+            return Stepwise(self.model, self.cache, self.batch_size).measure(asks)
         how = self.protocol
         dtype = {"float32": torch.float32, "float16": torch.float16}[how.score_dtype]
-        return Masked(self.model, self.method, self.budget, how.mask, how.whole_text, dtype).measure(asks)
+        return Masked(self.model, self.cache, how.mask, how.whole_text, dtype).measure(asks)
 
     def result(self, judged: Judged) -> tuple[float, bool]:
         """What lm-eval's scorers take: (log-probability, greedy)."""
@@ -94,17 +89,14 @@ class Bench:
 
     def obstacle(self, asks: Sequence[Ask]) -> str | None:
         """Why a context is too short for its budget, None if none is. What no context could have is raised."""
-        if self.masked or self.budget is None:
+        if self.masked or self.cache.budget is None:
             return None
-        positions = self.plan.get("positions") or self.method.positions
-        check_positions(self.model.config, self.method.name, positions, bool(self.plan.get("beyond_context")))
+        check_positions(self.model.config, self.cache)
         layers = layers_of(self.model.config)
         for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
-            budget = of_whole(self.budget) if whole else self.budget
-            assert budget is not None
+            cache = of_whole(self.cache) if whole else self.cache
             try:
-                for layer in range(layers):
-                    granted(self.method, budget, [length], length, ahead, layer, layers)
+                check_budget(cache, [length], length, ahead, layers)
             except ConfigError as error:
                 return str(error)
         return None
@@ -128,10 +120,15 @@ class Bench:
         asked: lm-eval's generation_kwargs: until, max_gen_toks, do_sample, temperature, top_k, top_p.
         """
         decoding, until = decoding_of(self.model, self.tokenizer, asked)
-        options: dict[str, Any] = {"decoding": decoding, "tokenizer": self.tokenizer, "seeds": seeds, **self.plan}
-        if any(questions):
-            options["questions"] = list(questions)
-        result = generate(self.model, list(contexts), self.method, self.budget, **options)
+        result = generate(
+            self.model,
+            list(contexts),
+            self.cache,
+            questions=list(questions) if any(questions) else None,
+            decoding=decoding,
+            tokenizer=self.tokenizer,
+            seeds=seeds,
+        )
         texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in result.tokens]
         return [cut_at(text, until) for text in texts], result
 

@@ -67,7 +67,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         weight = pretrained.get_input_embeddings().weight
         by_itself = alone(str(weight.dtype).removeprefix("torch."), weight.device.type)
         how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
-        self.bench = Bench(pretrained, tokenizer, asked.method, asked.budget, how, rows, asked.plan)
+        self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows)
 
     @property
     def eot_token_id(self) -> int:

@@ -5,14 +5,11 @@ Which mask a method stands for, and how a kv_ratio becomes its two numbers, foll
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from kvexp.core import Budget, Method, Noise
+from kvexp.core import Budget, CacheConfig, Method, Noise
+from kvexp.core.budget import floor_share
 from kvexp.core.masked_layer import Rule
 from kvexp.core.row_mask import causal_probs, global_mask, ideal_mask, local_mask, window_mask
 from kvexp.errors import ConfigError
@@ -28,8 +25,9 @@ IDLE: dict[type, tuple[str, ...]] = {
 }
 
 
-def check_row_mask(method: Method, budget: Budget | None, mask: str, plan: Mapping[str, Any]) -> None:
-    """ConfigError for what has no meaning in one masked forward; mask: local or global; plan: of `EvictionCache`."""
+def check_row_mask(cache: CacheConfig, mask: str) -> None:
+    """ConfigError for what has no meaning in one masked forward; mask: local or global."""
+    method, budget = cache.method, cache.budget
     if type(method) not in KNOWN:
         raise ConfigError(
             f"protocol=row_mask has no mask for method {method.name}; it has for "
@@ -48,10 +46,9 @@ def check_row_mask(method: Method, budget: Budget | None, mask: str, plan: Mappi
             "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self and "
             "pyramid alone"
         )
-    cadence = plan.get("cadence")
-    if cadence is not None and method.evicts and (not cadence.at_prefill or cadence.every != 1):
+    if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
         raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")
-    if plan.get("positions") not in (None, "original"):
+    if cache.renumbered:
         raise ConfigError("protocol=row_mask keeps original positions: set cache.positions=original")
 
 
@@ -67,7 +64,7 @@ def rule_of(
     if isinstance(method, Full):
         return lambda x, layer: window_mask(x.shape[-1], x.shape[-1], x.device).expand_as(x)
     assert budget is not None
-    whole = budget.tokens if budget.tokens is not None else _floor((budget.kv_ratio or 0) * length)
+    whole = budget.tokens if budget.tokens is not None else floor_share(budget.kv_ratio or 0, length)
     if isinstance(method, Ideal):
         return lambda x, layer: ideal_mask(x, max(whole, 1))
     if isinstance(method, Window):
@@ -107,11 +104,7 @@ def draw(noise: Noise, x: Tensor, seed: int, layer: int) -> Tensor:
 def _floor_each(budget: Budget, recent_ratio: float, length: int) -> tuple[int, int]:
     """(heavy, recent): two ratios of the length, floored apart; a budget in tokens is parted instead."""
     if budget.tokens is not None:
-        recent = _floor(budget.tokens * recent_ratio)
+        recent = floor_share(recent_ratio, budget.tokens)
         return budget.tokens - recent, recent
     ratio = budget.kv_ratio or 0
-    return _floor(ratio * (1 - recent_ratio) * length), _floor(ratio * recent_ratio * length)
-
-
-def _floor(value: float) -> int:
-    return math.floor(value + 1e-9)  # the nudge undoes binary fractions only, as in Budget
+    return floor_share(ratio * (1 - recent_ratio), length), floor_share(ratio * recent_ratio, length)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.core import Budget, Method
+from kvexp.core import CacheConfig
 from kvexp.core.masked_layer import MaskedLayer
 from kvexp.generate import EvictionStats, Token
 from kvexp.lm_eval.requests import Ask, Judged
@@ -21,11 +21,10 @@ from kvexp.models import RowMaskCache
 
 @dataclass(frozen=True)
 class Masked:
-    """method, budget, and the row mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
+    """A model, method and budget, and the row mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
 
     model: Any
-    method: Method
-    budget: Budget | None
+    cache: CacheConfig
     mask: str
     whole_text: bool
     dtype: torch.dtype
@@ -37,7 +36,14 @@ class Masked:
     @torch.no_grad()
     def _one(self, ask: Ask) -> Judged:
         fed = ask.ids if self.whole_text else ask.ids[:-1]
-        rule = rule_of(self.method, self.budget, self.mask, ask.base or len(fed), seed=ask.seed, dtype=self.dtype)
+        rule = rule_of(
+            self.cache.method,
+            self.cache.budget,
+            self.mask,
+            ask.base or len(fed),
+            seed=ask.seed,
+            dtype=self.dtype,
+        )
         cache = RowMaskCache(self.model, rule)
         device = self.model.get_input_embeddings().weight.device
         start = time.perf_counter()

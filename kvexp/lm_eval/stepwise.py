@@ -8,20 +8,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvexp.core import Budget, Method
+from kvexp.core import CacheConfig
 from kvexp.generate import PrefilledContext, feeds_at_once, judged, prefill, receipts
 from kvexp.lm_eval.requests import Ask, Judged
 
 
 @dataclass(frozen=True)
 class Stepwise:
-    """method, budget, and the plan of `EvictionCache`; at most `batch_size` rows in a forward."""
+    """A model and what its caches do; at most `batch_size` rows in a forward."""
 
     model: Any
-    method: Method
-    budget: Budget | None
+    cache: CacheConfig
     batch_size: int
-    plan: dict[str, Any]
 
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
         """One per ask, in order: what it would be alone, whatever is measured beside it.
@@ -40,15 +38,15 @@ class Stepwise:
                 some = keys[start : start + self.batch_size]
                 rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
                 longest = max(ahead[place] for _, place in rows)
-                budget = of_whole(self.budget) if whole else self.budget
-                options = {"max_new_tokens": longest, "seeds": [seed for seed, _ in some], **self.plan}
-                context = prefill(self.model, [ids for _, ids in some], self.method, budget, **options)
+                cache = of_whole(self.cache) if whole else self.cache
+                seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
+                context = prefill(self.model, prompts, cache, max_new_tokens=longest, seeds=seeds)
                 made |= self._judge(asks, context, rows, longest)
         return [made[place] for place in range(len(asks))]
 
     def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
         """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
-        view, budget = self.method.view, self.budget
+        view, budget = self.cache.method.view, self.cache.budget
         scheduled = (view is not None and view.tau[0] != view.tau[1]) or (
             budget is not None and budget.of == "sequence"
         )
@@ -73,18 +71,18 @@ class Stepwise:
                 [asks[place].continuation for _, place in some],
                 [asks[place].question for _, place in some],
                 max_new_tokens=ahead,
-                at_once=feeds_at_once(forks.cache.plan),
+                at_once=feeds_at_once(forks.cache.config),
             )
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
                 made[place] = Judged(judgement, receipt, context.seconds)
         return made
 
 
-def of_whole(budget: Budget | None) -> Budget | None:
-    """The budget of a text alone, whose context is the start token: ratios are of the whole text."""
-    if budget is None or budget.kv_ratio is None:
-        return budget
-    return dataclasses.replace(budget, of="sequence")
+def of_whole(cache: CacheConfig) -> CacheConfig:
+    """The same for a text alone, whose context is the start token: a ratio is of the whole text."""
+    if cache.budget is None or cache.budget.kv_ratio is None:
+        return cache
+    return dataclasses.replace(cache, budget=dataclasses.replace(cache.budget, of="sequence"))
 
 
 def _ahead(asks: Sequence[Ask]) -> list[int]:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
+from kvexp.core.budget import floor_share
 from kvexp.errors import ConfigError
 
 
@@ -42,7 +43,7 @@ class H2O(Method):
         return AttentionScoreSpec(batch=self.score_batch)
 
     def recent(self, budget: int) -> int:
-        recent = int(budget * self.recent_ratio + 1e-9)
+        recent = floor_share(self.recent_ratio, budget)
         if self.impl == "mask" and recent == 0:
             raise ConfigError("impl=mask needs a recent window: the release drops nothing without one")
         return recent

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
+from kvexp.core.budget import floor_share
 from kvexp.errors import ConfigError
 
 
@@ -44,4 +45,4 @@ class H2OC(Method):
         return tokens // 128 + (budget + budget // 2 if self.compensation == "codes_and_fetch" else budget)
 
     def recent(self, budget: int) -> int:
-        return 1 + int(max(0, budget - self.n_sinks - 1) * self.recent_ratio + 1e-9)
+        return 1 + floor_share(self.recent_ratio, max(0, budget - self.n_sinks - 1))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
+from kvexp.core.budget import floor_share
 from kvexp.errors import ConfigError
 
 
@@ -49,7 +50,7 @@ class Keyformer(Method):
         return AttentionScoreSpec((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
 
     def recent(self, budget: int) -> int:
-        recent = int(budget * self.recent_ratio + 1e-9)
+        recent = floor_share(self.recent_ratio, budget)
         if self.key_window == "release_frozen" and recent == 0:
             raise ConfigError("key_window=release_frozen needs a recent window: the release drops nothing without one")
         return recent

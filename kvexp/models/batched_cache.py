@@ -88,7 +88,7 @@ class MultiLayer:
         able = self.company.able
         if able != self._able:
             slots = {i: state for i in able if isinstance(state := self.states[i], EvictionLayer)}
-            apart = [[i for i in able if (slots[i].plan.positions == "renumbered") == moved] for moved in (False, True)]
+            apart = [[i for i in able if (slots[i].config.renumbered) == moved] for moved in (False, True)]
             several = [
                 places for some in apart for places in grouped({i: slots[i].held() for i in some}) if len(places) > 1
             ]
@@ -141,9 +141,9 @@ class _JoinedLayer(EvictionCacheLayer):
 
     state: MultiLayer  # type: ignore[assignment]
 
-    def __init__(self, state: MultiLayer, rotation: RoPE | None, config: Any) -> None:
+    def __init__(self, state: MultiLayer, rotation: RoPE | None, model_config: Any) -> None:
         CacheLayerMixin.__init__(self)
-        self.state, self.rotation, self.config = state, rotation, config
+        self.state, self.rotation, self.model_config = state, rotation, model_config
         self.is_initialized = True
 
 
@@ -155,8 +155,8 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
 
     def __init__(self, caches: list[EvictionCache], rows: int) -> None:
         for cache in caches:
-            if cache.plan.method.alters_prompt and cache.get_seq_length() == 0 and len(caches) > 1:
-                raise ConfigError(f"{cache.plan.method.name} computes prompts in its own way: prefill it apart")
+            if cache.config.method.alters_prompt and cache.get_seq_length() == 0 and len(caches) > 1:
+                raise ConfigError(f"{cache.config.method.name} computes prompts in its own way: prefill it apart")
             if cache.timeline.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
@@ -166,7 +166,7 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
             layers.append(
-                _JoinedLayer(MultiLayer([layer.state for layer in each], rows, company), rotation, each[0].config)
+                _JoinedLayer(MultiLayer([layer.state for layer in each], rows, company), rotation, each[0].model_config)
             )
         super().__init__(layers=layers)
 

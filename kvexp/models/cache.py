@@ -6,17 +6,26 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvexp.core import Budget, Cadence, EvictionLayer, MemoryTracker, Method, Plan, RoPE, SequenceState
+from kvexp.core import (
+    Budget,
+    CacheConfig,
+    CacheOptions,
+    EvictionLayer,
+    MemoryTracker,
+    Method,
+    RoPE,
+    SequenceState,
+)
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.eviction_backend import granted
+from kvexp.core.eviction_backend import check_budget
 from kvexp.core.masked_layer import MaskedLayer
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
@@ -35,9 +44,11 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None, config: Any) -> None:
+    def __init__(
+        self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None, model_config: Any
+    ) -> None:
         super().__init__()
-        self.state, self.rotation, self.config = state, rotation, config
+        self.state, self.rotation, self.model_config = state, rotation, model_config
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -45,7 +56,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Tag the new keys with this layer; the attention function stores them."""
-        check_patched(self.config)
+        check_patched(self.model_config)
         tagged = key_states.view_as(key_states)
         setattr(tagged, TAG, self)
         return tagged, value_states
@@ -73,59 +84,53 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class EvictionCache(Cache):  # type: ignore[misc]
     """One prompt's cache (or one batch of prompts').
 
-    model: a patched model; method, budget (None for full), cadence, mode, observe as `kvexp.core.Plan`.
-    positions: original or renumbered; None takes what the method's paper uses.
+    model: a patched model.
+    method, budget (None for full), options: as `kvexp.core.CacheConfig`, or one of those in place of the method.
     num_beams: beams per sample, so that methods can add up the scores of a sample's beams.
     prompt_tokens: prompt columns, padding included; needed when the prompt is fed in chunks.
     max_new_tokens: needed by tau schedules and budget.of=sequence; else only spares allocations.
-    seeds: of the noise; one, or one per sample. beyond_context: allow more tokens than the model was built for.
+    seeds: of the noise; one, or one per sample.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        method: Method,
+        method: Method | CacheConfig,
         budget: Budget | None = None,
         *,
-        cadence: Cadence | None = None,
-        mode: Literal["overwrite", "compact", "mask"] = "overwrite",
-        positions: Literal["original", "renumbered"] | None = None,
-        observe: Literal["blocked", "naive", "triton"] = "blocked",
-        block: int | None = None,
         num_beams: int = 1,
         prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         seeds: int | Sequence[int] = 0,
-        beyond_context: bool = False,
+        **options: Unpack[CacheOptions],
     ) -> None:
-        config = model.config
-        check_patched(config, ConfigError)
-        place = positions or method.positions
+        check_patched(model.config, ConfigError)
+        self.config = config = CacheConfig.of(method, budget, **options)
+        method = config.method
         if isinstance(method, Retrieval):
-            check_retrieval(config, method)
-        check_positions(config, method.name, place, beyond_context)
-        moves_keys = place == "renumbered" or (isinstance(method, Retrieval) and method.clamps)
+            check_retrieval(model.config, method)
+        check_positions(model.config, config)
+        moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps)
         rotation = rotation_of(model) if moves_keys else None
-        self.plan = Plan(method, budget, cadence or Cadence(), mode, place, observe, block)  # type: ignore[arg-type]
         self.timeline = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
-            max_positions=None if beyond_context else longest(config),
+            max_positions=None if config.beyond_context else longest(model.config),
             num_beams=num_beams,
             seeds=seeds,
         )
-        count = layers_of(config)
+        count = layers_of(model.config)
         self.ledger = MemoryTracker(count)
         view = method.view
         self.shared = CrossLayerScore(self.timeline) if view is not None and view.across_layers else None
         states: list[EvictionLayer | RetrievalState]
         if isinstance(method, Retrieval):
             crew = LayerGroup(prepared=prepare(model, method))
-            states = [RetrievalState(self.plan, i, count, self.timeline, self.ledger, crew) for i in range(count)]
+            states = [RetrievalState(config, i, count, self.timeline, self.ledger, crew) for i in range(count)]
         else:
             common = (self.timeline, self.ledger, self.shared, CrossLayerBuffers(count))
-            states = [EvictionLayer(self.plan, i, count, *common) for i in range(count)]
-        super().__init__(layers=[EvictionCacheLayer(state, rotation, config) for state in states])
+            states = [EvictionLayer(config, i, count, *common) for i in range(count)]
+        super().__init__(layers=[EvictionCacheLayer(state, rotation, model.config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
         if view is not None:
@@ -153,7 +158,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: the state of every row follows its beam."""
-        view, beams = self.plan.method.view, self.timeline.num_beams
+        view, beams = self.config.method.view, self.timeline.num_beams
         if view is not None and view.batch == "per_sample":
             if beams == 1 and len(beam_idx) > 1:
                 raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
@@ -182,8 +187,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
         # Slots are large: they are picked row by row, and only the rest is copied whole.
         apart: dict[int, Any] = {id(part): None for state in self.states for part in state.large}
-        apart[id(self.layers[0].config)] = self.layers[0].config
-        other = copy.deepcopy(self, {id(self.plan): self.plan, **apart})
+        for shared in (self.config, self.layers[0].model_config):
+            apart[id(shared)] = shared
+        other = copy.deepcopy(self, apart)
         other._select(rows)
         pairs: Iterable[tuple[Any, Any]] = zip(
             self.states, other.states, strict=True
@@ -206,13 +212,10 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     def resolve(self, prompt_lengths: Sequence[int], padded: int) -> None:
         """Raise what a layer's budget would raise for prompts of these lengths, before anything runs."""
-        budget, method, time = self.plan.budget, self.plan.method, self.timeline
-        if budget is None or not method.evicts:
-            return
-        if method.view is not None:
+        method = self.config.method
+        if method.evicts and method.view is not None:
             method.view.check_lengths(prompt_lengths)
-        for layer in range(len(self.layers)):
-            granted(method, budget, prompt_lengths, padded, time.max_new_tokens, layer, len(self.layers))
+        check_budget(self.config, prompt_lengths, padded, self.timeline.max_new_tokens, len(self.layers))
 
     def logits_were_finite(self) -> bool:
         """False if a forward through this cache ended in NaN or inf. Waits for the device."""

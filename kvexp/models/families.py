@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import RoPE
+from kvexp.core import CacheConfig, RoPE
 from kvexp.errors import ConfigError
 
 
@@ -57,15 +57,15 @@ def kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def check_positions(config: Any, method: str, positions: str, beyond_context: bool) -> None:
-    """ConfigError for what learned positions cannot do."""
+def check_positions(config: Any, cache: CacheConfig) -> None:
+    """ConfigError for what learned positions cannot do. config: the model's."""
     family = family_of(config)
-    if positions == "renumbered" and family.position == "learned":
+    if cache.renumbered and family.position == "learned":
         raise ConfigError(
             f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
-            f"not to the cache. Set positions=original for method={method}"
+            f"not to the cache. Set positions=original for method={cache.method.name}"
         )
-    if beyond_context and family.finite:
+    if cache.beyond_context and family.finite:
         raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
 
 

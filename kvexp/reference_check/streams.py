@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import AttentionParams, Budget, EvictionLayer, MemoryTracker, Method, Plan, SequenceState
+from kvexp.core import AttentionParams, Budget, CacheConfig, EvictionLayer, MemoryTracker, Method, SequenceState
 from kvexp.core.attention import RoPE
 from kvexp.reference_check.recording import Recording
 from kvexp.retrieval.base import Retrieval
@@ -32,12 +32,13 @@ class Streams:
         outs = []
         geometry = AttentionParams(self.q.shape[-1] ** -0.5, rotation=self.rotation)
         for layer in range(self.q.shape[0]):
-            time, plan = SequenceState(prompt_columns=self.prompt), Plan(method, Budget(tokens=tokens))
+            time = SequenceState(prompt_columns=self.prompt)
+            config = CacheConfig(method, Budget(tokens=tokens), positions="original")
             retrieves = isinstance(method, Retrieval)
             state: Any = (
-                RetrievalState(plan, 0, 1, time, MemoryTracker(1), LayerGroup())
+                RetrievalState(config, 0, 1, time, MemoryTracker(1), LayerGroup())
                 if retrieves
-                else EvictionLayer(plan, 0, 1, time, MemoryTracker(1), None)
+                else EvictionLayer(config, 0, 1, time, MemoryTracker(1), None)
             )
             out, total = [], self.q.shape[3]
             for rows in (slice(0, self.prompt), *(slice(t, t + 1) for t in range(self.prompt, total))):

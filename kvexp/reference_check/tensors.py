@@ -8,7 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core import AttentionParams, Budget, Cadence, EvictionLayer, MemoryTracker, Method, Plan, SequenceState
+from kvexp.core import (
+    AttentionParams,
+    Budget,
+    CacheConfig,
+    Cadence,
+    EvictionLayer,
+    MemoryTracker,
+    Method,
+    SequenceState,
+)
 from kvexp.core.row_mask import (
     causal_probs,
     evict_one_mask,
@@ -116,7 +125,9 @@ def check_decode(archive: Recording, report: Report) -> None:
         )
         method = _decode_method(archive, prefix, count)
         for mode in ("overwrite", "compact", "mask"):
-            out, kept, score = _run(archive, Plan(method, Budget(tokens=count, counts_self=False), mode=mode), prompt)
+            budget = Budget(tokens=count, counts_self=False)
+            config = CacheConfig(method, budget, mode=mode, positions="original")
+            out, kept, score = _run(archive, config, prompt)
             report.close(f"{mode}: {prefix}_out", out, archive[f"{prefix}_out"], _TIGHT)
             if prefix.startswith("drop"):
                 report.exact(f"{mode}: {prefix}_kept", kept, archive[f"{prefix}_kept"])
@@ -142,12 +153,12 @@ def _decode_method(archive: Recording, prefix: str, count: int) -> Method:
     return A2SF(alpha=alpha_of(name), protect_recent=protect)
 
 
-def _run(archive: Recording, plan: Plan, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _run(archive: Recording, config: CacheConfig, prompt: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every layer's prompt and decode steps: out [L, T, H, D]; kept ids and scores [L, steps + 1, H, N]."""
     outs, kepts, scores = [], [], []
     for layer in range(archive["q"].shape[0]):
         q, k, v = (archive.tensor(name)[layer] for name in "qkv")
-        state = EvictionLayer(plan, 0, 1, SequenceState(prompt_columns=prompt), MemoryTracker(1), None)
+        state = EvictionLayer(config, 0, 1, SequenceState(prompt_columns=prompt), MemoryTracker(1), None)
         geometry = AttentionParams(q.shape[-1] ** -0.5)
         rows = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, q.shape[2]))]
         out, kept, score = [], [], []
@@ -178,7 +189,7 @@ def check_head(archive: Recording, report: Report) -> None:
         theirs, selected = archive[f"{name}_scores"], archive[f"{name}_selected"]
         chosen = _selection(selected, q.shape[3])
         budget = int(chosen.sum(-1).max())
-        plan = Plan(
+        config = CacheConfig(
             A2SF(alpha=alpha_of(name), protect_recent=recent),
             Budget(tokens=budget, counts_self=False),
             Cadence(every=None),
@@ -186,7 +197,7 @@ def check_head(archive: Recording, report: Report) -> None:
         )
         score, kept, out = [], [], []
         for layer in range(q.shape[0]):
-            state = EvictionLayer(plan, 0, 1, SequenceState(), MemoryTracker(1), None)
+            state = EvictionLayer(config, 0, 1, SequenceState(), MemoryTracker(1), None)
             (tap,) = tapped([state])
             out.append(state.forward(q[layer], k[layer], v[layer], AttentionParams(q.shape[-1] ** -0.5), None)[0])
             score.append(np.array([list(held.values()) for held in tap.last[0]]))

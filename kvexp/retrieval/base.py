@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt
+from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
 from kvexp.errors import ConfigError
 from kvexp.retrieval.block_cache import CacheSpec
@@ -86,7 +87,7 @@ class Retrieval(Method):
         return self.n_sinks
 
     def recent(self, budget: int) -> int:
-        return 1 + int(max(0, budget - self.n_sinks - 1) * self.recent_ratio + 1e-9)
+        return 1 + floor_share(self.recent_ratio, max(0, budget - self.n_sinks - 1))
 
     # -- what a method is made of -------------------------------------------------------------------------------------
 

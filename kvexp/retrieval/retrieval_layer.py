@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.eviction_backend import ResolvedBudget
 from kvexp.core.memory_tracker import MemoryTracker
-from kvexp.core.plan import Plan
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
@@ -36,17 +36,23 @@ class RetrievalState:
     """Stands where `EvictionLayer` stands. Batch rows are independent, and slot = position in each of them."""
 
     def __init__(
-        self, plan: Plan, index: int, layers: int, timeline: SequenceState, ledger: MemoryTracker, crew: LayerGroup
+        self,
+        config: CacheConfig,
+        index: int,
+        layers: int,
+        timeline: SequenceState,
+        ledger: MemoryTracker,
+        crew: LayerGroup,
     ) -> None:
-        self.plan, self.index, self.layers = plan, index, layers
+        self.config, self.index, self.layers = config, index, layers
         self.timeline, self.ledger, self.crew = timeline, ledger, crew
         crew.states.append(self)
         self.reset()
 
     @property
     def method(self) -> Retrieval:
-        assert isinstance(self.plan.method, Retrieval)
-        return self.plan.method
+        assert isinstance(self.config.method, Retrieval)
+        return self.config.method
 
     def reset(self) -> None:
         """Forget everything; the next forward starts a prompt."""
@@ -123,7 +129,7 @@ class RetrievalState:
         assert time.prompt_columns is not None
         lengths, new = list(time.prompt_lengths), time.max_new_tokens
         self.quota = ResolvedBudget.resolved(
-            self.plan, lengths, time.prompt_columns, new, self.index, self.layers, key.device
+            self.config, lengths, time.prompt_columns, new, self.index, self.layers, key.device
         )
         out = method.attend_prompt(sight, self.known, self.quota.recent, self._at_most())
         self._close(sight, lengths)

@@ -20,7 +20,7 @@ def patch_model(model, **options):
     seen = {}
     def look(module, args, kwargs):
         caches = getattr(kwargs["past_key_values"], "caches", [kwargs["past_key_values"]])
-        seen["bad"] = any(cache.plan.method.name == "h2o" and cache.get_seq_length() for cache in caches)
+        seen["bad"] = any(cache.config.method.name == "h2o" and cache.get_seq_length() for cache in caches)
     def break_it(module, args, output):
         return output * VALUE if seen["bad"] else output
     model.register_forward_pre_hook(look, with_kwargs=True)

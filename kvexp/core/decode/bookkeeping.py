@@ -25,11 +25,11 @@ class BatchedEviction:
         closed = [mode.closed for mode in modes if mode.closed is not None]
         self.closed = None if self.dense else joined([padded(one, max(self.places), True) for one in closed])
         self.recent = joined([state.quota.recent_t for state in states if state.quota is not None])[:, None, None]
-        sinks = [state.plan.method.sinks for state in states]
+        sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.most_sinks = max(sinks)
-        self.newest_only = all(state.plan.method.keeps_newest for state in states)
-        self.by_score = all(state.plan.method.ranks_by_score for state in states)
+        self.newest_only = all(state.config.method.keeps_newest for state in states)
+        self.by_score = all(state.config.method.ranks_by_score for state in states)
         decays = [1.0 if state.view is None else state.view.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
-from kvexp.core.plan import Plan
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
@@ -17,7 +17,7 @@ class DecodableLayer(Protocol):
     """One layer's cache in the middle of decoding."""
 
     @property
-    def plan(self) -> Plan:
+    def config(self) -> CacheConfig:
         """What was asked for."""
 
     @property

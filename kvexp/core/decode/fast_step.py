@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionParams, attend_with, newest_logits
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.decode import triton_decode
 from kvexp.core.decode.bookkeeping import BatchedEviction, joined, padded
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
@@ -20,17 +21,16 @@ from kvexp.core.decode.sink_rerotation import SinkRerotation
 from kvexp.core.eviction_backend import InPlace
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.observe.accumulate import pooled
-from kvexp.core.plan import Plan
 from kvexp.core.slots import Slots
 
 
-def allowed(plan: Plan, shared: bool) -> bool:
-    """Whether caches of this plan come to a state in which every step is the same."""
-    method, kind = plan.method, type(plan.method)
+def allowed(config: CacheConfig, shared: bool) -> bool:
+    """Whether caches of this configuration come to a state in which every step is the same."""
+    method, kind = config.method, type(config.method)
     plain = kind.birth is Method.birth and kind.after_eviction is Method.after_eviction
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
-    steady = plan.mode == "overwrite" and plan.cadence.every == 1
-    steady = steady and (plan.positions == "original" or method.keeps_newest)
+    steady = config.mode == "overwrite" and config.evict_every == 1
+    steady = steady and (config.positions == "original" or method.keeps_newest)
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 
@@ -62,7 +62,7 @@ class StackedLayer:
         self.pools = any(map(_pools, states))
         self.plain = sum(n for n, view in zip(self.sizes, self.views, strict=True) if view is not None and view.plain)
         self.tempered = runs(states, self.sizes, self.plain)
-        renumbered = [state.plan.positions == "renumbered" for state in states]
+        renumbered = [state.config.renumbered for state in states]
         assert all(renumbered) or not any(renumbered)
         moves = renumbered[0] and self.books.most_sinks
         self.moved = SinkRerotation(self.books.most_sinks, self.books.sinks) if moves else None
@@ -175,7 +175,7 @@ class StackedLayer:
             assert quota is not None
             seeds = state.timeline.seeds.to(last.device)
             now = EvictionContext(slots, state.index, quota.slots_t, quota.recent_t, last, seeds)
-            ranks.append(state.plan.method.rank(now).to(torch.float32))
+            ranks.append(state.config.method.rank(now).to(torch.float32))
         return joined([padded(rank, max(self.books.places), -torch.inf) for rank in ranks])
 
 

@@ -18,14 +18,14 @@ PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_step_kernels; 0: 
 
 def able(states: list[DecodableLayer]) -> bool:
     """Was it asked for, and is every noise one that the kernels know?"""
-    if not asked(states) or any(state.plan.positions != "original" for state in states):
+    if not asked(states) or any(state.config.positions != "original" for state in states):
         return False
     noises = [state.view.noise for state in states if state.view is not None]
     return all(noise is None or (type(noise) is Noise and (noise.fresh or noise.constant)) for noise in noises)
 
 
 def asked(states: list[DecodableLayer]) -> bool:
-    return all(state.plan.observe == "triton" for state in states)
+    return all(state.config.observe == "triton" for state in states)
 
 
 class FusedDecodeAttention:

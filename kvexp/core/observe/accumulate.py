@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
+from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.observe import blocked
-from kvexp.core.plan import Plan
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 
 
 def columns(
-    plan: Plan,
+    config: CacheConfig,
     view: AttentionScoreSpec,
     sight: AttentionInputs,
     probabilities: Tensor | None,
@@ -29,7 +29,7 @@ def columns(
         return blocked.weighted_columns(probabilities, weights)
     taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
     seeds = time.seeds.to(weights.device)
-    return blocked.columns(plan.observe, sight, view, weights, taus, seeds, layer, rows_left, plan.block)
+    return blocked.columns(config.observe, sight, view, weights, taus, seeds, layer, rows_left, config.block)
 
 
 def pooled(view: AttentionScoreSpec, columns: Tensor, time: SequenceState) -> Tensor:

@@ -1,0 +1,142 @@
+"""What a cache does: a method, its budget, and when and how slots are dropped; from configuration to every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict, Unpack, get_args
+
+from kvexp.core.budget import Budget, Cadence
+from kvexp.core.method import Method
+from kvexp.core.observe import triton_observe
+from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.errors import ConfigError
+
+Mode = Literal["auto", "overwrite", "compact", "mask"]
+Positions = Literal["original", "renumbered"]
+Observe = Literal["blocked", "naive", "triton"]
+
+
+class CacheOptions(TypedDict, total=False):
+    """`CacheConfig` without method and budget, as keyword arguments of `kvexp.generate` and `EvictionCache`."""
+
+    cadence: Cadence
+    mode: Mode
+    positions: Positions | None
+    observe: Observe
+    block: int | None
+    beyond_context: bool
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How all layers of a cache behave.
+
+    budget: None for methods that evict nothing.
+    cadence: when to evict.
+    mode: how slots are dropped: overwrite, compact or mask; auto becomes mask for methods that exist only as a
+        simulation, overwrite for all others.
+    positions: original ids, or renumbered 0..S-1 among the survivors at every step; None becomes what the method's
+        paper uses.
+    observe: how a prompt's attention is summed: blocked, naive (all rows at once) or triton (CUDA kernels).
+    block: query rows per block of blocked; None: by memory.
+    beyond_context: allow more tokens than the model was built for.
+
+    ConfigError for what cannot go together. In an object that was made, mode is never auto and positions never None.
+    """
+
+    method: Method
+    budget: Budget | None = None
+    cadence: Cadence = field(default_factory=Cadence)
+    mode: Mode = "overwrite"
+    positions: Positions | None = None
+    observe: Observe = "blocked"
+    block: int | None = None
+    beyond_context: bool = False
+
+    @classmethod
+    def of(
+        cls, method: Method | CacheConfig, budget: Budget | None = None, **options: Unpack[CacheOptions]
+    ) -> CacheConfig:
+        """A configuration as it is given, or made of a method, a budget and options; ConfigError for both at once."""
+        if not isinstance(method, CacheConfig):
+            return cls(method, budget, **options)
+        if budget is not None or options:
+            given = ", ".join([*(["budget"] if budget is not None else []), *options])
+            raise ConfigError(f"a CacheConfig holds {given} itself: leave it out, or use dataclasses.replace")
+        return method
+
+    def __post_init__(self) -> None:
+        method = self.method
+        if not isinstance(method, Method):
+            raise ConfigError(f"method must be a method object such as kvexp.methods.H2O(), got {method!r}")
+        if self.budget is not None and not isinstance(self.budget, Budget):
+            raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {self.budget!r}")
+        if not isinstance(self.cadence, Cadence):
+            raise ConfigError(f"cadence must be a Cadence such as Cadence(every=8), got {self.cadence!r}")
+        _check_declarations(method)
+        simulated = method.needs_mask or (method.view is not None and method.view.over == "full")
+        if self.mode == "auto":
+            object.__setattr__(self, "mode", "mask" if simulated else "overwrite")
+        if self.positions is None:
+            object.__setattr__(self, "positions", method.positions)
+        for key, allowed in (("mode", Mode), ("positions", Positions), ("observe", Observe)):
+            if getattr(self, key) not in get_args(allowed):
+                raise ConfigError(f"{key} must be one of {', '.join(get_args(allowed))}, got {getattr(self, key)!r}")
+        if self.observe == "triton":
+            triton_observe.check_installed()
+        if self.block is not None and self.block < 1:
+            raise ConfigError(f"block must be at least 1 row or null, got {self.block}")
+        if method.evicts and self.budget is None:
+            raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
+        self._check_cadence()
+        if method.needs_mask and self.mode != "mask":
+            raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
+        if simulated and self.mode != "mask":
+            raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
+
+    def _check_cadence(self) -> None:
+        method, cadence = self.method, self.cadence
+        if method.evicts and not method.per_query and not cadence.at_prefill and cadence.every is None:
+            raise ConfigError(
+                "this cadence never evicts: set evict_at_prefill=true or evict_every to a number of steps"
+            )
+        if not method.evicts_while_decoding and (not cadence.at_prefill or (cadence.every or 1) > 1):
+            raise ConfigError(
+                f"method {method.name} evicts at the end of prefill and only then: leave evict_at_prefill and "
+                "evict_every alone"
+            )
+        plain = ("overwrite", "original", Cadence())
+        if method.keeps_everything and (self.mode, self.positions, cadence) != plain:
+            raise ConfigError(
+                f"method {method.name} keeps everything and chooses anew for every token: leave cache.mode, "
+                "cache.positions, cache.evict_at_prefill and cache.evict_every alone"
+            )
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether survivors get the positions they have in the cache."""
+        return self.positions == "renumbered"
+
+    @property
+    def evict_every(self) -> int | None:
+        """Decode steps between evictions; None: none while decoding, as of methods that evict at prefill's end only."""
+        return self.cadence.every if self.method.evicts_while_decoding else None
+
+
+def _check_declarations(method: Method) -> None:
+    """ConfigError where a class declares with a method what is read as a property, or the other way round."""
+    name = type(method).__qualname__
+    view: object = method.view
+    if view is not None and not isinstance(view, AttentionScoreSpec):
+        raise ConfigError(
+            f"{name}.view must be a property (@property) that gives an AttentionScoreSpec or None, got a "
+            f"{type(view).__name__}"
+        )
+    sinks: object = method.sinks
+    if not isinstance(sinks, int):
+        raise ConfigError(f"{name}.sinks must be a property (@property) that gives a whole number, got {sinks!r:.60}")
+    if not callable(method.recent):
+        raise ConfigError(
+            f"{name}.recent must be a method recent(self, budget) that gives a whole number, got "
+            f"{method.recent!r:.60}; call the field otherwise"
+        )
