@@ -8,7 +8,7 @@ from tiny import prompts_of, stock, tiny, tokens
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import GenerationParams, MethodSpec, divergence_from_full, generate, prefill, prefill_together
+from kvexp.generate import CacheConfig, GenerationParams, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.divergence import compare
 from kvexp.generate.prefilled_context import forward_all
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
@@ -16,14 +16,14 @@ from kvexp.retrieval import PQCache
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
 VARIANTS = [
-    MethodSpec(H2O(), FIFTH),
-    MethodSpec(Full()),
-    MethodSpec(Keyformer(), HALF),
-    MethodSpec(A2SF(alpha=0.3), HALF, {"mode": "mask"}),
-    MethodSpec(TOVA(), HALF, {"mode": "compact"}),
-    MethodSpec(StreamingLLM(n_sinks=2), HALF, {"positions": "original"}),
-    MethodSpec(Window(), FIFTH),
-    MethodSpec(PQCache(), FIFTH),
+    CacheConfig(H2O(), FIFTH),
+    CacheConfig(Full()),
+    CacheConfig(Keyformer(), HALF),
+    CacheConfig(A2SF(alpha=0.3), HALF, mode="mask"),
+    CacheConfig(TOVA(), HALF, mode="compact"),
+    CacheConfig(StreamingLLM(n_sinks=2), HALF, positions="original"),
+    CacheConfig(Window(), FIFTH),
+    CacheConfig(PQCache(), FIFTH),
 ]
 PROMPTS = prompts_of(5, (40, 33, 40))
 TEXTS = [tokens(3, 9).tolist(), tokens(4, 12).tolist(), tokens(5, 1).tolist()]
@@ -31,15 +31,14 @@ SEEDS = [3, 4, 9]
 
 
 def measured(model, variants, texts=TEXTS, prompts=PROMPTS, seeds=SEEDS):
-    specs = [MethodSpec(Full()), *variants]
+    specs = [CacheConfig(Full()), *variants]
     full, *others = prefill_together(model, prompts, specs, max_new_tokens=max(map(len, texts)), seeds=seeds)
     return divergence_from_full(model, full, others, texts)
 
 
 def logits_alone(model, variant, prompt, text, seed, length):
     """[N, V] in float64: the logits that predict each token of a text, of one prompt by itself, fed one at a time."""
-    options = {"max_new_tokens": length, "seeds": seed, **variant.plan}
-    context = prefill(model, [prompt], variant.method, variant.budget, **options)
+    context = prefill(model, [prompt], variant, max_new_tokens=length, seeds=seed)
     logits, mask = [context.logits], context.mask
     with torch.no_grad():
         for token in text[:-1]:
@@ -66,7 +65,7 @@ def test_every_method_against_one_row_at_a_time(family):
     variants = VARIANTS if family == "llama" else VARIANTS[:-1]  # PQCache: heads of 11 components have no halves
     for variant, rows in zip(variants, measured(model, variants), strict=True):
         for prompt, text, seed, row in zip(PROMPTS, TEXTS, SEEDS, rows, strict=True):
-            full = logits_alone(model, MethodSpec(Full()), prompt, text, seed, length)
+            full = logits_alone(model, CacheConfig(Full()), prompt, text, seed, length)
             wanted = truth(full, logits_alone(model, variant, prompt, text, seed, length), text)
             assert row.same_top1 == wanted.pop("same_top1")
             for name, values in wanted.items():
@@ -74,7 +73,7 @@ def test_every_method_against_one_row_at_a_time(family):
 
 
 def test_the_first_token_is_the_prefills_and_the_rest_is_not():
-    for row in measured(tiny("llama"), [MethodSpec(H2O(), FIFTH)])[0][:2]:
+    for row in measured(tiny("llama"), [CacheConfig(H2O(), FIFTH)])[0][:2]:
         assert row.kl[0] == pytest.approx(0, abs=1e-6)
         assert row.same_top1[0]
         assert max(row.kl[1:]) > 1e-3
@@ -83,7 +82,7 @@ def test_the_first_token_is_the_prefills_and_the_rest_is_not():
 def test_the_full_caches_own_answer_is_what_it_generates():
     """Written while the variants are fed it, or generated first and forced: the same tokens and numbers."""
     model = tiny("llama")
-    specs = [MethodSpec(Full()), MethodSpec(H2O(), FIFTH), MethodSpec(Keyformer(), HALF)]
+    specs = [CacheConfig(Full()), CacheConfig(H2O(), FIFTH), CacheConfig(Keyformer(), HALF)]
     answers = generate(model, PROMPTS, Full(), decoding=GenerationParams(10, eos=None)).tokens
     eos = [answers[1][4]]  # as if it ended the second answer, and wherever else it occurs
     texts = [answer[: answer.index(eos[0]) + 1] if eos[0] in answer else answer for answer in answers]
@@ -100,7 +99,7 @@ def test_the_full_caches_own_answer_is_what_it_generates():
 
 
 def test_full_against_full_is_zero():
-    for row in measured(tiny("llama"), [MethodSpec(Full()), MethodSpec(H2O(), Budget(kv_ratio=1.0))])[0]:
+    for row in measured(tiny("llama"), [CacheConfig(Full()), CacheConfig(H2O(), Budget(kv_ratio=1.0))])[0]:
         assert max(map(abs, row.kl)) < 1e-6
         assert all(row.same_top1)
         assert row.logprob == pytest.approx(row.full_logprob, abs=1e-5)
@@ -111,7 +110,7 @@ def test_a_window_is_hugging_faces_model_under_a_mask(family):
     """Nothing of kvexp on the other side: stock attention over prompt and text, hidden columns masked away."""
     prompt, text = PROMPTS[0], TEXTS[1]
     keep = round(0.5 * len(prompt))
-    (row,) = measured(tiny(family), [MethodSpec(Window(), HALF)], [text], [prompt], [1])[0]
+    (row,) = measured(tiny(family), [CacheConfig(Window(), HALF)], [text], [prompt], [1])[0]
     ids = torch.tensor([[*prompt, *text]])
     n, first = ids.shape[1], len(prompt)
     query, key = torch.arange(n)[:, None], torch.arange(n)
@@ -156,7 +155,7 @@ def test_compare_agrees_with_torch():
 )
 def test_refusals(change, words):
     model = tiny("llama")
-    specs = [MethodSpec(Full()), MethodSpec(H2O(), HALF)]
+    specs = [CacheConfig(Full()), CacheConfig(H2O(), HALF)]
     full, other = prefill_together(model, PROMPTS, specs, max_new_tokens=4, seeds=SEEDS)
     if change.get("swap"):
         full, other = other, full

@@ -25,7 +25,7 @@ Columns = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
 
 
 class EvictionLayer:
-    """The cache of one attention layer. Batch rows are independent unless the method says otherwise."""
+    """The cache of one attention layer, a `RowsCache`. Batch rows are independent unless the method says otherwise."""
 
     _stack: fast_step.StackedLayer | None
 
@@ -61,11 +61,7 @@ class EvictionLayer:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """Take Q new tokens and attend.
-
-        query [B, H * G, Q, D] and key [B, H, Q, D] with positions applied as the model does, value [B, H, Q, Dv];
-        padding: [B, columns so far] with 0 for padding, or None. Returns [B, H * G, Q, Dv].
-        """
+        """As `LayerCache.forward`."""
         if fast_step.ready(self, query, padding):
             return self._alone().forward(query, key, value, geometry)
         self._unstack()

@@ -17,7 +17,7 @@ Rule = Callable[[Tensor, int], Tensor]
 class MaskedLayer:
     """One layer: rows 0..T-1 attend in one forward through the mask that `rule` makes of their full logits.
 
-    Stands where `EvictionLayer` stands, but keeps nothing: a second forward is refused. `mask` and `probabilities`
+    A `LayerCache` that keeps nothing: a second forward is refused. `mask` and `probabilities`
     [B, H * G, T, T] stay for inspection. `kv_bytes`: of all keys and values, which a simulation holds.
     """
 
@@ -34,7 +34,7 @@ class MaskedLayer:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """As `EvictionLayer.forward`, for the whole text at once."""
+        """As `LayerCache.forward`, for the whole text at once."""
         if self.columns:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
         b, h, count = key.shape[:3]

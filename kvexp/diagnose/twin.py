@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvexp.core import AttentionParams, EvictionLayer
 from kvexp.core.attention import AttentionInputs, attend_with
+from kvexp.core.layer_cache import LayerCache
 from kvexp.core.select import order
 from kvexp.diagnose.case import Case
 from kvexp.generate.prefilled_context import one_step
@@ -54,7 +55,7 @@ class Losses:
 
 
 class Beside:
-    """Stands where a `MultiLayer` of two layers stands, the method's and the full cache's, one row each; decodes."""
+    """A `LayerCache` around a `MultiLayer` of two layers, the method's and the full cache's, one row each; decodes."""
 
     def __init__(self, joined: MultiLayer, layer: int, into: Losses) -> None:
         self.joined, self.layer, self.into = joined, layer, into
@@ -69,7 +70,7 @@ class Beside:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """As `EvictionLayer.forward`."""
+        """As `LayerCache.forward`."""
         before = visible_positions(self.method)
         out = self.joined.forward(query, key, value, geometry, padding)
         full = self.full
@@ -90,6 +91,14 @@ class Beside:
         )
         self._note(sight, seen[:, : slots.used], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Refused, as by `MultiLayer`."""
+        self.joined.select_rows(rows, same_prompts=same_prompts)
+
+    def reset(self) -> None:
+        """Refused, as by `MultiLayer`."""
+        self.joined.reset()
 
     def _note(self, sight: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
         """seen [H, S]; out, full [H, G * Dv]: of the method's run and of the full cache's."""
@@ -147,7 +156,8 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
     for layer, part in enumerate(cache.layers):
-        part.state = Beside(part.state, layer, into)
+        beside: LayerCache = Beside(part.state, layer, into)
+        part.state = beside
     written: list[int] = []
     logits, position = full.logits, len(case.prompt)
     fed = [*case.question, *answer]

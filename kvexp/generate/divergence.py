@@ -158,8 +158,9 @@ def _check(
     """ConfigError for contexts that are not of the same prompts, beams, and texts that cannot be fed."""
     if not variants:
         raise ConfigError("divergence compares variants with the full cache: got no variant")
-    if full.cache.plan.method.evicts:
-        raise ConfigError(f"divergence is measured from the full cache, got a context of {full.cache.plan.method.name}")
+    method = full.cache.config.method
+    if method.evicts:
+        raise ConfigError(f"divergence is measured from the full cache, got a context of {method.name}")
     for context in (full, *variants):
         if context.cache.timeline.num_beams != 1:
             raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from kvexp.core import EvictionLayer, RoPE
+from kvexp.core import EvictionLayer
 from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.fast_step import StackedLayer, ready
 from kvexp.core.decode.noised_attention import turn
 from kvexp.core.eviction_layer import Columns
 from kvexp.core.slots import Slots
-from kvexp.errors import ConfigError
+from kvexp.errors import CacheError, ConfigError
 from kvexp.models.cache import EvictionCache, EvictionCacheLayer
 from kvexp.retrieval.retrieval_layer import RetrievalState
 
@@ -48,7 +48,7 @@ def _ready(state: State, query: Tensor, padding: Tensor | None) -> bool:
 
 
 class MultiLayer:
-    """Stands where `EvictionLayer` stands: one layer of every cache.
+    """A `LayerCache`: one layer of several caches.
 
     A prompt comes as the rows of one cache, B of them, and goes to all. Of later forwards each cache has its own rows,
     one cache's behind the other's.
@@ -66,7 +66,7 @@ class MultiLayer:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """As `EvictionLayer.forward`."""
+        """As `LayerCache.forward`."""
         if self.columns == 0:
             return self._prompt(query, key, value, geometry, padding)
         parts = [x.split(self.rows) for x in (query, key, value)]
@@ -121,6 +121,14 @@ class MultiLayer:
             state.finish(sight, None, seen)
         return out.flatten(1, 2)
 
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Refused: the rows are those of several caches."""
+        raise CacheError("caches that decode together keep their rows: pick rows of each cache (fork), then join those")
+
+    def reset(self) -> None:
+        """Refused, for the same reason."""
+        raise CacheError("caches that decode together are reset one by one: call reset() of each")
+
 
 def grouped(held: dict[int, Slots]) -> list[list[int]]:
     """Which of these slots to put into common buffers: as many together as waste no more than WASTE bytes a layer."""
@@ -134,17 +142,6 @@ def grouped(held: dict[int, Slots]) -> list[list[int]]:
                 continue
         groups.append([place])
     return groups
-
-
-class _JoinedLayer(EvictionCacheLayer):
-    """What Hugging Face sees of it."""
-
-    state: MultiLayer  # type: ignore[assignment]
-
-    def __init__(self, state: MultiLayer, rotation: RoPE | None, model_config: Any) -> None:
-        CacheLayerMixin.__init__(self)
-        self.state, self.rotation, self.model_config = state, rotation, model_config
-        self.is_initialized = True
 
 
 class MultiMethodCache(Cache):  # type: ignore[misc]
@@ -165,9 +162,8 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
-            layers.append(
-                _JoinedLayer(MultiLayer([layer.state for layer in each], rows, company), rotation, each[0].model_config)
-            )
+            joined = MultiLayer([layer.state for layer in each], rows, company)
+            layers.append(EvictionCacheLayer(joined, rotation, each[0].model_config))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:

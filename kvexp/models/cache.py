@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
@@ -26,7 +27,7 @@ from kvexp.core import (
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import check_budget
-from kvexp.core.masked_layer import MaskedLayer
+from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import TAG, check_patched
@@ -44,9 +45,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(
-        self, state: EvictionLayer | RetrievalState | MaskedLayer, rotation: RoPE | None, model_config: Any
-    ) -> None:
+    def __init__(self, state: LayerCache, rotation: RoPE | None, model_config: Any) -> None:
         super().__init__()
         self.state, self.rotation, self.model_config = state, rotation, model_config
         self.is_initialized = True
@@ -141,6 +140,12 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """The core's layers, in order."""
         return [layer.state for layer in self.layers]
 
+    @property
+    def plan(self) -> CacheConfig:
+        """The old name of `config`, for one release."""
+        warnings.warn("EvictionCache.plan is called EvictionCache.config now", DeprecationWarning, stacklevel=2)
+        return self.config
+
     def several_tokens(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt; eviction then happens after each such forward."""
         self.timeline.several_tokens_allowed = allowed
@@ -191,9 +196,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
-        pairs: Iterable[tuple[Any, Any]] = zip(
-            self.states, other.states, strict=True
-        )  # a state and its copy, of one class
+        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.states, other.states, strict=True)
         for mine, its in pairs:
             its.take_over(mine, rows)
         if self.timeline.counts is not None:

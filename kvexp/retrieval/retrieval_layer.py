@@ -33,7 +33,7 @@ class LayerGroup:
 
 
 class RetrievalState:
-    """Stands where `EvictionLayer` stands. Batch rows are independent, and slot = position in each of them."""
+    """A `RowsCache`. Batch rows are independent, and slot = position in each of them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RetrievalState:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """As `EvictionLayer.forward`."""
+        """As `LayerCache.forward`."""
         time, groups = self.timeline, query.shape[1] // key.shape[1]
         positions = time.join(self.columns, key.shape[0], key.shape[2], padding, key.device, self.layers)
         self.columns = time.end
@@ -254,7 +254,7 @@ class RetrievalState:
 
     @property
     def attention_kept(self) -> Tensor | None:
-        """[B], see Tally; stands where that of `EvictionLayer` stands."""
+        """[B], see Tally."""
         return self.tally.kept if self.tally is not None else None
 
     def kept(self, rows: slice = slice(None)) -> list[list[list[int]]]:
