@@ -9,7 +9,7 @@ from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import CacheConfig, GenerationParams, finish, generate, prefill_together
+from kvexp.generate import CacheConfig, GenerationParams, decode, generate, prefill_together
 from kvexp.methods import A2SF, H2O, Full, Keyformer, SnapKV, SpAtten, StreamingLLM
 from kvexp.retrieval import Oracle, Quest, SparQ
 
@@ -69,7 +69,7 @@ def test_runs_that_share_prefills_do_so_over_two_devices():
     def answers(model):
         variants = [CacheConfig(H2O(), Budget(kv_ratio=0.6)), CacheConfig(Keyformer(), Budget(tokens=9))]
         each = prefill_together(model, PROMPTS, variants, max_new_tokens=5, seeds=[1, 2])
-        return [result.tokens for result in finish(model, each, GenerationParams(5), [1, 2], None, start=0.0)]
+        return [result.tokens for result in decode(model, each, GenerationParams(5), [1, 2], None, start=0.0)]
 
     alone = answers(tiny("llama"))
     with pretended():

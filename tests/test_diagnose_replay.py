@@ -121,9 +121,9 @@ def visible(replay, trial, layer):
     context = replay.context.fork([0])
     for state in context.cache.states:
         state.mode.undo(state.held(), [trial], 60)
-    from kvexp.generate import finish
+    from kvexp.generate import decode
 
-    finish(replay.case.model, [context], replay.case.decoding, [0], None, start=0.0)
+    decode(replay.case.model, [context], replay.case.decoding, [0], None, start=0.0)
     state = context.cache.states[layer]
     return state.kept()[0], held_slots(state.held())[0].sum(-1).tolist()
 

@@ -9,7 +9,7 @@ from tiny import prompts_of, tiny
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import CacheConfig, GenerationParams, finish, generate, prefill, prefill_together
+from kvexp.generate import CacheConfig, GenerationParams, decode, generate, prefill, prefill_together
 from kvexp.kept_text import KeptText
 from kvexp.methods import H2O, Full, Window
 from kvexp.models import EvictionCache, random_model
@@ -85,7 +85,7 @@ def test_whoever_feeds_the_prompt():
     assert len(context.fork([1, 1, 0]).cache.show(Numbers(), 2).texts) == 17
     assert len(context.cache.show(Numbers(), 1).texts) == 23
     both = prefill_together(model, prompts, [CacheConfig(Full()), CacheConfig(Window(), FIVE)], max_new_tokens=4)
-    made = finish(model, both, GenerationParams(4, eos=None), [0, 0], None, start=0.0)
+    made = decode(model, both, GenerationParams(4, eos=None), [0, 0], None, start=0.0)
     assert kept_by(made[1].cache.show(Numbers())._repr_html_()) == [0] * 16 + [6]
     assert kept_by(made[0].cache.show(Numbers())._repr_html_()) == [6] * 17
 

@@ -15,7 +15,7 @@ TWICE = {"__init__", "__main__", "base"}  # what every package may have
 
 OLD = {
     "kvexp.core": ("Attention", "Geometry", "LayerState", "Ledger", "Moment", "Plan", "Rotation", "Timeline"),
-    "kvexp.generate": ("Context", "Decoding", "MethodSpec", "Receipt", "Variant"),
+    "kvexp.generate": ("Context", "Decoding", "MethodSpec", "finish", "Receipt", "Variant"),
     "kvexp.models": ("JoinedCache", "install"),
 }
 

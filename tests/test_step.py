@@ -9,8 +9,8 @@ import kvexp.core.eviction_layer as layer
 import kvexp.core.observe.noise as noise
 from kvexp.core import Budget
 from kvexp.generate import CacheConfig, GenerationParams, generate, prefill, prefill_together, receipts
-from kvexp.generate.decode_loop import joined
-from kvexp.generate.prefilled_context import one_step
+from kvexp.generate.decode_loop import batched_cache
+from kvexp.generate.prefilled_context import decode_step
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -157,7 +157,7 @@ def test_all_layers_keep_their_books_together_once_each_has_taken_a_step():
     cache, token = context.cache, torch.tensor([[5], [6]])
     joint = []
     for step in range(5):
-        one_step(model, token, torch.tensor([[40], [33]]) + step, cache)
+        decode_step(model, token, torch.tensor([[40], [33]]) + step, cache)
         joint.append(cache.states[0].ladder.joint)
     assert joint == [False, True, True, True, True]
     first, second = (state.held().positions for state in cache.states)
@@ -183,7 +183,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
         for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
             for step in range(4):
                 token = (places * 7 + step) % 50 + 1
-                logits.append(one_step(model, token, places, cache))
+                logits.append(decode_step(model, token, places, cache))
                 places = places + 1
             cache.batch_select_indices(torch.tensor(picked))
             places = places[picked]
@@ -221,9 +221,9 @@ def test_caches_that_decode_together_keep_one_set_of_books():
     variants = [CacheConfig(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     contexts = prefill_together(model, rows, variants, max_new_tokens=14, seeds=[4, 5])
-    cache = joined(contexts)
+    cache = batched_cache(contexts)
     places = torch.tensor([[40], [33]] * len(variants))
     for step in range(4):
-        one_step(model, places % 50 + 1, places + step, cache)
+        decode_step(model, places % 50 + 1, places + step, cache)
     each = [[stack.ladder for _, stack in layer.state._stacks] for layer in cache.layers]
     assert each[0] == each[1] and len(each[0]) == 2 and all(ladder.joint for ladder in each[0])

@@ -15,7 +15,7 @@ from kvexp.generate import (
     GenerationParams,
     ask,
     ask_together,
-    finish,
+    decode,
     generate,
     prefill,
     prefill_together,
@@ -58,7 +58,7 @@ def alone(model, variant, decoding, **options):
 
 def together(model, variants, decoding):
     contexts = prefill_together(model, PROMPTS, variants, max_new_tokens=decoding.max_new_tokens, seeds=SEEDS)
-    return finish(model, contexts, decoding, SEEDS, None, start=0.0)
+    return decode(model, contexts, decoding, SEEDS, None, start=0.0)
 
 
 def same(one, other):
@@ -134,7 +134,7 @@ def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
     first, *others = (c.cache.states[0].slots for c in contexts)
     for slots in others:  # nothing is evicted from the prompt yet: one buffer serves all
         assert slots.keys.data_ptr() == first.keys.data_ptr()
-    finish(model, contexts, GenerationParams(5, eos=None), [0, 0, 0], None, start=0.0)
+    decode(model, contexts, GenerationParams(5, eos=None), [0, 0, 0], None, start=0.0)
     own = {c.cache.states[0].slots.keys.untyped_storage().data_ptr() for c in contexts}
     assert len(own) in (1, 3)  # parts of one common buffer, or each its own: never the prompt's
     assert first.keys.untyped_storage().data_ptr() in own

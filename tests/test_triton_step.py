@@ -14,7 +14,7 @@ from kvexp.core import Budget
 from kvexp.core.decode import triton_decode
 from kvexp.core.decode.fast_step import StackedLayer
 from kvexp.generate import CacheConfig, GenerationParams, generate, prefill_together
-from kvexp.generate.decode_loop import finish
+from kvexp.generate.decode_loop import decode
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 
 GPU = torch.cuda.is_available()
@@ -103,7 +103,7 @@ def test_a_stack_of_every_kind_of_row(monkeypatch):
     for kernels in (True, False):
         monkeypatch.setattr(triton_decode, "asked", lambda states, kernels=kernels: kernels)
         contexts = prefill_together(model, rows, variants, max_new_tokens=9, seeds=[4, 5])
-        made.append(finish(model, contexts, GenerationParams(9, eos=None), [4, 5], None, start=0.0))
+        made.append(decode(model, contexts, GenerationParams(9, eos=None), [4, 5], None, start=0.0))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one.sequences, other.sequences)
         mine, theirs = scores(one.cache), scores(other.cache)

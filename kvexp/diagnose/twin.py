@@ -17,7 +17,7 @@ from kvexp.core.attention import AttentionInputs, attend_with
 from kvexp.core.layer_cache import LayerCache
 from kvexp.core.select import order
 from kvexp.diagnose.case import Case
-from kvexp.generate.prefilled_context import one_step
+from kvexp.generate.prefilled_context import decode_step
 from kvexp.models import MultiMethodCache
 from kvexp.models.batched_cache import MultiLayer
 
@@ -167,6 +167,6 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
         if place == len(fed) - 1:  # the last token is never fed
             break
         step = torch.tensor([[token], [token]], device=full.ids.device)
-        logits = one_step(case.model, step, torch.full_like(step, position), cache)
+        logits = decode_step(case.model, step, torch.full_like(step, position), cache)
         position += 1
     return into, [one == other for one, other in zip(written, answer, strict=True)]

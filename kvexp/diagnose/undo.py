@@ -20,7 +20,7 @@ from kvexp.core.eviction_backend import Mask, ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots
-from kvexp.generate import PrefilledContext, ask, finish
+from kvexp.generate import PrefilledContext, ask, decode
 from kvexp.models import EvictionCache
 
 Place = tuple[int, int]  # layer, kv head
@@ -123,7 +123,7 @@ class Replay:
             questions = [case.question] * len(trials)
             options = {"decoding": case.decoding, "tokenizer": case.tokenizer}
             return ask(case.model, context, questions, seeds=seeds, **options).tokens
-        return finish(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
+        return decode(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
 
 
 def _undoable(cache: EvictionCache) -> None:

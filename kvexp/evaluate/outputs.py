@@ -56,14 +56,14 @@ def generated_together(
     runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
 ) -> list[dict[int, Answer]]:
     """`generated`, for several runs that differ in method and budget: one prefill, and all decode together."""
-    from kvexp.generate import finish, prefill_together
+    from kvexp.generate import decode, prefill_together
 
     first, prompts = runs[0], [prompt.ids for _, prompt in batch]
     seeds = [sampling_seed(first, prompt.example) for _, prompt in batch]
     start, new = time.perf_counter(), first.decoding.max_new_tokens
     configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in runs]
     contexts = prefill_together(model, prompts, configs, max_new_tokens=new, tokenizer=tokenizer, seeds=seeds)
-    results = finish(model, contexts, first.decoding, seeds, tokenizer, start=start)
+    results = decode(model, contexts, first.decoding, seeds, tokenizer, start=start)
     indices = [index for index, _ in batch]
     return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
 

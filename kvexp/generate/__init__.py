@@ -3,7 +3,7 @@
 from kvexp.core import CacheConfig
 from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import ask, ask_together, generate
-from kvexp.generate.decode_loop import finish
+from kvexp.generate.decode_loop import decode
 from kvexp.generate.divergence import TextDivergence, divergence_from_full
 from kvexp.generate.eviction_stats import EvictionStats, receipts
 from kvexp.generate.generation_params import GenerationParams
@@ -25,9 +25,9 @@ __all__ = [
     "ask",
     "ask_together",
     "continuation_logprobs",
+    "decode",
     "divergence_from_full",
     "feeds_at_once",
-    "finish",
     "forward",
     "generate",
     "judge",
@@ -43,6 +43,7 @@ __getattr__ = deprecated_names(
     {
         "Context": ("PrefilledContext", PrefilledContext),
         "Decoding": ("GenerationParams", GenerationParams),
+        "finish": ("decode", decode),
         "MethodSpec": ("CacheConfig", CacheConfig),
         "Receipt": ("EvictionStats", EvictionStats),
         "Variant": ("CacheConfig", CacheConfig),

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
 from kvexp.generate.beam_search import search
-from kvexp.generate.decode_loop import finish, joined
+from kvexp.generate.decode_loop import batched_cache, decode
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import check_length, check_prompts, check_questions, pad_id, pad_left, seeds_of
 from kvexp.generate.output import Generation
@@ -69,7 +69,7 @@ def generate(
         prepare=prepare,
     )
     if questions is None:
-        return finish(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+        return decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
     return ask(
         model, context, questions, decoding=decoding, tokenizer=tokenizer, seeds=row_seeds, keep_logits=keep_logits
     )
@@ -124,7 +124,7 @@ def ask_together(
     mask = torch.cat([first.mask, torch.ones_like(asked)], dim=1)
     steps = asked.repeat_interleave(beams, 0).repeat(len(contexts), 1)
     seen = mask.repeat_interleave(beams, 0).repeat(len(contexts), 1)
-    cache, logits = joined(contexts), first.logits
+    cache, logits = batched_cache(contexts), first.logits
     for j in range(length - 1 if beams > 1 else length):  # generate(), which does the beams, feeds the last one itself
         logits = forward(model, steps[:, j : j + 1], seen[:, : before + j + 1], cache)
     if beams > 1:
@@ -132,4 +132,4 @@ def ask_together(
         return [search(model, first.cache, ids, mask, whole, tokenizer, start=start, keep_logits=keep_logits)]
     for context, last in zip(contexts, logits.split(rows), strict=True):
         context.ids, context.mask, context.logits = ids, mask, last
-    return finish(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)
+    return decode(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,83 +15,12 @@ from kvexp.generate.finish_reason import endings, stop_criteria
 from kvexp.generate.generation_params import GenerationParams, processors
 from kvexp.generate.inputs import eos_ids, pad_id
 from kvexp.generate.output import Generation, Timing, check_columns, check_scores
-from kvexp.generate.prefilled_context import PrefilledContext, one_step
+from kvexp.generate.prefilled_context import PrefilledContext, decode_step
 from kvexp.models import EvictionCache, MultiMethodCache
 
 
-@dataclass
-class _Rows:
-    """ids [R, columns] of all read or written; positions [R, 1] and logits [R, V] of the last column; seeds."""
-
-    ids: Tensor
-    positions: Tensor
-    logits: Tensor
-    seeds: list[int]
-
-    @classmethod
-    def of(cls, contexts: Sequence[PrefilledContext], seeds: list[int]) -> _Rows:
-        """One context's rows behind the other's; every context has the same seeds."""
-        first, many = contexts[0], len(contexts)
-        last = first.mask.sum(1, keepdim=True) - 1
-        logits = torch.cat([context.logits for context in contexts])
-        return cls(first.ids.repeat(many, 1), last.repeat(many, 1), logits, seeds * many)
-
-    def keep(self, rows: Tensor) -> None:
-        self.ids, self.positions = self.ids[rows], self.positions[rows]
-        self.seeds = [self.seeds[row] for row in rows.tolist()]
-
-    def append(self, token: Tensor) -> None:
-        self.ids = torch.cat([self.ids, token], dim=1)
-        self.positions = self.positions + 1
-
-
-class _Chooser:
-    """Takes one token per row and knows which rows have ended: an end token, or a stop string has been written."""
-
-    def __init__(
-        self,
-        decoding: GenerationParams,
-        rows: _Rows,
-        eos: list[int],
-        pad: int,
-        tokenizer: PreTrainedTokenizerBase | None,
-    ) -> None:
-        self.decoding, self.eos, self.pad = decoding, eos, pad
-        self.columns, device = rows.ids.shape[1], rows.ids.device
-        self.processors = processors(decoding, rows.seeds, self.columns, eos, device)
-        self.done = torch.zeros(len(rows.ids), dtype=torch.bool, device=device)
-        self.ends = torch.tensor(eos, dtype=torch.int64, device=device)
-        self.stops = stop_criteria(decoding.stop_strings, tokenizer)
-
-    def take(self, rows: _Rows) -> Tensor:
-        """[R, 1]: the next token of every row, padding for those that have ended; appends it to the rows."""
-        scores: Tensor = self.processors(rows.ids, rows.logits.to(rows.ids.device, torch.float32, copy=True))
-        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
-        rows.append(token)
-        if len(self.ends):
-            self.done = self.done | torch.isin(token[:, 0], self.ends)
-        if self.stops is not None:
-            self.done = self.done | self.stops(rows.ids, scores)
-        return token
-
-    def keep(self, kept: Tensor, rows: _Rows) -> None:
-        """Go on with the rows `kept`, which `rows` now are."""
-        self.processors = processors(self.decoding, rows.seeds, self.columns, self.eos, rows.ids.device)
-        self.done = self.done[kept]
-
-
-@dataclass
-class _Written:
-    """What one cache's rows have become: ids, when each token was known, and the logits [B, V] of each if asked for."""
-
-    ids: Tensor
-    stamps: list[float]
-    logits: list[Tensor] = field(default_factory=list)
-    ends: dict[int, EvictionStats] = field(default_factory=dict)  # of rows that ended before the others
-
-
 @torch.no_grad()
-def finish(
+def decode(
     model: PreTrainedModel,
     contexts: Sequence[PrefilledContext],
     decoding: GenerationParams,
@@ -101,76 +30,172 @@ def finish(
     start: float,
     keep_logits: bool = False,
 ) -> list[Generation]:
-    """Go on from contexts of the same prompts, together; uses them up. Every row is what it would be alone.
+    """Decode from contexts of the same prompts, together; uses them up. Every row is what it would be alone.
 
-    seeds: of sampling, one per prompt; start: when the times begin.
+    seeds: of sampling, one per prompt; start: the `time.perf_counter()` from which the times count. Returns one
+    Generation per context.
     """
     eos, columns = eos_ids(model, decoding.eos), contexts[0].ids.shape[1]
-    written = _write(model, contexts, decoding, seeds, eos, tokenizer, keep_logits)
+    batch = _Batch.of(contexts, seeds)
+    sampler = _Sampler(decoding, batch, eos, pad_id(model, tokenizer), tokenizer)
+    outputs = _decode_loop(model, batch, sampler, decoding.max_new_tokens, keep_logits)
     made = []
-    for context, one in zip(contexts, written, strict=True):
-        check_columns(context.cache, columns, len(one.stamps))
+    for context, output in zip(contexts, outputs, strict=True):
+        check_columns(context.cache, columns, len(output.token_times))
         check_scores(context.cache)
-        tokens, ends = endings(one.ids, columns, eos, decoding.stop_strings, tokenizer)
+        tokens, ends = endings(output.ids, columns, eos, decoding.stop_strings, tokenizer)
         made.append(
             Generation(
                 tokens=tokens,
                 endings=ends,
-                sequences=one.ids,
-                timing=Timing.of(start, one.stamps),
+                sequences=output.ids,
+                timing=Timing.of(start, output.token_times),
                 ledger=context.cache.ledger,
                 cache=context.cache,
-                logits=tuple(one.logits),
-                ends=one.ends,
+                logits=tuple(output.logits),
+                ends=output.early_stats,
             )
         )
     return made
 
 
-def _write(
-    model: PreTrainedModel,
-    contexts: Sequence[PrefilledContext],
-    decoding: GenerationParams,
-    seeds: list[int],
-    eos: list[int],
-    tokenizer: PreTrainedTokenizerBase | None,
-    keep_logits: bool,
-) -> list[_Written]:
-    """Up to max_new_tokens tokens per row; the last one is not fed. A cache whose rows have all ended is left alone."""
-    size, rows = len(contexts[0].ids), _Rows.of(contexts, seeds)
-    chooser = _Chooser(decoding, rows, eos, pad_id(model, tokenizer), tokenizer)
-    written = [_Written(context.ids, []) for context in contexts]
-    going = list(range(len(contexts)))
-    cache = joined(contexts)
-    for left in reversed(range(decoding.max_new_tokens)):
+def _decode_loop(
+    model: PreTrainedModel, batch: _Batch, sampler: _Sampler, max_new_tokens: int, keep_logits: bool
+) -> list[_Output]:
+    """Up to max_new_tokens tokens per row, of which the last is not fed. One output per context of the batch."""
+    outputs = active = [_Output(context) for context in batch.contexts]
+    for left in reversed(range(max_new_tokens)):
+        # 1. Choose the next token of every row.
         if keep_logits:
-            for place, which in enumerate(going):
-                written[which].logits.append(rows.logits[place * size : (place + 1) * size].float())
-        token = chooser.take(rows)
-        done = chooser.done.view(-1, size).tolist()  # waits for the device, so that the stamp is true
-        ended = [all(each) for each in done]
+            for output, logits in zip(active, batch.logits.split(batch.size), strict=True):
+                output.logits.append(logits.float())
+        token = sampler.next_token(batch)
+        # 2. See which rows have ended. This waits for the device, so that the time is true.
+        done = sampler.done.view(-1, batch.size).tolist()
         now = time.perf_counter()
-        for place, which in enumerate(going):
-            written[which].stamps.append(now)
-            if left and not ended[place]:
-                fresh = (row for row, over in enumerate(done[place]) if over and row not in written[which].ends)
-                written[which].ends |= {row: receipt_of(contexts[which].cache, row) for row in fresh}
-            if ended[place] or not left:
-                written[which].ids = rows.ids[place * size : (place + 1) * size]
-        if all(ended) or not left:
+        for output, ids, ended in zip(active, batch.ids.split(batch.size), done, strict=True):
+            output.record(ids, ended, now, last=left == 0)
+        # 3. Leave caches alone all of whose rows have ended; the others go on, rows that have ended and all.
+        going = [not all(ended) for ended in done]
+        if left == 0 or not any(going):
             break
-        if any(ended):
-            going = [which for which, end in zip(going, ended, strict=True) if not end]
-            kept = (~torch.tensor(ended, device=rows.ids.device)).repeat_interleave(size).nonzero()[:, 0]
-            rows.keep(kept)
-            chooser.keep(kept, rows)
-            token, cache = token[kept], joined([contexts[which] for which in going])
-        rows.logits = one_step(model, token, rows.positions, cache)
-    return written
+        if not all(going):
+            active = [output for output, on in zip(active, going, strict=True) if on]
+            token = sampler.keep(batch.keep(going), batch, token)
+        # 4. Feed the tokens.
+        batch.logits = decode_step(model, token, batch.positions, batch.cache)
+    return outputs
 
 
-def joined(contexts: Sequence[PrefilledContext]) -> EvictionCache | MultiMethodCache:
-    """The cache through which all of them take their next token."""
+@dataclass
+class _Batch:
+    """The rows R that are decoded together: `size` rows of each context, one context's behind the other's.
+
+    ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
+    seeds: of sampling, by row; cache: what all rows take their next token through.
+    """
+
+    contexts: list[PrefilledContext]
+    size: int
+    ids: Tensor
+    positions: Tensor
+    logits: Tensor
+    seeds: list[int]
+    cache: EvictionCache | MultiMethodCache
+
+    @classmethod
+    def of(cls, contexts: Sequence[PrefilledContext], seeds: list[int]) -> _Batch:
+        """The rows of contexts of the same prompts; seeds: one per prompt."""
+        first, many = contexts[0], len(contexts)
+        last = first.mask.sum(1, keepdim=True) - 1
+        return cls(
+            contexts=list(contexts),
+            size=len(first.ids),
+            ids=first.ids.repeat(many, 1),
+            positions=last.repeat(many, 1),
+            logits=torch.cat([context.logits for context in contexts]),
+            seeds=seeds * many,
+            cache=batched_cache(contexts),
+        )
+
+    def append(self, token: Tensor) -> None:
+        """Every row has one token [R, 1] more."""
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.positions = self.positions + 1
+
+    def keep(self, going: list[bool]) -> Tensor:
+        """Go on with these contexts only. Returns the rows, of those there were, that are left."""
+        rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
+        self.contexts = [context for context, on in zip(self.contexts, going, strict=True) if on]
+        self.ids, self.positions = self.ids[rows], self.positions[rows]
+        self.seeds = [self.seeds[row] for row in rows.tolist()]
+        self.cache = batched_cache(self.contexts)
+        return rows
+
+
+class _Sampler:
+    """Takes one token per row and knows which rows have ended: an end token, or a stop string has been written.
+
+    done [R] bool: the rows that have ended.
+    """
+
+    def __init__(
+        self,
+        decoding: GenerationParams,
+        batch: _Batch,
+        eos: list[int],
+        pad: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self.decoding, self.eos, self.pad = decoding, eos, pad
+        self.columns, device = batch.ids.shape[1], batch.ids.device
+        self.processors = processors(decoding, batch.seeds, self.columns, eos, device)
+        self.done = torch.zeros(len(batch.ids), dtype=torch.bool, device=device)
+        self.ends = torch.tensor(eos, dtype=torch.int64, device=device)
+        self.stops = stop_criteria(decoding.stop_strings, tokenizer)
+
+    def next_token(self, batch: _Batch) -> Tensor:
+        """[R, 1]: the next token of every row, padding for those that have ended; appends it to the batch."""
+        scores: Tensor = self.processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
+        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
+        batch.append(token)
+        if len(self.ends):
+            self.done = self.done | torch.isin(token[:, 0], self.ends)
+        if self.stops is not None:
+            self.done = self.done | self.stops(batch.ids, scores)
+        return token
+
+    def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
+        """Go on with the rows that the batch now has, `rows` of those it had; returns their tokens out of token."""
+        self.processors = processors(self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device)
+        self.done = self.done[rows]
+        return token[rows]
+
+
+class _Output:
+    """What the rows of one context have become.
+
+    ids [B, columns]; token_times: when each token was known; logits: [B, V] of each token, if asked for; early_stats:
+    of rows that ended before the others of this context, as they stood then.
+    """
+
+    def __init__(self, context: PrefilledContext) -> None:
+        self.cache, self.ids = context.cache, context.ids
+        self.token_times: list[float] = []
+        self.logits: list[Tensor] = []
+        self.early_stats: dict[int, EvictionStats] = {}
+
+    def record(self, ids: Tensor, ended: list[bool], now: float, *, last: bool) -> None:
+        """Take in one token: ids [B, columns] with it, which rows have ended, whether no token follows."""
+        self.ids = ids
+        self.token_times.append(now)
+        if not last and not all(ended):
+            fresh = (row for row, over in enumerate(ended) if over and row not in self.early_stats)
+            self.early_stats |= {row: receipt_of(self.cache, row) for row in fresh}
+
+
+def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | MultiMethodCache:
+    """The cache through which all contexts take their next token."""
     if len(contexts) == 1:
         return contexts[0].cache
     return MultiMethodCache([context.cache for context in contexts], len(contexts[0].ids))

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvexp.errors import ConfigError
-from kvexp.generate.decode_loop import joined
+from kvexp.generate.decode_loop import batched_cache
 from kvexp.generate.inputs import check_length, check_tokens
 from kvexp.generate.output import check_scores
-from kvexp.generate.prefilled_context import PrefilledContext, one_step
+from kvexp.generate.prefilled_context import PrefilledContext, decode_step
 
 ROWS_AT_ONCE = 16  # rows whose log-softmax is held at a time: 16 x 49k x 4 bytes is 3 MB
 
@@ -65,7 +65,7 @@ def divergence_from_full(
     forced = None if texts is None else _padded(texts, width).to(full.ids.device)
     logits = torch.cat([context.logits for context in contexts])
     positions = (full.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
-    cache = joined(contexts)
+    cache = batched_cache(contexts)
     ends = torch.tensor(list(eos), dtype=torch.int64, device=full.ids.device)
     over = torch.zeros(size, dtype=torch.bool, device=full.ids.device)
     steps, fed = [], []
@@ -77,7 +77,7 @@ def divergence_from_full(
         if column + 1 == width or bool(over.all()):
             break
         positions = positions + 1
-        logits = one_step(model, token[:, None].repeat(len(contexts), 1), positions, cache)
+        logits = decode_step(model, token[:, None].repeat(len(contexts), 1), positions, cache)
     for context in contexts:
         check_scores(context.cache)
     found = torch.stack(steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text

@@ -120,7 +120,7 @@ def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCa
     return forward_all(model, ids, mask, cache, keep=1)[:, -1]
 
 
-def one_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
+def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
     """One real new token per row, [B, 1] at positions [B, 1], with no mask to look through. Returns logits [B, V]."""
     options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions}
     # A mask of no columns: without one some models look for padding in the token, a wait for the device at every step.
