@@ -7,7 +7,7 @@ import torch
 
 from kvexp.core import AttentionParams, Noise
 from kvexp.core.attention import AttentionInputs
-from kvexp.core.observe import blocked, tiles
+from kvexp.core.observe import blocked, naive, tiles
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.methods import A2SF, H2O, Keyformer, KeyformerA2SF, SnapKV
 
@@ -49,7 +49,7 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
 
 def sums(sight, method, how, rows_left=0, **options):
     view = method.view
-    weights = blocked.row_weights(view, sight.query_positions, rows_left)
+    weights = naive.row_weights(view, sight.query_positions, rows_left)
     taus = torch.full((sight.query.shape[3],), view.tau[0])
     seeds = torch.arange(5, 5 + sight.query.shape[0])
     return how(sight, view, weights, taus, seeds, 3, **options)
@@ -60,7 +60,7 @@ def sums(sight, method, how, rows_left=0, **options):
 def test_tiles_are_naive(method, world):
     """Tolerance: logits up to 20 at 2**-24 each, through exp, over 118 rows that add up; ten times what was seen."""
     sight = sight_of(**WORLDS[world])
-    expected = sums(sight, METHODS[method], blocked.naive)
+    expected = sums(sight, METHODS[method], naive.column_sums)
     for block in (1, 7, 64, None):
         got = sums(sight, METHODS[method], tiles.columns, block=block)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
@@ -69,8 +69,8 @@ def test_tiles_are_naive(method, world):
 def test_half_precision_rounds_products_as_the_truth_does():
     """A product that lies between two numbers of bfloat16 may be summed up to either: one part in 2**8 of a logit."""
     sight = sight_of(dtype=torch.bfloat16)
-    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), blocked.naive)
-    rounded, got = sums(sight, H2O(), blocked.naive), sums(sight, H2O(), tiles.columns, block=7)
+    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), naive.column_sums)
+    rounded, got = sums(sight, H2O(), naive.column_sums), sums(sight, H2O(), tiles.columns, block=7)
     assert (got - rounded).abs().max() < 0.05 * (rounded - exact).abs().max()
 
 
@@ -91,7 +91,7 @@ def test_a_row_is_the_same_in_any_company():
                 padded=False,
             )
             view = method.view
-            weights = blocked.row_weights(view, alone.query_positions, 0)
+            weights = naive.row_weights(view, alone.query_positions, 0)
             taus = torch.full((59 - pad,), view.tau[0])
             got = tiles.columns(alone, view, weights, taus, torch.tensor([5 + row]), 3, None)
             assert torch.equal(together[row, :, pad:], got[0])
@@ -104,7 +104,7 @@ def test_heads_go_in_pieces_where_a_tile_cannot_hold_them(monkeypatch):
         monkeypatch.setattr(tiles, "TILE", size)
         monkeypatch.setattr(tiles, "LEAST", least)
         for method in (H2O(), Keyformer(), Keyformer(fresh=False)):
-            expected = sums(sight, method, blocked.naive)
+            expected = sums(sight, method, naive.column_sums)
             got = sums(sight, method, tiles.columns, block=None)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
@@ -117,7 +117,7 @@ def test_a_chunk_that_nothing_observes_adds_nothing():
 def test_short_prompts_are_observed_at_once_and_long_ones_in_tiles(count, tiled, monkeypatch):
     called = []
     monkeypatch.setattr(tiles, "columns", lambda *_: called.append(1) or torch.zeros(()))
-    sums(sight_of(count), H2O(), blocked.blocked)
+    sums(sight_of(count), H2O(), blocked.column_sums)
     assert bool(called) == tiled
 
 

@@ -15,7 +15,7 @@ from test_observe_tiles import METHODS
 
 from kvexp.core import AttentionParams, Budget, CacheConfig
 from kvexp.core.attention import AttentionInputs
-from kvexp.core.observe import blocked, triton_observe
+from kvexp.core.observe import accumulate, naive, triton_observe
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O, Keyformer
 
@@ -61,9 +61,9 @@ def sight_of(
 
 def sums(sight, method, how):
     view = method.view
-    weights = blocked.row_weights(view, sight.query_positions, 0)
+    weights = naive.row_weights(view, sight.query_positions, 0)
     taus = torch.full((sight.query.shape[3],), view.tau[0], device=DEVICE)
-    return blocked.columns(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
+    return accumulate.column_sums_by(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
 
 
 def same(got, expected):
@@ -123,8 +123,8 @@ def test_three_tokens_by_hand():
     )
     seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
-        weights = blocked.row_weights(method.view, at, 0)
-        got = blocked.columns("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
+        weights = naive.row_weights(method.view, at, 0)
+        got = accumulate.column_sums_by("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
-from kvexp.core.observe import blocked
+from kvexp.core.observe import blocked, naive, triton_observe
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
@@ -24,12 +24,32 @@ def columns(
 ) -> Tensor:
     """Column sums [B, H, S] of this forward's rows; probabilities: those of a decode step, where it has them anyway."""
     rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
-    weights = blocked.row_weights(view, sight.query_positions, rows_left)
+    weights = naive.row_weights(view, sight.query_positions, rows_left)
     if probabilities is not None and view.plain:
-        return blocked.weighted_columns(probabilities, weights)
+        return naive.weighted_column_sums(probabilities, weights)
     taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
     seeds = time.seeds.to(weights.device)
-    return blocked.columns(config.observe, sight, view, weights, taus, seeds, layer, rows_left, config.block)
+    return column_sums_by(config.observe, sight, view, weights, taus, seeds, layer, rows_left, config.block)
+
+
+def column_sums_by(
+    how: str,
+    sight: AttentionInputs,
+    view: AttentionScoreSpec,
+    weights: Tensor,
+    taus: Tensor,
+    seeds: Tensor,
+    layer: int,
+    rows_left: int | None,
+    block: int | None,
+) -> Tensor:
+    """[B, H, S] float32, naive, blocked or (how="triton") by kernels: those observe prompts, decode rows are few."""
+    if how == "naive":
+        return naive.column_sums(sight, view, weights, taus, seeds, layer)
+    if how == "triton" and rows_left is not None:
+        first = blocked.first_weighted_row(view, sight.query.shape[3], rows_left)
+        return triton_observe.columns(sight, view, weights, taus, seeds, layer, first)
+    return blocked.column_sums(sight, view, weights, taus, seeds, layer, rows_left, block)
 
 
 def pooled(view: AttentionScoreSpec, columns: Tensor, time: SequenceState) -> Tensor:

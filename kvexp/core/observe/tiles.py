@@ -76,7 +76,7 @@ def columns(
     layer: int,
     block: int | None,
 ) -> Tensor:
-    """[B, H, S] float32: see `kvexp.core.observe.blocked.blocked`. block: rows per tile, None: as fit into TILE."""
+    """[B, H, S] float32: see `kvexp.core.observe.blocked.column_sums`. block: rows per tile, None: as fit into TILE."""
     b, h, g, count, _ = sight.query.shape
     slots = sight.keys.shape[2]
     dtype = torch.float32 if sight.geometry.upcast else sight.query.dtype

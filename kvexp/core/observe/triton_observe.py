@@ -32,7 +32,7 @@ def columns(
     layer: int,
     first: int = 0,
 ) -> Tensor:
-    """[B, H, S] float32, as `observe.blocked.naive`, of prompt rows from `first` on; rows before it weigh nothing.
+    """[B, H, S] float32, as `naive.column_sums`, of prompt rows from `first` on; rows before it weigh nothing.
 
     In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise is
     left out: a softmax does not see it.
