@@ -80,18 +80,22 @@ def prefill(
     max_new_tokens: all that will follow, questions included. chunk: columns per forward. seeds: of noise inside
     methods, one or one per row; prepare: is given the new cache before anything is fed; the rest as `generate`.
     """
+    # 1. Check what was asked for, and make one padded batch of it.
     config = CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+    # 2. An empty cache, whose budget is known to hold these prompts.
     cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, seeds_of(seeds, len(prompts)), num_beams)
     if prepare is not None:
         prepare(cache)
+    # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
     start = time.perf_counter()
     columns, rows_mask = ids.repeat_interleave(num_beams, 0), mask.repeat_interleave(num_beams, 0)
     end = 0
     for part in columns.split(chunk or columns.shape[1], dim=1):
         end += part.shape[1]
         logits = forward(model, part, rows_mask[:, :end], cache)
+    # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
     return PrefilledContext(cache, ids, mask, logits, time.perf_counter() - start)
