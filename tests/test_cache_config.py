@@ -44,7 +44,7 @@ def test_a_method_that_evicts_at_prefill_only_has_its_cadence_as_given():
 WRONG = {
     "mode": (
         lambda: CacheConfig(H2O(), HALF, mode="masked"),
-        "mode must be one of auto, overwrite, compact, mask, got 'm",
+        "mode must be one of overwrite, compact, mask, auto, got 'm",
     ),
     "positions": (
         lambda: CacheConfig(H2O(), HALF, positions="x"),

@@ -102,7 +102,7 @@ KEYS = [  # key and value typed, what is said once torch is there
         "error: sampling with beams is not offered: set generation.sample",
     ),
     (["task.max_new_tokens=0"], "error: task.max_new_tokens must be at least 1, got 0"),
-    (["cache.mode=drop"], "error: cache.mode must be one of overwrite, compact, mask, got 'drop'"),
+    (["cache.mode=drop"], "error: cache.mode must be one of overwrite, compact, mask, auto, got 'drop'"),
     (
         ["cache.evict_at_prefill=false", "cache.evict_every=null"],
         "set cache.evict_at_prefill=true or cache.evict_every",

@@ -11,7 +11,7 @@ from kvexp.core.observe import triton_observe
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
 
-Mode = Literal["auto", "overwrite", "compact", "mask"]
+Mode = Literal["overwrite", "compact", "mask", "auto"]
 Positions = Literal["original", "renumbered"]
 Observe = Literal["blocked", "naive", "triton"]
 
