@@ -9,7 +9,7 @@ from test_diagnose_log import case_of, command, held, job, watched  # noqa: F401
 from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
-from kvexp.core import Budget
+from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.draw import curves, heatmaps
 from kvexp.diagnose.twin import MEASURES, twin
@@ -75,7 +75,7 @@ def test_error_by_hand():
 
 
 def test_a_budget_for_all_loses_nothing():
-    case = dataclasses.replace(case_of("llama", H2O()), budget=Budget(tokens=60))
+    case = dataclasses.replace(case_of("llama", H2O()), cache=CacheConfig(H2O(), Budget(tokens=60)))
     frame, _, agrees = losses(case)
     assert frame.lost.max() < 1e-6 and frame.error.max() < 1e-5 and frame.error_here.max() < 1e-5
     assert set(frame.overlap) == {1.0} and all(agrees)

@@ -106,7 +106,7 @@ def test_beams_really_separate_in_that_test():
                 for name, tensor in tensors.items():
                     getattr(state.slots, name).copy_(tensor)
 
-    import kvexp.generate.api as module
+    import kvexp.generate.prefilled_context as module
 
     original = module.EvictionCache
     try:

@@ -492,6 +492,6 @@ def test_every_maskable_method_passes_its_check():
     from kvexp.lm_eval.row_mask_protocol import KNOWN
 
     for cls in KNOWN:
-        check_row_mask(cls(), Budget(kv_ratio=0.5), "local", {})
-    bench = Bench(tiny("llama", **sized("llama")), byte_tokenizer(), H2O(), Budget(kv_ratio=0.5))
+        check_row_mask(CacheConfig(cls(), Budget(kv_ratio=0.5), mode="auto"), "local")
+    bench = Bench(tiny("llama", **sized("llama")), byte_tokenizer(), CacheConfig(H2O(), Budget(kv_ratio=0.5)))
     assert not bench.masked
