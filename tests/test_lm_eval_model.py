@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import stock, tiny
 
-from kvexp.core import Budget, Noise
+from kvexp.core import Budget, CacheConfig, Noise
 from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
