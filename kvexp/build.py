@@ -29,7 +29,7 @@ CACHE = {
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
-# The group `cache` as a user types it: fields of kvexp.core's Plan and Cadence, and names its messages use.
+# The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
 CACHE_KEYS = {
     **{name: f"cache.{name}" for name in ("mode", "positions", "observe", "evict_at_prefill", "evict_every")},
     "cadence.every": "cache.evict_every",

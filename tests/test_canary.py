@@ -23,7 +23,7 @@ CACHE = {
     *("batch_size", "has_previous_state", "get_max_cache_shape", "get_max_length", "max_batch_size", "is_croppable"),
     "_is_user_defined",
 }
-OURS = {"plan", "timeline", "ledger", "shared", "states", "_select", "caches", "doubt", "prompts"}
+OURS = {"config", "timeline", "ledger", "shared", "states", "_select", "caches", "doubt", "prompts"}
 
 
 def test_version_is_one_that_was_tested():

@@ -81,7 +81,7 @@ def test_pqcaches_scripts():
 
 def test_streaming_llms_experiment():
     settings = preset("streaming_llm", "perplexity")
-    assert settings.beyond_context and settings.budget.tokens == settings.task.prefill_tokens == 1024
+    assert settings.cache.beyond_context and settings.budget.tokens == settings.task.prefill_tokens == 1024
     assert (settings.task.total_tokens, settings.limit) == (20000, 1)
 
 

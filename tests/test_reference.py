@@ -177,7 +177,7 @@ def check(name: str, mode: str, widths: tuple[int, ...], budget: int, dtype: tor
     streams, mask = streams.padded([widths[0] - n for n in LENGTHS])
     cadence = Cadence(world.get("at_prefill", True), world.get("every", 1))
     limit = None if name == "full" else Budget(tokens=budget, counts_self=world.get("counts_self", True))
-    plan = CacheConfig(method, limit, cadence, mode)  # type: ignore[arg-type]
+    plan = CacheConfig(method, limit, cadence, mode, "original")  # type: ignore[arg-type]
     seen = run_core(plan, streams, widths, mask=mask, max_new_tokens=NEW, seeds=SEEDS, prompt=widths[0])
     score = 1e-5 if rule.attention or isinstance(method, Random) else None
     if isinstance(method, KNorm):
@@ -322,7 +322,7 @@ def test_sliding_window(name: str, budget: int, mode: str, widths: tuple[int, ..
     """A slot that the model itself cannot see any more goes before any other that is not protected."""
     method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])
-    plan = CacheConfig(method, Budget(tokens=budget), Cadence(), mode)  # type: ignore[arg-type]
+    plan = CacheConfig(method, Budget(tokens=budget), Cadence(), mode, "original")  # type: ignore[arg-type]
     geometry = AttentionParams(SCALE, sliding_window=11)
     seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, budget, max_new_tokens=NEW, sliding_window=11)

@@ -16,9 +16,9 @@ def calls(monkeypatch):
     """(prompt lengths, method, max_new_tokens) of every generation."""
     made, generate = [], kvexp.generate.generate
 
-    def watched(model, prompts, method, budget=None, *, decoding, **rest):
-        made.append(([len(ids) for ids in prompts], method.name, decoding.max_new_tokens))
-        return generate(model, prompts, method, budget, decoding=decoding, **rest)
+    def watched(model, prompts, cache, *, decoding, **rest):
+        made.append(([len(ids) for ids in prompts], cache.method.name, decoding.max_new_tokens))
+        return generate(model, prompts, cache, decoding=decoding, **rest)
 
     monkeypatch.setattr(kvexp.generate, "generate", watched)
     return made
