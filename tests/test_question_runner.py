@@ -69,7 +69,8 @@ def settings(outputs, task, *overrides, **changes):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
     made = settings_of({k: v for k, v in config.items() if k not in ("log", "experiment")}, {"method": "h2o"})
-    return dataclasses.replace(made, task=task, **changes).identified(made.labels)
+    cache = dataclasses.replace(made.cache, **changes)
+    return dataclasses.replace(made, task=task, cache=cache).identified(made.labels)
 
 
 def rows_of(record, *without):
