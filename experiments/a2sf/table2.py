@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap
 from experiments.lib.titles import model_words
 from kvexp.config.settings import Settings
+from kvexp.core.budget import floor_share
 from kvexp.core.row_mask import row_cosine, window_mask
 from kvexp.figures.style import color_of
 from kvexp.lm_eval import check_row_mask
@@ -40,7 +40,7 @@ def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) ->
 
 def _alike(model: Any, ids: Sequence[int], settings: Settings) -> dict[str, float]:
     assert settings.budget is not None and settings.budget.kv_ratio is not None
-    first = math.floor(settings.budget.kv_ratio * len(ids) + 1e-9)
+    first = floor_share(settings.budget.kv_ratio, len(ids))
     ideal = attention(model, ids, Ideal(), settings.budget)
     mine = attention(model, ids, settings.method, settings.budget)
     found: dict[str, list[float]] = {name: [] for name, _ in SHOWN}
