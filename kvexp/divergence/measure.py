@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvexp.config.model_spec import load
+from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.divergence.divergence_file import OWN, append, read
@@ -16,7 +17,6 @@ from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import waiting
 from kvexp.evaluate.example_prompts import prompt_of
 from kvexp.evaluate.memory_limits import at_once
-from kvexp.evaluate.outputs import variants
 from kvexp.evaluate.preflight import with_ends
 from kvexp.evaluate.progress import Progress
 from kvexp.evaluate.seeds import noise_seed
@@ -129,7 +129,7 @@ def _example(
     subjects: Sequence[Subject], model: Any, tokenizer: Any, prompt: TokenizedExample, text: str, index: int
 ) -> None:
     """One prompt and one text, all subjects beside the full cache; writes a line for each of them."""
-    from kvexp.generate import divergence_from_full, finish, prefill_together
+    from kvexp.generate import decode, divergence_from_full, prefill_together
     from kvexp.generate.divergence import read_question
     from kvexp.generate.inputs import eos_ids
 
@@ -145,11 +145,10 @@ def _example(
     first, *others = prefill_together(
         model,
         [prompt.ids],
-        variants(settings, [prompt.ids]),
+        [batch_cache(run, [len(prompt.ids)]) for run in settings],
         max_new_tokens=len(prompt.question) + new,
         tokenizer=tokenizer,
         seeds=[seed],
-        beyond_context=lead.beyond_context,
     )
     if prompt.question:
         read_question(model, [first, *others], prompt.question)
@@ -157,7 +156,7 @@ def _example(
     if given is None and (
         full.decoding.stop_strings or full.decoding.min_new_tokens
     ):  # more than a greedy step decides
-        (answer,) = finish(model, [first.fork([0])], full.decoding, [seed], tokenizer, start=0.0)
+        (answer,) = decode(model, [first.fork([0])], full.decoding, [seed], tokenizer, start=0.0)
         given = answer.tokens[0]
     texts = None if given is None else [given]
     found = divergence_from_full(model, first, others, texts, max_new_tokens=new, eos=eos)

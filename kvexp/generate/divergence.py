@@ -95,13 +95,13 @@ def read_question(model: PreTrainedModel, contexts: Sequence[PrefilledContext], 
 
     Eviction goes on while it is read, as when it is answered (`generate_from_context`).
     """
-    first, cache = contexts[0], joined(contexts)
+    first, cache = contexts[0], batched_cache(contexts)
     size, rows = len(first.ids), len(first.ids) * len(contexts)
     ids = torch.as_tensor(list(question), device=first.ids.device)
     positions = (first.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
     for token in ids:
         positions = positions + 1
-        logits = one_step(model, token.view(1, 1).repeat(rows, 1), positions, cache)
+        logits = decode_step(model, token.view(1, 1).repeat(rows, 1), positions, cache)
     asked = ids.repeat(size, 1)
     ids, mask = torch.cat([first.ids, asked], dim=1), torch.cat([first.mask, torch.ones_like(asked)], dim=1)
     for context, last in zip(contexts, logits.split(size), strict=True):
