@@ -63,7 +63,7 @@ CALLS = {
     "ideal drops nothing": (dict(method=Ideal(), budget=Budget(tokens=8)), "set mode=mask"),
     "official mask": (dict(method=H2O(impl="mask"), budget=Budget(tokens=8)), "set mode=mask"),
     "full rows": (dict(method=A2SF(score_source="full"), budget=Budget(tokens=8)), "set mode=mask"),
-    "mode": (dict(method=H2O(), budget=Budget(tokens=8), mode="drop"), "overwrite, compact, mask, got 'drop'"),
+    "mode": (dict(method=H2O(), budget=Budget(tokens=8), mode="drop"), "overwrite, compact, mask, auto, got 'drop'"),
     "positions": (dict(method=H2O(), budget=Budget(tokens=8), positions="new"), "original, renumbered, got 'new'"),
     "too long": (
         dict(method=Full(), decoding=GenerationParams(300)),
