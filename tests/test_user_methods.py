@@ -18,8 +18,10 @@ from tiny import prompts_of, tiny
 import kvexp
 from kvexp import cli
 from kvexp.config.settings import settings_of
+from kvexp.config.typed_methods import without_method_words
 from kvexp.core import AttentionScoreSpec, Budget, Method
 from kvexp.diagnose.__main__ import main as diagnose
+from kvexp.diagnose.__main__ import parser
 from kvexp.errors import ConfigError
 from kvexp.generate import generate
 from kvexp.paths import CONF
@@ -412,6 +414,14 @@ def test_a_run_folder_loads_no_code(command, planted, folder, capsys):
     (run.path / "command.json").write_text(json.dumps(asked))
     shutil.rmtree(run.path / "diagnose")
     assert diagnose([*words, "method=keydiff.KeyDiff"]) == 2 and not marker.exists()
+
+
+def test_what_follows_where_names_no_method():
+    words = ["gap", "outputs", "method=keydiff.KeyDiff", "--where", "method=h2o", "kv_ratio=0.5"]
+    named, others = without_method_words(words)
+    assert named == ["method=keydiff.KeyDiff"]
+    assert parser().parse_args(others).where == ["method=h2o", "kv_ratio=0.5"]
+    assert without_method_words(["outputs", "-w", "method=h2o"]) == ([], ["outputs", "-w", "method=h2o"])
 
 
 # -- packages -----------------------------------------------------------------------------------------------------

@@ -27,6 +27,16 @@ def is_method_word(word: str) -> bool:
     return word.lstrip("+").partition("=")[0] in ("method", FILE_KEY) and "=" in word
 
 
+def without_method_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line of run folders as (the words that name a user's method, the others).
+
+    What follows --where is a label to look for, and chooses nothing.
+    """
+    labels = next((place for place, word in enumerate(words) if word.startswith(("--where", "-w"))), len(words))
+    named = [word for word in words[:labels] if is_method_word(word)]
+    return named, [*(word for word in words[:labels] if word not in named), *words[labels:]]
+
+
 def with_user_methods(words: Sequence[str]) -> list[str]:
     """The command line with each method file as the option that it became, and every user's method in it admitted.
 

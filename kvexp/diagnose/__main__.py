@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvexp.config.target_allowlist import type_words
-from kvexp.config.typed_methods import is_method_word, with_user_methods
+from kvexp.config.typed_methods import with_user_methods, without_method_words
 from kvexp.console import Console
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
-# May stand anywhere, and so may method=MODULE.CLASS and method_file=FILE.py: a run's own files cannot ask for this. See
-# docs/scaling.md, What is trusted.
+# May stand anywhere (method=MODULE.CLASS and method_file=FILE.py: before --where), for a run's own files cannot ask for
+# this. See docs/scaling.md, What is trusted.
 TRUSTED = re.compile(r"model\.(trust_remote_code|allow_pickle)=true|task\.tasks=.*")
 RUN = "a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run"
 
@@ -25,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
     words = sys.argv[1:] if argv is None else argv
     trusted = [word for word in words if TRUSTED.fullmatch(word)]
-    methods = [word for word in words if is_method_word(word)]
     type_words(trusted)
-    args = parser().parse_args([word for word in words if word not in (*trusted, *methods)])
+    methods, others = without_method_words([word for word in words if word not in trusted])
+    args = parser().parse_args(others)
     try:
         with_user_methods(methods)
         args.command(args, Console())

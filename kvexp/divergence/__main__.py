@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from rich.text import Text
 
+from kvexp.config.typed_methods import with_user_methods, without_method_words
 from kvexp.console import Console
 from kvexp.divergence.divergence_file import OWN, TEXTS
 from kvexp.divergence.divergence_table import EPSILON_KL, EPSILON_TOP1, compared, divergence_table
@@ -25,9 +26,11 @@ from kvexp.results.where import where
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing was, 2 if the request cannot work."""
-    args = parser().parse_args(argv)
+    methods, others = without_method_words(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(others)
     console = Console()
     try:
+        with_user_methods(methods)
         wanted = where(args.where)
         texts = TEXTS if args.text == "both" else (args.text,)
         if min(args.epsilon, args.epsilon_top1) <= 0:
