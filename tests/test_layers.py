@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "testbed": set(),
     "training": {".errors", ".testbed", "torch", "transformers", "tokenizers", "rich"},
     "tasks": {
-        *(".errors", ".paths", ".digests", ".hub", ".testbed"),
+        *(".errors", ".paths", ".digests", ".hub", ".articles", ".testbed"),
         *("numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"),
     },
     "build": {".errors", ".core"},  # core: on demand, when a cache is configured
@@ -91,6 +91,10 @@ ALLOWED: dict[str, set[str]] = {
     "dry_run": {
         *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
         *(".record", ".results", "torch", "hydra", "omegaconf", "rich"),
+    },
+    "yardstick": {
+        *(".errors", ".paths", ".config", ".evaluate", ".sweep", ".tasks", ".record"),
+        *("hydra", "omegaconf", "lm_eval"),
     },
     "curves": {  # kvexp.compare
         *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures"),

@@ -7,6 +7,7 @@ its words, whose answers stand in it once, letter for letter.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import cache
@@ -54,15 +55,41 @@ class NeedleSentence:
 @cache
 def articles() -> tuple[Article, ...]:
     """All articles, in the order of their ids."""
-    files = [file for file in (resources.files(__name__) / "texts").iterdir() if file.name.endswith(".json")]
-    return tuple(sorted((_article(json.loads(file.read_text("utf-8"))) for file in files), key=lambda one: one.id))
+    made = (_article(json.loads(content)) for content in _files().values())
+    return tuple(sorted(made, key=lambda one: one.id))
 
 
 @cache
 def needles() -> tuple[NeedleSentence, ...]:
     """All needles, in the order of the file."""
-    rows = json.loads((resources.files(__name__) / "needles.json").read_text("utf-8"))
-    return tuple(NeedleSentence(**row) for row in rows)
+    return tuple(NeedleSentence(**row) for row in json.loads(_needles_file()))
+
+
+@cache
+def articles_digest() -> str:
+    """16 hex digits of the names and bytes of the articles' files."""
+    total = hashlib.sha256()
+    for name, content in _files().items():
+        total.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+@cache
+def needles_digest() -> str:
+    """16 hex digits of the bytes of the needles' file."""
+    return hashlib.sha256(_needles_file()).hexdigest()[:16]
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    """Name -> bytes of each article's file, in the order of the names; read once, so that digest and texts agree."""
+    found = (file for file in (resources.files(__name__) / "texts").iterdir() if file.name.endswith(".json"))
+    return {file.name: file.read_bytes() for file in sorted(found, key=lambda file: file.name)}
+
+
+@cache
+def _needles_file() -> bytes:
+    return (resources.files(__name__) / "needles.json").read_bytes()
 
 
 def _article(row: dict[str, Any]) -> Article:

@@ -1,4 +1,4 @@
-"""The one number of a job that a search goes by: the mean of a metric over the examples that have a score."""
+"""The one number of a job that a search goes by: the mean of a metric over the examples that have a score and count."""
 
 from __future__ import annotations
 
@@ -40,9 +40,18 @@ def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
 
 
 def _mean(run: Run, metric: str | None) -> float | None:
-    scored = [row["metrics"] for row in run.rows() if row.get("metrics") and not row.get("skipped")]
+    scored = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
     if not scored:
         return None
     name = metric or next(iter(scored[0]))
     values = [metrics[name] for metrics in scored if name in metrics]
     return fmean(values) if values else None
+
+
+def _counting(run: Run) -> list[dict[str, Any]]:
+    """The rows; of a task that counts the questions alone that the full cache answers, those of such questions."""
+    rows = run.rows()
+    if run.baseline is None or all(row.get("answered") is None for row in rows):
+        return rows
+    right = {row["example"] for row in Run.load(run.path.parent / run.baseline).rows() if row.get("answered")}
+    return [row for row in rows if row["example"] in right]

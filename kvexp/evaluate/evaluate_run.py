@@ -182,6 +182,8 @@ def row_of(
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif answer is not None:
         metrics = settings.task.score(answer.output, example.reference, example)
+        if settings.task.only_answered:
+            head["answered"] = settings.task.answered(answer.output, example)
     if settings.task.needs_nll:
         logprobs, fed = forced(settings, model, tokenizer, prompt)
         of_nll, info = settings.task.score_nll(logprobs, example)

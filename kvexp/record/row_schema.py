@@ -11,7 +11,7 @@ EACH = "*"  # every field of a group
 ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
-    **{"prompt_cut": TRUTH, "chat_template": TRUTH, "info": GROUP, "choices": GROUP},
+    **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
         **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "attention_kept"), NUMBER),

@@ -68,6 +68,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
         Column("n to\ndecide", lambda row: _needed(row)),
         Column("n", lambda row: str(row["n"])),
+        *_questions(rows),
         Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
         *_counted("skip-\nped", "skipped", rows),
         *_counted("prompt\ncut", "prompt_cut", rows),
@@ -86,6 +87,13 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
 def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
     """A column of counts, where there is anything to count."""
     return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def _questions(rows: Sequence[Row]) -> list[Column]:
+    """Where a task counts the questions alone that the full cache answers: of how many those n are."""
+    if all(absent(row["questions"]) for row in rows):
+        return []
+    return [Column("of asked", lambda row: "-" if absent(row["questions"]) else str(row["questions"]))]
 
 
 def _ended(rows: Sequence[Row]) -> list[Column]:

@@ -11,6 +11,7 @@ from typing import Any
 import kvexp
 from kvexp.errors import ConfigError
 from kvexp.record import Refusal, Run, refusals, runs
+from kvexp.record.baseline_check import check_of
 
 Row = dict[str, Any]
 
@@ -23,6 +24,8 @@ class Folder:
     """A run as it lies on disk now. status: done, partial (unfinished, perhaps still going), failed or refused.
 
     asked: every set of labels it was asked for under; labels: the one shown, the latest unless another was chosen.
+    questions: of a task whose examples count only where the full cache answers them, how many were asked; None for any
+    other task, and where the full cache's answers are not known.
     """
 
     run: Run
@@ -31,6 +34,7 @@ class Folder:
     problem: str  # what is wrong with a run that is not done, else ""
     asked: list[dict[str, Any]]
     labels: dict[str, Any]
+    questions: int | None = None
 
     def of_first(self, number: int | None) -> "Folder":
         """With the rows of the task's first examples alone; None: with all."""
@@ -38,9 +42,30 @@ class Folder:
             self if number is None else replace(self, rows=[row for row in self.rows if row.get("index", 0) < number])
         )
 
+    def of_answered(self, baseline: "Folder | None") -> "Folder":
+        """With the examples alone that the full cache answers, where the task counts no others (`answered` in rows).
+
+        baseline: the full cache's run, for itself too. All examples stay where its answers are not known.
+        """
+        known = baseline.answers if baseline is not None else {}
+        if not self.answers or not known:
+            return self
+        rows = [row for row in self.rows if row["example"] not in self.answers or known.get(row["example"])]
+        return replace(self, rows=rows, questions=sum(name in known for name in self.answers))
+
+    @cached_property
+    def answers(self) -> dict[str, bool]:
+        """Example -> whether its answer is right by the task's rule; empty for tasks that count all examples."""
+        return {name: row["answered"] for name, row in self.scored.items() if row.get("answered") is not None}
+
     @property
     def is_baseline(self) -> bool:
         return bool(self.labels.get("method") == BASELINE) and not self.refused
+
+    @property
+    def baseline_check(self) -> str:
+        """What `kvexp yardstick` found of its model's full cache: checked, off by ..., or unchecked."""
+        return check_of(self.run.path.parent, self.run.config.get("model"), self.run.numerics)
 
     @property
     def refused(self) -> bool:

@@ -75,11 +75,17 @@ def notes(df: pd.DataFrame) -> list[str]:
             f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: "
             f"{', '.join(_levels(df))}.",
         ]
+    lines += [f"baseline {check}: full cache of {models}, against published numbers." for check, models in _checks(df)]
     if df[["needed", "needed999"]].notna().any(axis=None):
         chance = f"{100 * stats.POWER:g} % chance"
         lines += [
             f"n to decide: examples that give an {chance} of a verdict at 99 % / 99.9 %, if the percentage stays."
         ]
+    lines += [
+        f"{title}: n of the questions asked count, those that the full cache answers: the reference stands in its "
+        f"answer ({share})."
+        for title, share in _shares(df)
+    ]
     if df.loc[df["status"] != "refused", "numerics"].nunique() > 1:
         lines += ["NUMERICS differ between these runs: compare numbers only within the same value (see --csv)."]
     if (df["batch_size"] > 1).any():
@@ -103,6 +109,25 @@ def notes(df: pd.DataFrame) -> list[str]:
         for note in _own_notes(row):
             named.setdefault((_title(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+
+
+def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
+    """(title, "58 of 144, 40 %") per model and task of which the questions alone count that the full cache answers."""
+    found: dict[str, str] = {}
+    for row in _records(df):
+        if row["verdict99"] == "baseline" and not absent(row["questions"]):
+            n, asked = int(row["n"]), int(row["questions"])
+            found.setdefault(_title(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
+    return list(found.items())
+
+
+def _checks(df: pd.DataFrame) -> list[tuple[str, str]]:
+    """(what the yardstick found, the models of which it found that), of runs that can have a verdict."""
+    found: dict[str, dict[str, None]] = {}
+    for row in _records(df):
+        if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
+            found.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
+    return [(check, ", ".join(models)) for check, models in found.items()]
 
 
 def _levels(df: pd.DataFrame) -> list[str]:

@@ -13,7 +13,7 @@ from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
 from kvexp.results.read import Folder, Row, chosen, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "method", "kv_ratio")
-COUNTS = ("n", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
+COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
 VERDICTS = (
     "verdict99",
     "verdict999",
@@ -28,7 +28,7 @@ COST = (
     *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed"),
     *("batch_size", "smallest_batch", *retrieval_columns.NAMES),
 )
-LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline", "hash")
+LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
 
 
 def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> pd.DataFrame:
@@ -59,13 +59,19 @@ def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
 
 def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
-    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder in family)
+    sides = [_counted(folder, known.get(folder.run.baseline or "")) for folder in family]
+    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder, _ in sides)
     level = stats.corrected_level(number_compared)
-    sides = [(folder, known.get(folder.run.baseline or "")) for folder in family]
     pairs = [compare(*side) for side in sides]
     resample([pair for pair in pairs if pair], level)
     of_all = {"comparisons": number_compared, "confidence": level}
     return [_row(*side, pair, level) | of_all for side, pair in zip(sides, pairs, strict=True)]
+
+
+def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | None]:
+    """A run and its baseline with the examples that count: for some tasks those the full cache answers."""
+    full = folder if folder.is_baseline else baseline
+    return folder.of_answered(full), baseline and baseline.of_answered(baseline)
 
 
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
@@ -76,10 +82,18 @@ def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
     if pair is not None:
         row |= quality(pair, level, decidable=not obstacle)
-    row |= {"status": folder.status, "note": obstacle or folder.problem}
+    row |= {"status": folder.status, "note": "; ".join(filter(None, (obstacle or folder.problem, _uncounted(folder))))}
     row |= {"unscored": folder.reasons, "also": folder.also}
     row |= {"headline": folder.metrics[0] if folder.metrics else None, "numerics": folder.run.numerics}
+    row["baseline_check"] = folder.baseline_check
     return row | {"baseline": folder.run.baseline, "hash": folder.run.hash}
+
+
+def _uncounted(folder: Folder) -> str:
+    """What to say where examples should count only if the full cache answers them, and that is not known."""
+    if not folder.answers or folder.questions is not None:
+        return ""
+    return "which questions the full cache answers is not known here: all are counted"
 
 
 def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) -> str:
@@ -96,6 +110,8 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
         return f"rows of {len(commits)} commits of the model: set model.revision and run it again, with its baseline"
     if baseline.status != "done":
         return f"baseline {baseline.problem}"
+    if folder.questions and not folder.scored:
+        return f"the full cache answers none of the {folder.questions} questions: nothing to lose"
     if pair is not None and (nothing := pair.without_percent):
         return f"the baseline scores 0 in {', '.join(nothing)}: no percentage of that"
     if pair is None or pair.pairs < stats.MIN_PAIRS:
@@ -110,10 +126,11 @@ def _obstacle(folder: Folder, baseline: Folder | None, pair: Comparison | None) 
     return ""
 
 
-def _counts(folder: Folder) -> dict[str, int]:
+def _counts(folder: Folder) -> dict[str, int | None]:
     scored = folder.scored.values()
-    counts = {"n": len(scored), "skipped": len(folder.rows) - len(scored)}
+    counts: dict[str, int | None] = {"n": len(scored), "skipped": len(folder.rows) - len(scored)}
     return counts | {
+        "questions": folder.questions,
         "halved": sum(bool(row.get("halved")) for row in folder.rows),  # failed ones too
         "prompt_cut": sum(bool(row.get("prompt_cut")) for row in scored),
         "evicted": sum(evicted(row) for row in scored),
@@ -175,7 +192,7 @@ def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame
     frame = pd.DataFrame(rows, columns=[*names, *COUNTS, *quality, *VERDICTS, *COST, *LAST])
     for name in names:
         frame[name] = _label(frame[name])
-    for name in ("paired", "changed"):
+    for name in ("questions", "paired", "changed"):
         frame[name] = frame[name].astype("Int64")
     frame["length_ok"] = frame["length_ok"].astype("boolean")
     frame["_later"] = frame["verdict99"] != "baseline"

@@ -7,6 +7,9 @@ from kvexp.tasks.gsm8k import GSM8K
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle
+from kvexp.tasks.news import News
+from kvexp.tasks.news_needle import NewsNeedle
+from kvexp.tasks.news_qa import NewsQA
 from kvexp.tasks.perplexity import Perplexity
 from kvexp.tasks.questions import QUESTIONS, QuestionTask
 from kvexp.tasks.soda import Soda
@@ -27,6 +30,9 @@ __all__ = [
     "LMEval",
     "LongBench",
     "Needle",
+    "News",
+    "NewsNeedle",
+    "NewsQA",
     "Perplexity",
     "QuestionTask",
     "Soda",

@@ -96,6 +96,7 @@ class Task:
     only_nll: ClassVar[bool] = False  # nothing is generated, the continuation's log-probabilities are all
     wrapped: ClassVar[bool] = True  # whether a chat model's prompts go through its chat template
     frame: ClassVar[str | None] = None  # a text with {prompt} in place of that template, tokenised like any text
+    only_answered: ClassVar[bool] = False  # examples count only where the full cache's answer is right: `answered`
     also_ends: ClassVar[tuple[str, ...]] = ()  # texts whose last token ends an answer besides the model's end token
     truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
 
@@ -131,6 +132,13 @@ class Task:
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """Metric name -> percent, 0 to 100, of one answer. Without "nll": that one is the runner's to measure."""
+        raise NotImplementedError
+
+    def answered(self, output: str, example: Example) -> bool:
+        """Whether an answer is right, of tasks with `only_answered`: a rule on texts, fixed before any method is run.
+
+        Its result stands in every row; tables count the examples where it holds of the full cache's row, and no others.
+        """
         raise NotImplementedError
 
     def score_choices(self, logprobs: list[float], tokens: list[int], example: Example) -> dict[str, float]:

@@ -24,8 +24,9 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summarization(Task):
-    """Summarize a document: prefix = instruction, body = document, suffix = where the summary starts.
+class SummaryTask(Task):
+    """Summarize a document, wherever it comes from: prefix = instruction, body = document, suffix = where the summary
+    starts.
 
     `template` is a name in TEMPLATES or a text with {input} once (and {instruction} at most once); None: alpaca for a
     base model, plain for a chat model. `stop`: an answer is scored up to the first occurrence of this text.
@@ -35,9 +36,6 @@ class Summarization(Task):
 
     instruction: str = ""
     template: str | None = None
-    input_field: str = ""
-    reference_field: str = ""
-    id_field: str = "id"
     stop: str | None = None
     join_lines: bool = False
 
@@ -46,7 +44,7 @@ class Summarization(Task):
         template = self.template or "alpaca"
         return TEMPLATES.get(template, template)
 
-    def for_model(self, *, chat: bool) -> Summarization:
+    def for_model(self, *, chat: bool) -> SummaryTask:
         return replace(self, template=self.template or ("plain" if chat else "alpaca"))
 
     def around(self) -> tuple[str, str]:
@@ -54,11 +52,9 @@ class Summarization(Task):
         before, _, after = self._around.partition("{input}")
         return before.replace("{instruction}", self.instruction), after.replace("{instruction}", self.instruction)
 
-    def example(self, row: dict[str, Any], where: str) -> Example:
-        body = text(row, self.input_field, where, "input_field", empty=True)
-        reference = text(row, self.reference_field, where, "reference_field")
+    def summary_of(self, name: str, body: str, reference: str) -> Example:
+        """The example that asks for a summary of `body`."""
         prefix, suffix = self.around()
-        name = row_id(row, self.id_field, body, reference)
         return Example(name, prefix + body + suffix, reference, "", prefix, body, suffix)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
@@ -78,3 +74,19 @@ class Summarization(Task):
             )
         if self.stop == "":
             raise ConfigError("task.stop must be null or a text that is not empty, got ''")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarization(SummaryTask):
+    """Summarize the documents of a data set: rows with a document (`input_field`), a summary (`reference_field`) and
+    perhaps an id (`id_field`).
+    """
+
+    input_field: str = ""
+    reference_field: str = ""
+    id_field: str = "id"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        body = text(row, self.input_field, where, "input_field", empty=True)
+        reference = text(row, self.reference_field, where, "reference_field")
+        return self.summary_of(row_id(row, self.id_field, body, reference), body, reference)
