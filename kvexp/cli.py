@@ -28,6 +28,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "log": ("kvexp.log", "publish finished runs to Weights & Biases"),
     "dashboards": ("kvexp.dashboards", "the report's panels in Weights & Biases"),
     "lm-eval": ("kvexp.lm_eval", "lm-eval's own command line with the model kvexp"),
+    "yardstick": ("kvexp.yardstick", "a model's full cache against its published numbers"),
     "check-reference": ("kvexp.reference_check", "compare with numbers recorded from the authors' code"),
     "testbed": ("kvexp.testbed", "show a document of the synthetic language"),
     "export-testbed": ("kvexp.tasks.testbed", "the testbed as lm-eval task, LongBench rows and haystack"),
