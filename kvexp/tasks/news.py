@@ -18,14 +18,15 @@ class News(SummaryTask):
     """Summarize a fictional news article of kvexp.articles, which no model has read: 36 of 450 to 900 words.
 
     The body is the article without its title, which would be a summary already; the reference its three highlights, one
-    a line, as in CNN/DailyMail. Everything else is CNN/DailyMail's too, but that the instruction says how long a
-    summary is wanted: ROUGE F1 falls with every sentence that the reference does not have.
+    a line, as in CNN/DailyMail. Two things are not: the instruction says how long a summary is wanted, and an answer
+    has as many tokens as the references, since ROUGE F1 falls with every sentence that the reference does not have.
     """
 
     name: ClassVar[str] = "news"
     generated: ClassVar[bool] = True
 
     instruction: str = "Summarize the following news article in three sentences:"
+    max_new_tokens: int = 85
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for article in islice(articles(), self.limit):
