@@ -17,7 +17,7 @@ from kvexp.divergence.divergence_file import OWN, TEXTS
 from kvexp.divergence.divergence_table import EPSILON_KL, EPSILON_TOP1, compared, divergence_table
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.results.columns import Column, Row, plain
+from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.read import chosen, folders, unmatched
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
@@ -84,8 +84,9 @@ def _said(text: str) -> str:
 
 
 def _print(console: Console, title: str, part: pd.DataFrame) -> None:
-    console.print(Text(title, style="bold"))
-    rows: list[dict[str, Any]] = part.sort_values(["kv_ratio", "kl"]).to_dict("records")  # type: ignore[assignment]
+    made: list[dict[str, Any]] = part.sort_values(["kv_ratio", "kl"]).to_dict("records")  # type: ignore[assignment]
+    shared, rows = shared_settings(made)
+    console.print(Text(", ".join([title, *shared]), style="bold"))
     columns = [
         Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
         plain("kv_ratio", "kv_ratio"),
