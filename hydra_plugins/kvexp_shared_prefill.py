@@ -15,6 +15,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 
+from kvexp.session import Session, current
+
 TARGET = "hydra_plugins.kvexp_shared_prefill.SharedPrefillLauncher"
 ConfigStore.instance().store(group="hydra/launcher", name="shared_prefill", node={"_target_": TARGET}, provider="kvexp")
 SWEEPER = "hydra_plugins.kvexp_shared_prefill.OnceComposedSweeper"
@@ -30,22 +32,21 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
     """Runs the jobs of a sweep in this process."""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from kvexp.sweep.hydra_job import SWEPT
-
-        SWEPT.begin()
+        session = current()
+        session.collect_jobs()
         try:
             returned: Sequence[JobReturn] = super().launch(job_overrides, initial_job_idx)
         finally:
-            jobs = SWEPT.end()
-        for job, value in zip(returned, self.perform(jobs), strict=True):
+            jobs = session.collected_jobs()
+        for job, value in zip(returned, self.perform(jobs, session), strict=True):
             job.return_value = value
         return returned
 
-    def perform(self, jobs: list[Any]) -> list[float | None]:
+    def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
         """Each job's objective."""
-        from kvexp.sweep.hydra_job import perform
+        from kvexp.sweep.hydra_job import run_jobs
 
-        return perform(jobs)
+        return run_jobs(jobs, session)
 
 
 class OnceComposedSweeper(BasicSweeper):  # type: ignore[misc]

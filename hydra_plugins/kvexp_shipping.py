@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.kvexp_shared_prefill import SharedPrefillLauncher
 from kvexp.errors import ConfigError
+from kvexp.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -30,19 +31,19 @@ class ShippingLauncher(SharedPrefillLauncher):
         self.shards = shards
         self.options = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in options.items()}
 
-    def perform(self, jobs: list[Any]) -> list[float | None]:
-        from kvexp.sweep.remote_jobs import ship
+    def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
+        from kvexp.sweep.remote_jobs import run_remote
 
         try:
             _check_lines(self.options, "hydra.launcher")
             self.package()
-            return ship(jobs, self.shards, self.engine)
+            return run_remote(jobs, self.shards, self.engine, session)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(1)
 
     def engine(self, work: Any, shipments: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """See `kvexp.sweep.remote_jobs.ship`."""
+        """See `kvexp.sweep.remote_jobs.run_remote`."""
         raise NotImplementedError
 
     def package(self) -> Any:

@@ -71,9 +71,9 @@ def usage() -> str:
 
 def run() -> NoReturn:
     """`kvexp run` and `python run.py`, from sys.argv."""
-    from kvexp.sweep.signals import watch
+    from kvexp.sweep.signals import install_handler
 
-    watch()  # first: the imports take their time too
+    install_handler()  # first: the imports take their time too
     from kvexp.run import main as run_hydra
 
     run_hydra()

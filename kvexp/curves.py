@@ -27,8 +27,9 @@ from kvexp.errors import ConfigError
 from kvexp.figures.quality import draw
 from kvexp.paths import CONF
 from kvexp.results import table
-from kvexp.sweep.hydra_job import Job, perform
-from kvexp.sweep.sweep_summary import taken
+from kvexp.session import Session
+from kvexp.sweep.hydra_job import run_jobs
+from kvexp.sweep.job_queue import HydraJob
 from kvexp.user_methods import AdmittedMethod, admitted, load_method
 from kvexp.user_methods.method_class import MISSING, settings_of_class
 from kvexp.user_methods.python_class import class_method
@@ -94,12 +95,11 @@ def compare(
         _job([*words, *common, _override("kv_ratio", ratio)])
         for words, ratio in itertools.product([_words_of(method) for method in methods], ratios)
     ]
-    taken()  # what this process has run before is not of this call
-    perform(jobs)
-    made = taken()
-    if made.failures:
-        raise ConfigError(f"{len(made.failures)} of {len(jobs)} runs failed, the first: {made.failures[0].why}")
-    return Curves(table(outputs_dir, {"hash": made.hashes}))
+    session = Session()
+    run_jobs(jobs, session)
+    if failed := session.failures:
+        raise ConfigError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0].why}")
+    return Curves(table(outputs_dir, {"hash": session.hashes}))
 
 
 def _words_of(method: Method | type[Method] | str) -> list[str]:
@@ -166,7 +166,7 @@ def _literal(value: Any, key: str) -> str:
     raise ConfigError(f"{key} must be a number, a text, true or false, None or a list of those, got {value!r}")
 
 
-def _job(overrides: list[str]) -> Job:
+def _job(overrides: list[str]) -> HydraJob:
     with _own_hydra():
         try:
             composed = compose("config", overrides, return_hydra_config=True)
@@ -176,7 +176,7 @@ def _job(overrides: list[str]) -> Job:
     config = copy.deepcopy(composed)
     OmegaConf.set_struct(config, False)
     del config["hydra"]
-    return Job(config, overrides, choices, None)
+    return HydraJob(config, overrides, choices, None)
 
 
 @contextlib.contextmanager

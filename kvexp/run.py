@@ -16,6 +16,7 @@ from kvexp.config.typed_methods import with_user_methods
 from kvexp.errors import ConfigError
 from kvexp.paths import CONF
 from kvexp.pipes import watch_pipes
+from kvexp.session import Session, active, current, keys_of
 from kvexp.sweep.signals import interruptible
 
 # Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
@@ -25,9 +26,9 @@ ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def compose_and_run(config: DictConfig) -> None:
     """Run the job or jobs that Hydra composes of sys.argv."""
-    from kvexp.sweep.hydra_job import job  # late: --help must not wait for torch
+    from kvexp.sweep.hydra_job import main_job  # late: --help must not wait for torch
 
-    job(config)
+    main_job(config, current())
 
 
 def own_launchers() -> None:
@@ -38,23 +39,23 @@ def own_launchers() -> None:
         known.pop(file.name, None)
 
 
-def main() -> NoReturn:
-    """The whole command, from sys.argv; the exit code is 1 where a job failed."""
+def main(session: Session | None = None) -> NoReturn:
+    """The whole command, from sys.argv; the exit code is 1 where a job failed. session: to look at afterwards."""
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
     watch_pipes()
     try:
         sys.argv[1:] = with_user_methods(sys.argv[1:])
     except ConfigError as error:
         stop(str(error))
-    guard(sys.argv[1:])
+    session = session or Session()
+    session.typed_keys = keys_of(sys.argv[1:])
+    guard()
     own_launchers()
     planning = [word for word in sys.argv[1:] if word.partition("=")[0] == "--dry-run"]
-    with interruptible(), told(sys.argv[1:]):
+    with active(session), interruptible(), told(sys.argv[1:]):
         if planning:
             from kvexp.dry_run.planner import dry_run
 
-            sys.exit(dry_run(compose_and_run, planning[-1]))
+            sys.exit(dry_run(compose_and_run, planning[-1], session))
         compose_and_run()
-    from kvexp.sweep.sweep_summary import exit_code
-
-    sys.exit(exit_code())
+    sys.exit(session.exit_code)

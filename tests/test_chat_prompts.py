@@ -9,8 +9,8 @@ import pytest
 from test_conf import composed
 
 from kvexp.config.settings import settings_of
-from kvexp.evaluate.preflight import end_of_turn, with_ends
-from kvexp.evaluate.tokenized_examples import tokenise
+from kvexp.evaluate.preflight import end_of_turn, with_stop_tokens
+from kvexp.evaluate.tokenized_examples import tokenize
 from kvexp.models.byte_tokenizer import byte_tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -49,7 +49,7 @@ def asked(task, *overrides):
     """The text that a chat model reads of the first example, and the example."""
     made = settings(task, "model.chat=true", *overrides).task
     example = next(made.examples())
-    prompt = tokenise(example, made, chat_tokenizer(), 1 << 20, chat=True)
+    prompt = tokenize(example, made, chat_tokenizer(), 1 << 20, chat=True)
     return prompt.text + prompt.asked, example
 
 
@@ -137,14 +137,14 @@ def test_the_end_of_a_turn_ends_an_answer():
     tokenizer = chat_tokenizer()
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=257))
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert with_ends(settings("xsum", "model.chat=true"), model, tokenizer).decoding.eos == (257, end)
+    assert with_stop_tokens(settings("xsum", "model.chat=true"), model, tokenizer).decoding.eos == (257, end)
     for other in (
         ["xsum"],  # a base model
         ["gsm8k_cot", "model.chat=true"],  # no template goes around its prompts
     ):
-        assert with_ends(settings(*other), model, tokenizer).decoding.eos == "model"
+        assert with_stop_tokens(settings(*other), model, tokenizer).decoding.eos == "model"
     never = settings("xsum", "model.chat=true", "generation.eos=null")
-    assert with_ends(never, model, tokenizer).decoding.eos is None
+    assert with_stop_tokens(never, model, tokenizer).decoding.eos is None
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from small import small
 from kvexp.record import Run, accept, refusals, refuse, runs
 from kvexp.results import table
 from kvexp.results.__main__ import main as results
-from kvexp.sweep import sweep_summary
-from kvexp.sweep.sweep_progress import SWEEP, Sweep, duration
+from kvexp.session import Session
+from kvexp.sweep.sweep_summary import duration, job_line, plan_jobs
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample
@@ -30,9 +30,6 @@ def command(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
 
     def called(*arguments, outputs=tmp_path / "out"):
-        monkeypatch.setattr(sweep_summary, "COMMAND", sweep_summary._Command())
-        for name, value in vars(Sweep()).items():
-            monkeypatch.setattr(SWEEP, name, value)
         monkeypatch.setattr(sys, "argv", ["run.py", *words(*arguments, *SMALL), f"outputs_dir={outputs}"])
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
@@ -62,15 +59,15 @@ def test_a_sweep_counts_its_jobs_and_says_how_long_the_rest_takes(command):
 
 
 def test_jobs_of_an_experiment_and_of_what_cannot_be_counted():
-    sweep = Sweep()
-    sweep.plan(["kv_ratio=0.2,0.5", "limit=3"], {"method": "h2o,a2sf,window", "limit": "1"})
-    assert len(sweep.jobs) == 6
-    assert sweep.line(5, []) == "[6/6] window kv_ratio=0.5"
-    sweep.seconds = [100.0, 60.0, 62.0]  # the first one loaded the model
-    assert sweep.line(1, []) == "[2/6] h2o kv_ratio=0.5, about 5 min left"
-    uncounted = Sweep()
-    uncounted.plan(["method=glob(*)"], {})
-    assert uncounted.line(2, ["method=tova", "limit=3"]) == "[3] tova limit=3"
+    session = Session()
+    plan_jobs(session, ["kv_ratio=0.2,0.5", "limit=3"], {"method": "h2o,a2sf,window", "limit": "1"})
+    assert len(session.overrides_of_jobs) == 6
+    assert job_line(session, 5, []) == "[6/6] window kv_ratio=0.5"
+    session.job_seconds = [100.0, 60.0, 62.0]  # the first one loaded the model
+    assert job_line(session, 1, []) == "[2/6] h2o kv_ratio=0.5, about 5 min left"
+    uncounted = Session()
+    plan_jobs(uncounted, ["method=glob(*)"], {})
+    assert job_line(uncounted, 2, ["method=tova", "limit=3"]) == "[3] tova limit=3"
     assert (duration(89), duration(91), duration(7200)) == ("89 s", "2 min", "2.0 h")
 
 
@@ -260,9 +257,6 @@ def test_the_last_line_of_a_folder_of_rows_is_json_that_others_can_read(command,
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_flag_of_a_sweep_may_stand_anywhere(tmp_path, monkeypatch, capsys, flag, place):
     """Hydra's own parser takes it in front of the overrides or behind them alone."""
-    monkeypatch.setattr(sweep_summary, "COMMAND", sweep_summary._Command())
-    for name, value in vars(Sweep()).items():
-        monkeypatch.setattr(SWEEP, name, value)
     given = ["method=h2o", f"outputs_dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["run.py", *given[:place], flag, *given[place:], "kv_ratio=1.5,2.5"])
     with pytest.raises(SystemExit) as stopped:

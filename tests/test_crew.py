@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kvexp.errors import CacheError
-from kvexp.sweep.fork_pool import ForkPool, hands
+from kvexp.sweep.fork_pool import ForkPool, num_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 forks = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
@@ -42,7 +42,7 @@ def note(tmp_path):
 
 
 def rows(crew, items):
-    return sum(1 for _ in crew.each(items))
+    return sum(1 for _ in crew.imap(items))
 
 
 @forks
@@ -147,7 +147,7 @@ def test_whoever_stops_reading_stops_them(note):
     before = set(multiprocessing.active_children())
     crew = ForkPool(2, task)
     with crew:
-        next(crew.each([1, 2]))
+        next(crew.imap([1, 2]))
         assert len(set(multiprocessing.active_children()) - before) == 2
     assert time.monotonic() - begun < 30 and not set(multiprocessing.active_children()) - before
 
@@ -164,7 +164,7 @@ def task(item):
     time.sleep(60)
     yield
 with ForkPool(2, task) as crew:
-    list(crew.each([1, 2]))
+    list(crew.imap([1, 2]))
 """
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     end = time.monotonic() + 120
@@ -186,20 +186,20 @@ def _alive(pid):
         return False
 
 
-def test_hands(monkeypatch):
+def test_num_workers(monkeypatch):
     """As many as torch has threads, and none where a forked process would be in trouble."""
     model = nn.Linear(2, 2)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    assert hands(model) == (5 if sys.platform == "linux" else 1)
-    assert hands(nn.Linear(2, 2, device="meta")) == 1
+    assert num_workers(model) == (5 if sys.platform == "linux" else 1)
+    assert num_workers(nn.Linear(2, 2, device="meta")) == 1
     found = []
-    other = threading.Thread(target=lambda: found.append(hands(model)))
+    other = threading.Thread(target=lambda: found.append(num_workers(model)))
     other.start()
     other.join()
     assert found == [1]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert hands(model) == 1
+    assert num_workers(model) == 1
     monkeypatch.undo()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert hands(model) == 1
+    assert num_workers(model) == 1

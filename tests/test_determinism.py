@@ -26,6 +26,7 @@ import kvexp.sweep.prefill_groups as together
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import run
+from kvexp.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPED = ("kv_bytes", "peak_kv_bytes", "batch_size")  # of a receipt: they say what the batch was
@@ -37,8 +38,8 @@ def rows(out, methods, words, launcher="basic"):
     """Method -> its rows, but for times."""
     members = [_settings(out, f"method={method}", *words) for method in methods]
     if launcher == "shared_prefill":
-        for group in together.groups(members):
-            together.fill(group)
+        for group in together.prefill_groups(members):
+            together.run_group(group, Session())
     return {one.method.name: [_timeless(row) for row in run(one).rows()] for one in members}
 
 
@@ -124,7 +125,7 @@ def test_half_precision_on_a_gpu_is_another_run_in_another_batch(tmp_path, monke
 
     def identities(dtype):
         each = [_settings(tmp_path, "model=tiny", f"model.dtype={dtype}", f"batch_size={size}") for size in (1, 4)]
-        assert [one.batch_size for one in each] == [1, 4] and all(map(together.joint, each))
+        assert [one.batch_size for one in each] == [1, 4] and all(map(together.can_share, each))
         return [str(one.identity) for one in each], [str(one.baseline().identity) for one in each]
 
     for dtype, different in (("float32", 1), ("bfloat16", 2), ("float16", 2)):

@@ -19,7 +19,6 @@ from tiny import CONFIGS, prompts_of, tiny
 
 import kvexp.diagnose.prompt
 import kvexp.evaluate.evaluate_run
-from kvexp.config.diagnosis import diagnosis_of
 from kvexp.config.model_spec import tokenizer_of
 from kvexp.core import Budget, CacheConfig, Cadence
 from kvexp.diagnose.__main__ import main
@@ -33,8 +32,9 @@ from kvexp.evictions.eviction_files import EVICTIONS, TWIN, has, read_table, rea
 from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs
-from kvexp.sweep.hydra_job import Job, run_job
-from kvexp.sweep.sweep_summary import COMMAND
+from kvexp.session import Session, active, current
+from kvexp.sweep import hydra_job
+from kvexp.sweep.job_queue import HydraJob, diagnosis_of
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW = 7
@@ -124,16 +124,18 @@ def job(outputs, *overrides, limit=3):
     plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
     choices = {"model": "tiny", "task": "sample", "budget": "ratio", "method": "h2o"}
     choices |= dict(word.split("=", 1) for word in words if "." not in word.split("=")[0])
-    return Job(plain, words, choices, None)
+    return HydraJob(plain, words, choices, None)
 
 
 @pytest.fixture
 def command():
-    """Whether the jobs of the test failed is asked of the list that the command line ends with."""
-    before = COMMAND.hashes, COMMAND.failures
-    COMMAND.hashes, COMMAND.failures = [], []
-    yield COMMAND
-    COMMAND.hashes, COMMAND.failures = before
+    """The test's session, which knows whether its jobs failed."""
+    with active(Session()) as session:
+        yield session
+
+
+def run_job(one):
+    hydra_job.run_job(one, current())
 
 
 def test_rows_are_the_same_with_and_without(tmp_path, command):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import CROWD, ID, PLANTS, POPULAR, Head, build, lay
-from test_diagnose_log import case_of, command, held, job, watched  # noqa: F401
+from test_diagnose_log import case_of, command, held, job, run_job, watched  # noqa: F401
 from test_planted import BUDGET, TABLE
 from tiny import CONFIGS
 
@@ -21,7 +21,6 @@ from kvexp.evictions.eviction_files import need_told
 from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.record import runs
-from kvexp.sweep.hydra_job import run_job
 
 NOTHING = Undone((), (), 0, 0)
 

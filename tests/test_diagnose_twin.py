@@ -5,7 +5,7 @@ import dataclasses
 import pandas as pd
 import pytest
 import torch
-from test_diagnose_log import case_of, command, held, job, watched  # noqa: F401
+from test_diagnose_log import case_of, command, held, job, run_job, watched  # noqa: F401
 from test_shared_prefill import content
 from tiny import CONFIGS, stock
 
@@ -16,7 +16,6 @@ from kvexp.diagnose.twin import MEASURES, twin
 from kvexp.evictions.eviction_files import TWIN, read_table, read_told
 from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.record import runs
-from kvexp.sweep.hydra_job import run_job
 
 QUESTION = [50, 51]
 

@@ -15,9 +15,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, files, first_of, mentioned, scripts, words_of
 
-from kvexp.sweep import sweep_summary
-from kvexp.sweep.sweep_progress import SWEEP, Sweep
-
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 MENTIONED = sorted({(page.name, command) for page in PAGES for command in mentioned(page)})
@@ -31,8 +28,6 @@ def here(words: list[str], outputs: Path) -> list[str]:
 def called(words: list[str]) -> tuple[int, str, str]:
     """A command's exit code and what it printed, in this process."""
     out, err, before = io.StringIO(), io.StringIO(), sys.argv
-    sweep_summary.COMMAND = sweep_summary._Command()
-    vars(SWEEP).update(vars(Sweep()))
     code = 0
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -10,7 +10,7 @@ from small import small
 from tiny import tiny
 
 from kvexp.dry_run.cost import tokens
-from kvexp.dry_run.published import DATA, MODELS
+from kvexp.dry_run.workload import DATA, MODELS
 from kvexp.models.load import random_config
 from kvexp.models.model_size import shape_of
 from kvexp.record import runs

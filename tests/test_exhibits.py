@@ -15,7 +15,7 @@ from experiments.lib.exhibits import ROOT, full_name, load, module_of, names, sw
 from experiments.lib.sweep import smaller
 from experiments.lib.titles import MODELS, exhibit_title, panel_title
 from kvexp.errors import ConfigError
-from kvexp.evaluate.progress import Progress
+from kvexp.record import runs
 from tests.exhibits import changed
 
 CONF = ROOT / "conf"
@@ -127,8 +127,8 @@ def test_the_written_table_leaves_out_what_nobody_filled():
 def test_a_smoke_run_writes_table_figure_and_judgement(tmp_path, capsys):
     """The real thing: a sweep of two examples, its table, its picture, resumed the second time."""
     assert reproduce.main(["keyformer_fig3c", "--smoke", "--outputs", str(tmp_path)]) == 0
-    said, made = capsys.readouterr().out, Progress.made
-    assert made >= 4 * 2
+    said, made = capsys.readouterr().out, [(run.hash, len(run.rows())) for run in runs(tmp_path)]
+    assert len(made) >= 4 and all(count == 2 for _, count in made)
     folder = tmp_path / "exhibits" / "keyformer_fig3c"
     assert {path.name for path in folder.iterdir()} == {
         "table.csv",
@@ -142,7 +142,8 @@ def test_a_smoke_run_writes_table_figure_and_judgement(tmp_path, capsys):
     assert set(written["method"]) == {"full", "window", "h2o", "key_attention"} and set(KEYS) <= set(written)
     sweep._hashes.cache_clear()
     assert reproduce.main(["keyformer_fig3c", "--smoke", "--outputs", str(tmp_path)]) == 0
-    assert Progress.made == made, "no row was made twice"
+    again = [(run.hash, len((run.path / "examples.jsonl").read_text().splitlines())) for run in runs(tmp_path)]
+    assert again == made, "no row was made twice"
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from test_conf import CONF, GROUPS
 
 from kvexp.errors import ConfigError
 from kvexp.record import runs
-from kvexp.sweep.hydra_job import Job, parts_of, run_job
-from kvexp.sweep.sweep_summary import taken
+from kvexp.session import Session
+from kvexp.sweep.hydra_job import run_job
+from kvexp.sweep.job_queue import HydraJob, runs_of
 
 TASKS = ("sample", "testbed_qa", "testbed_choice", "cnn_dailymail", "longbench", "gsm8k_cot", "perplexity", "lm_eval")
 WORDS = st.one_of(
@@ -84,7 +85,7 @@ def jobs(draw, values, tasks=TASKS):
     with open_dict(config):
         for place, value in changed:
             OmegaConf.update(config, place, value, merge=False, force_add=True)
-    return Job(
+    return HydraJob(
         config,
         [f"{place}={value!r}" for place, value in changed],
         {"model": "tiny", "method": method, "task": task},
@@ -95,7 +96,7 @@ def jobs(draw, values, tasks=TASKS):
 def refusal(job):
     """Why it is refused; None where its settings are right. Nothing is loaded."""
     try:
-        for one in parts_of(job):
+        for one in runs_of(job, Session()):
             one.task.check_options()
     except ConfigError as error:
         return str(error)
@@ -112,9 +113,8 @@ def test_any_value_is_taken_or_refused_in_words(job):
 def carry_out(job, folder, capsys):
     with open_dict(job.config):
         job.config.outputs_dir = str(folder)
-    run_job(job)
+    run_job(job, Session())
     err = capsys.readouterr().err
-    taken()
     assert "Traceback" not in err, (job.overrides, err)
     for run in runs(folder):
         for row in run.rows():
@@ -160,6 +160,7 @@ def test_found_by_fuzzing(tmp_path, capsys, place, value, message):
     with open_dict(config):
         OmegaConf.update(config, place, value, merge=False, force_add=True)
         config.outputs_dir = str(tmp_path)
-    run_job(Job(config, [place], {"model": "tiny", "method": "h2o", "task": "sample"}, None))
+    session = Session()
+    run_job(HydraJob(config, [place], {"model": "tiny", "method": "h2o", "task": "sample"}, None), session)
     err = capsys.readouterr().err
-    assert taken().failures and message in err and "Traceback" not in err
+    assert session.failures and message in err and "Traceback" not in err

@@ -23,8 +23,9 @@ ALLOWED: dict[str, set[str]] = {
     "digests": {".errors"},
     "kept_text": set(),
     "pipes": set(),  # of every command line, so it stands below all layers
+    "session": set(),  # what one command knows of itself: known to all who run something, knowing none of them
     "terminal": set(),  # of whatever is printed
-    "console": {"rich"},
+    "console": {".session", "rich"},
     "hub": {"huggingface_hub"},  # comes with transformers and with datasets
     "core": {".errors", ".deprecation", "torch", "triton"},  # triton: in ON_DEMAND alone
     "methods": {".errors", ".core", "torch"},
@@ -66,41 +67,30 @@ ALLOWED: dict[str, set[str]] = {
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "user_methods": {".errors", ".paths", ".digests", ".core", "torch"},
     "config": {
-        *(
-            ".user_methods",
-            ".errors",
-            ".digests",
-            ".paths",
-            ".build",
-            ".core",
-            ".methods",
-            ".retrieval",
-            ".models",
-            ".generate",
-        ),
-        *(".tasks", ".lm_eval", ".record", "torch", "hydra", "omegaconf"),
+        *(".user_methods", ".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models"),
+        *(".generate", ".tasks", ".lm_eval", ".record", ".session", "torch", "hydra", "omegaconf"),
     },
     "evaluate": {
         *(".errors", ".config", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
-        *(".record", ".console", "torch", "numpy", "rich"),
+        *(".record", ".console", ".session", "torch", "numpy", "rich"),
     },
     "sweep": {
         *(".user_methods", ".errors", ".build", ".config", ".evaluate", ".core", ".models", ".generate", ".tasks"),
-        *(".record", ".log", ".results", ".console", "torch", "hydra", "omegaconf"),
+        *(".record", ".log", ".results", ".console", ".session", "torch", "hydra", "omegaconf"),
     },
     "dry_run": {
         *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
-        *(".record", ".results", "torch", "hydra", "omegaconf", "rich"),
+        *(".record", ".results", ".session", "torch", "hydra", "omegaconf", "rich"),
     },
     "yardstick": {
-        *(".errors", ".paths", ".config", ".evaluate", ".sweep", ".tasks", ".record"),
+        *(".errors", ".paths", ".config", ".evaluate", ".session", ".sweep", ".tasks", ".record"),
         *("hydra", "omegaconf", "lm_eval"),
     },
     "curves": {  # kvexp.compare
-        *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures"),
+        *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures", ".session"),
         *("hydra", "omegaconf", "pandas", "matplotlib"),
     },
-    "run": {".errors", ".paths", ".pipes", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
+    "run": {".errors", ".paths", ".pipes", ".session", ".config", ".sweep", ".dry_run", "hydra", "omegaconf"},
     "cli": {".errors", ".paths", ".pipes", ".user_methods", ".run", ".sweep"},
     "__main__": {".cli"},  # kvexp/__main__.py
     "divergence": {
@@ -118,6 +108,7 @@ ALLOWED: dict[str, set[str]] = {
             ".testbed",
             ".config",
             ".evaluate",
+            ".session",
             ".sweep",
             ".evictions",
         ),

@@ -14,8 +14,8 @@ from test_conf import composed
 
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.preflight import with_ends
-from kvexp.evaluate.tokenized_examples import continuation, tokenise
+from kvexp.evaluate.preflight import with_stop_tokens
+from kvexp.evaluate.tokenized_examples import continuation, tokenize
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.results.longbench_table import FOURTEEN
 from kvexp.tasks import LongBench, archive
@@ -104,35 +104,35 @@ def test_halves_of_a_prompt_too_long():
     task = LongBench(subset="lcc", max_prompt_tokens=11)
     example = replace(next(QASPER.examples()), prompt="abcdefghijklmnopqrstuvwxyz", prefix="", suffix="", body="")
     example = replace(example, body=example.prompt)
-    cut = tokenise(example, task, BYTES, 999, chat=False)
+    cut = tokenize(example, task, BYTES, 999, chat=False)
     assert cut.text == "abcd" + "vwxyz"  # <s>abcd and vwxyz, decoded without <s>
     assert cut.ids == BYTES("abcdvwxyz").input_ids and cut.cut and cut.tokens == 27
-    whole = tokenise(example, replace(task, max_prompt_tokens=27), BYTES, 27, chat=False)
+    whole = tokenize(example, replace(task, max_prompt_tokens=27), BYTES, 27, chat=False)
     assert (whole.text, whole.cut, whole.size) == (example.prompt, False, 27)
     # what the model holds cuts too, likewise in the middle
-    room = tokenise(example, replace(task, max_prompt_tokens=None), BYTES, 12, chat=False)
+    room = tokenize(example, replace(task, max_prompt_tokens=None), BYTES, 12, chat=False)
     assert (room.text, room.size) == ("abcde" + "uvwxyz", 12)
-    assert tokenise(example, replace(task, max_prompt_tokens=1), BYTES, 99, chat=False).skipped == "too long"
+    assert tokenize(example, replace(task, max_prompt_tokens=1), BYTES, 99, chat=False).skipped == "too long"
 
 
 def test_the_frame_goes_around_what_is_left():
     """The maximum counts the words alone; the frame, tokenised with a start token of its own, comes on top."""
     task = LongBench(subset="qasper", max_prompt_tokens=11, chat_frame="[INST]{prompt}[/INST]")
     example = replace(next(QASPER.examples()), prompt="abcdefghijklm", prefix="", suffix="", body="abcdefghijklm")
-    cut = tokenise(example, task, BYTES, 99, chat=True)
+    cut = tokenize(example, task, BYTES, 99, chat=True)
     assert cut.text == "[INST]abcdijklm[/INST]" and cut.ids == BYTES(cut.text).input_ids
     assert cut.size == 1 + 6 + 9 + 7 > 11
-    assert tokenise(example, task, BYTES, 20, chat=True).text == "[INST]abklm[/INST]"  # no more room than that
-    assert tokenise(example, task, BYTES, 99, chat=False).text == "abcdijklm"  # a base model has no frame
+    assert tokenize(example, task, BYTES, 20, chat=True).text == "[INST]abklm[/INST]"  # no more room than that
+    assert tokenize(example, task, BYTES, 99, chat=False).text == "abcdijklm"  # a base model has no frame
     plain = replace(task, subset="trec", max_new_tokens=None)
-    assert tokenise(example, plain, BYTES, 99, chat=True).text == "abcdijklm"  # few-shot lessons have none either
-    assert tokenise(example, replace(plain, chat_wrap="always"), BYTES, 99, chat=True).text.startswith("[INST]")
-    assert tokenise(example, replace(task, chat_wrap="never"), BYTES, 99, chat=True).text == "abcdijklm"
+    assert tokenize(example, plain, BYTES, 99, chat=True).text == "abcdijklm"  # few-shot lessons have none either
+    assert tokenize(example, replace(plain, chat_wrap="always"), BYTES, 99, chat=True).text.startswith("[INST]")
+    assert tokenize(example, replace(task, chat_wrap="never"), BYTES, 99, chat=True).text == "abcdijklm"
 
 
 def test_a_question_after_the_eviction_keeps_the_frames_end():
     task = replace(QASPER, question="after_eviction", chat_frame="[INST]{prompt}[/INST]")
-    prompt = tokenise(next(task.examples()), task, BYTES, 9999, chat=True)
+    prompt = tokenize(next(task.examples()), task, BYTES, 9999, chat=True)
     assert prompt.text.startswith("[INST]You are") and prompt.text.endswith("two summers.")
     assert prompt.asked.endswith("\n\nAnswer:[/INST]")
     assert prompt.ids + prompt.question == BYTES(prompt.text + prompt.asked).input_ids
@@ -150,10 +150,10 @@ def test_a_templates_start_token_is_the_only_one():
             return f"<s>[INST] {messages[0]['content']} [/INST]"
 
     example = next(QASPER.examples())
-    wrapped = tokenise(example, QASPER, Chat(), 9999, chat=True)
+    wrapped = tokenize(example, QASPER, Chat(), 9999, chat=True)
     assert wrapped.ids.count(BYTES.bos_token_id) == 1 and wrapped.text.startswith("<s>[INST] You")
     trec = LongBench(subset="trec", data_files=str(FOLDER))
-    plain = tokenise(next(trec.examples()), trec, Chat(), 9999, chat=True)
+    plain = tokenize(next(trec.examples()), trec, Chat(), 9999, chat=True)
     assert plain.ids[0] == BYTES.bos_token_id and plain.text == next(trec.examples()).prompt
 
 
@@ -163,15 +163,15 @@ def test_a_line_end_ends_an_answer_of_samsum():
     samsum = settings_of(*composed("task=longbench", "task.subset=samsum", file))
     assert (samsum.decoding.eos, samsum.decoding.min_new_tokens, samsum.decoding.max_new_tokens) == ("model", 1, 128)
     (line_end,) = BYTES("\n", add_special_tokens=False).input_ids
-    assert with_ends(samsum, model, BYTES).decoding.eos == (7, 9, line_end)
+    assert with_stop_tokens(samsum, model, BYTES).decoding.eos == (7, 9, line_end)
     other = settings_of(*composed("task=longbench", "task.subset=qasper", file))
-    assert with_ends(other, model, BYTES) is other
+    assert with_stop_tokens(other, model, BYTES) is other
 
     class Words:  # a tokenizer that drops white space, as the testbed's does: nothing it has can be a line end
         def __call__(self, text, add_special_tokens=True):
             return SimpleNamespace(input_ids=[len(word) for word in text.split()])
 
-    assert with_ends(samsum, model, Words()) is samsum
+    assert with_stop_tokens(samsum, model, Words()) is samsum
 
 
 # ---- data

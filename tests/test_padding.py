@@ -6,12 +6,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from kvexp.config.group_checks import batch_budget
 from kvexp.config.model_spec import load
-from kvexp.config.padding import budget_of
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import run
-from kvexp.evaluate.seeds import sampling_seed
+from kvexp.evaluate.outputs import sampling_seed
 from kvexp.generate import generate, receipts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,11 +56,11 @@ def test_a_prompt_that_loses_only_pads_loses_nothing(tmp_path):
 
 def test_padding_is_another_run_and_its_baseline_another_baseline(tmp_path):
     plain, padded = (settings(tmp_path, "kv_ratio=0.5", *more) for more in ([], ["budget.of=padded", "task.pad_to=99"]))
-    assert plain.identity != padded.identity and budget_of(plain, [5, 9]) is plain.budget
-    assert budget_of(padded, [5, 99]).tokens == 49 and budget_of(padded, [200]).tokens == 100
+    assert plain.identity != padded.identity and batch_budget(plain, [5, 9]) is plain.budget
+    assert batch_budget(padded, [5, 99]).tokens == 49 and batch_budget(padded, [200]).tokens == 100
     with pytest.raises(ConfigError, match="prompts padded to 99 and 120 tokens in one batch: set batch_size=1"):
-        budget_of(padded, [5, 120])
-    assert budget_of(padded.baseline(), [5, 120]) is None
+        batch_budget(padded, [5, 120])
+    assert batch_budget(padded.baseline(), [5, 120]) is None
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_the_guards_names_are_hydras():
 
     from kvexp.config.target_allowlist import guard
 
-    guard([])
+    guard()
     for call in (
         ConfigLoaderImpl.load_configuration,
         ConfigRepository.initialize_sources,

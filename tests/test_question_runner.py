@@ -19,7 +19,7 @@ from kvexp.config.settings import settings_of
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import run
-from kvexp.evaluate.tokenized_examples import continuation, tokenise
+from kvexp.evaluate.tokenized_examples import continuation, tokenize
 from kvexp.generate import continuation_logprobs
 from kvexp.methods import H2O, Keyformer
 from kvexp.models.byte_tokenizer import byte_tokenizer
@@ -108,7 +108,7 @@ def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, 
     counts_ahead = changes.get("budget", Budget(kv_ratio=0.3)).of == "sequence"
     assert prefills["contexts"] == 2 + (4 if counts_ahead else 2)  # the baseline has no budget that could matter
     wide = run(settings(tmp_path / "wide", AFTER, "batch_size=3", **changes))
-    monkeypatch.setattr(module, "SHARED", 1)
+    monkeypatch.setattr(module, "MAX_QUESTIONS_PER_CONTEXT", 1)
     prefills.clear()
     alone = run(settings(tmp_path / "alone", AFTER, **changes))
     assert prefills["contexts"] == 10
@@ -164,7 +164,7 @@ def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefi
     one, three = (run(settings(tmp_path / str(b), task, f"batch_size={b}")) for b in (1, 3))
     model, tokenizer = load(settings(tmp_path, task).model)
     for row, other, example in zip(one.rows(), three.rows(), task.examples(), strict=True):
-        prompt = tokenise(example, task, tokenizer, 999, chat=False)
+        prompt = tokenize(example, task, tokenizer, 999, chat=False)
         words = [continuation(prompt, tokenizer, chat=False, words=choice) for choice in example.choices]
         judged = [
             continuation_logprobs(
@@ -189,7 +189,7 @@ def test_a_continuation_may_follow_a_question(tmp_path):
     record = run(settings(tmp_path, task))
     model, tokenizer = load(settings(tmp_path, task).model)
     for row, example in zip(record.rows(), task.examples(), strict=True):
-        prompt = tokenise(example, task, tokenizer, 999, chat=False)
+        prompt = tokenize(example, task, tokenizer, 999, chat=False)
         words = continuation(prompt, tokenizer, chat=False)
         (steps,) = continuation_logprobs(
             *(model, [prompt.ids], [words], H2O(), Budget(kv_ratio=0.3)), questions=[prompt.question]
@@ -204,18 +204,18 @@ def test_a_continuation_may_follow_a_question(tmp_path):
 def test_a_context_is_cut_and_its_question_never():
     tokenizer = byte_tokenizer()
     example = Example("a", "do: one two three.", "x", "", "do: ", "one two three", ".", question=" Now?")
-    whole = tokenise(example, XSum(), tokenizer, 99, chat=False)
+    whole = tokenize(example, XSum(), tokenizer, 99, chat=False)
     count = len(tokenizer("do: one two three. Now?").input_ids)
     assert (whole.size, whole.tokens, whole.cut) == (count, count, False)
     assert whole.ids + whole.question == tokenizer("do: one two three. Now?").input_ids
     assert len(whole.question) == 5
-    cut = tokenise(example, XSum(), tokenizer, count - 3, chat=False)
+    cut = tokenize(example, XSum(), tokenizer, count - 3, chat=False)
     assert (cut.text, cut.asked, cut.size, cut.tokens, cut.cut) == ("do: one two th.", " Now?", count - 3, count, True)
-    right = tokenise(example, XSum(truncate="right"), tokenizer, count - 3, chat=False)
+    right = tokenize(example, XSum(truncate="right"), tokenizer, count - 3, chat=False)
     assert (right.ids, right.question) == (whole.ids[:-3], whole.question)
-    assert tokenise(example, XSum(truncate="right"), tokenizer, 5, chat=False).skipped == "too long"
-    assert tokenise(example, XSum(truncate="skip"), tokenizer, count - 1, chat=False).skipped == "too long"
-    assert tokenise(example, XSum(), tokenizer, 10, chat=False).skipped == "too long"
+    assert tokenize(example, XSum(truncate="right"), tokenizer, 5, chat=False).skipped == "too long"
+    assert tokenize(example, XSum(truncate="skip"), tokenizer, count - 1, chat=False).skipped == "too long"
+    assert tokenize(example, XSum(), tokenizer, 10, chat=False).skipped == "too long"
 
 
 def test_choices_that_do_not_fit_are_a_row_that_says_so(tmp_path):
@@ -229,7 +229,7 @@ def test_a_question_and_a_choice_are_tokenised_where_they_stand(stories260k):
 
     tokenizer = load_tokenizer(stories260k)
     example = Example("a", "Lily had a dog.", "x", question=" What did Lily have?", choices=(" A dog.", " A cat."))
-    prompt = tokenise(example, XSum(), tokenizer, 99, chat=False)
+    prompt = tokenize(example, XSum(), tokenizer, 99, chat=False)
     assert prompt.ids == tokenizer("Lily had a dog.").input_ids
     assert prompt.ids + prompt.question == tokenizer("Lily had a dog. What did Lily have?").input_ids
     words = continuation(prompt, tokenizer, chat=False, words=" A dog.")
@@ -251,8 +251,8 @@ class Chat:
 
 def test_a_chat_template_is_parted_where_the_question_starts():
     example = Example("a", "Why? is asked here.", "x", question="\nWhy? \n")
-    prompt = tokenise(example, XSum(), Chat(), 99, chat=True)
+    prompt = tokenize(example, XSum(), Chat(), 99, chat=True)
     assert (prompt.text, prompt.asked) == ("[INST] Why? is asked here.\n", "Why? [/INST]")
     assert "".join(prompt.ids + prompt.question) == "[INST] Why? is asked here.\nWhy? [/INST]"
     with pytest.raises(ConfigError, match="example a: the tokenizer's chat template changes the words"):
-        tokenise(example, XSum(), Chat(str.upper), 99, chat=True)
+        tokenize(example, XSum(), Chat(str.upper), 99, chat=True)

@@ -13,7 +13,7 @@ from small import small
 
 from kvexp.config.settings import settings_of
 from kvexp.evaluate.evaluate_run import run
-from kvexp.evaluate.tokenized_examples import tokenise
+from kvexp.evaluate.tokenized_examples import tokenize
 from kvexp.record import runs
 from kvexp.tasks import Example, Stories
 
@@ -124,16 +124,16 @@ def test_prompts_are_cut_as_the_task_says():
 
     example = Example("a", "do this: one two three four five so", "", "", "do this: ", "one two three four five", " so")
     base = {"prompt_share": 0.5}
-    middle = tokenise(example, Stories(**base), Words(), 99, chat=False)
+    middle = tokenize(example, Stories(**base), Words(), 99, chat=False)
     assert (middle.cut, middle.tokens) == (False, 9)
     object.__setattr__(task := Stories(**base), "truncate", "middle")
-    cut = tokenise(example, task, Words(), 6, chat=False)
+    cut = tokenize(example, task, Words(), 6, chat=False)
     assert (cut.ids, cut.cut) == (["<s>", "do", "this:", "one", "two", "so"], True)
-    assert tokenise(example, task, Words(), 4, chat=False).skipped == "too long"
+    assert tokenize(example, task, Words(), 4, chat=False).skipped == "too long"
     object.__setattr__(task, "truncate", "right")
-    assert tokenise(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
+    assert tokenize(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
     object.__setattr__(task, "truncate", "skip")
-    assert tokenise(example, task, Words(), 8, chat=False).skipped == "too long"
+    assert tokenize(example, task, Words(), 8, chat=False).skipped == "too long"
 
 
 def test_a_continuation_is_tokenised_where_it_stands(stories260k):
@@ -156,7 +156,7 @@ def test_a_cut_prompt_is_tokenised_as_one_text(stories260k):
     tokenizer = load_tokenizer(stories260k)
     parts = ("Summarize:\n", "Lily went to the park. " * 30, "\nSummary:")
     example = Example("a", "".join(parts), "x", "", *parts)
-    cut = tokenise(example, XSum(), tokenizer, 60, chat=False)
+    cut = tokenize(example, XSum(), tokenizer, 60, chat=False)
     assert cut.cut
     assert cut.ids == tokenizer(cut.text).input_ids
     assert 50 < len(cut.ids) <= 60
@@ -174,7 +174,7 @@ def test_a_chat_prompt_is_what_the_template_makes():
             return type("Encoding", (), {"input_ids": text.split()})
 
     example = Example("a", "do: so much \n", "x", "", "do: ", "so much", " \n")
-    assert tokenise(example, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST]"
+    assert tokenize(example, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST]"
 
 
 def test_weights_replaced_in_place_are_another_model(tmp_path):

@@ -12,10 +12,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
 
-import kvexp.evaluate.memory_limits as memory
+import kvexp.evaluate.limits as memory
 import kvexp.sweep.prefill_groups as together
 from kvexp.config.settings import settings_of
 from kvexp.record import runs
+from kvexp.session import Session
 from kvexp.sweep.fork_pool import ForkPool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,14 +98,14 @@ def test_processes_side_by_side_write_the_same_rows(tmp_path):
 
 def test_how_many_processes(tmp_path, monkeypatch):
     """As many as there are threads, or one: where some would have no work or no memory, or where time is limited."""
-    asked, found, needs = [], [], memory.needs
-    monkeypatch.setattr(memory, "needs", lambda *call: found.append(needs(*call)) or found[-1])
+    asked, found, needs = [], [], memory.kv_bytes_needed
+    monkeypatch.setattr(memory, "kv_bytes_needed", lambda *call: found.append(needs(*call)) or found[-1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(together, "ForkPool", lambda size, make: asked.append(size) or ForkPool(1, make))
 
     def made(name, *overrides):
         members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]
-        together.fill(together.groups(members)[0])
+        together.run_group(together.prefill_groups(members)[0], Session())
         return asked.pop()
 
     linux = sys.platform == "linux"
@@ -121,9 +122,9 @@ def test_how_many_processes(tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_from_what_is_there(tmp_path):
     """Rows of some runs exist, one run is complete: nothing is made twice, nothing is missing."""
-    members = together.groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
     assert [m.labels["method"] for m in members] == ["full", "h2o", "keyformer", "a2sf"]
-    together.fill(members)
+    together.run_group(members, Session())
     whole = content(tmp_path)
     for number, run in enumerate(runs(tmp_path)):
         file = run.path / "examples.jsonl"
@@ -131,7 +132,7 @@ def test_a_sweep_goes_on_from_what_is_there(tmp_path):
         file.write_text("".join(lines[: number % 4]))
     left = sum(len(run.rows()) for run in runs(tmp_path))
     assert 0 < left < 12
-    together.fill(members)
+    together.run_group(members, Session())
     assert content(tmp_path) == whole
     assert sum(len((run.path / "examples.jsonl").read_text().splitlines()) for run in runs(tmp_path)) == 12
 
@@ -150,8 +151,8 @@ def test_a_run_that_cannot_be_fails_alone(tmp_path):
 
 
 def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
-    members = together.groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
-    sizes, original = [], together.generated_together
+    members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    sizes, original = [], together.generate_outputs_shared
 
     def greedy(group, *rest):
         sizes.append(len(group))
@@ -159,30 +160,34 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(group, *rest)
 
-    monkeypatch.setattr(together, "generated_together", greedy)
-    together.fill(members)
+    monkeypatch.setattr(together, "generate_outputs_shared", greedy)
+    together.run_group(members, Session())
     assert sizes[:3] == [4, 2, 2]
     assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
     monkeypatch.undo()
-    together.fill(together.groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0])
-    assert content(tmp_path / "small") == content(tmp_path / "large")
-    monkeypatch.setattr("kvexp.evaluate.memory_limits.free_bytes", lambda model: 1)
-    monkeypatch.setattr(
-        together, "generated_together", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+    together.run_group(
+        together.prefill_groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
     )
-    together.fill(together.groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0])
+    assert content(tmp_path / "small") == content(tmp_path / "large")
+    monkeypatch.setattr("kvexp.evaluate.limits.free_bytes", lambda model: 1)
+    monkeypatch.setattr(
+        together, "generate_outputs_shared", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+    )
+    together.run_group(
+        together.prefill_groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
+    )
     assert set(n for n in sizes if n < 0) == {-1}
     assert content(tmp_path / "none") == content(tmp_path / "large")
 
 
 def test_what_shares_no_prompt_is_in_no_group(tmp_path):
     here = [settings(tmp_path, "h2o"), settings(tmp_path, "h2o", "seed=1"), settings(tmp_path, "a2sf", "batch_size=2")]
-    assert [len(group) for group in together.groups(here)] == [2, 2, 2]
+    assert [len(group) for group in together.prefill_groups(here)] == [2, 2, 2]
     beams = settings(tmp_path, "h2o", "generation=beam4")
     whole = settings(tmp_path, "h2o", "method.score_batch=sum_all")
     chunks = settings(tmp_path, "h2o", "generation.prefill_chunk=8")
     own = settings(tmp_path, "infllm", "method.prefill=blockwise")
-    assert together.groups([beams, whole, chunks, own]) == []
+    assert together.prefill_groups([beams, whole, chunks, own]) == []
 
 
 def test_rows_say_nothing_about_time_and_the_table_says_why(tmp_path):

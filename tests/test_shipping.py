@@ -11,11 +11,11 @@ from commands import run_py
 from small import small
 from test_shared_prefill import content
 
-from kvexp.config.shard import Shard
+from kvexp.config.root_values import Shard
 from kvexp.errors import ConfigError
 from kvexp.record import Run, runs
 from kvexp.results import table
-from kvexp.sweep.remote_jobs import Shipment, work
+from kvexp.sweep.remote_jobs import JobBatch, run_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 FEW = small("limit=5", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")
@@ -37,7 +37,7 @@ def command(tmp_path, monkeypatch, capsys):
 def serial(monkeypatch):
     """An engine that works in this process, shipments backwards; holds the shipments."""
     pytest.importorskip("joblib")
-    sent: list[Shipment] = []
+    sent: list[JobBatch] = []
 
     def engine(self, work, shipments):
         sent.extend(shipments)
@@ -203,4 +203,4 @@ def test_workers_that_need_one_baseline_compute_it_once(command, tmp_path):
 
 
 def test_a_worker_forgets_its_last_shipment():
-    assert work(Shipment([], [])) == work(Shipment([], []))
+    assert run_batch(JobBatch([], [])) == run_batch(JobBatch([], []))

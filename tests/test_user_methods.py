@@ -26,7 +26,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate import generate
 from kvexp.paths import CONF
 from kvexp.record import runs
-from kvexp.sweep.remote_jobs import Shipment, work
+from kvexp.sweep.remote_jobs import JobBatch, run_batch
 from kvexp.user_methods import admitted, load_method
 from kvexp.user_methods.python_class import class_method
 
@@ -177,12 +177,12 @@ def test_dry_run_and_two_files_in_a_sweep(command, folder):
 def test_a_worker_loads_the_same_code_or_none(folder):
     method = load_method("keydiff.KeyDiff")
     assert not admitted()
-    assert work(Shipment([], [], [(method.reference, method.source)])).failures == []
+    assert run_batch(JobBatch([], [], [(method.reference, method.source)])).failures == []
     assert list(admitted()) == ["keydiff.KeyDiff"]
     (folder / "keydiff.py").write_text(KEYDIFF.replace("0.3", "0.5"))
     REGISTRY._ADMITTED.clear()
     with pytest.raises(ConfigError, match=r"code of keydiff\.KeyDiff is not, in this worker, what it was"):
-        work(Shipment([], [], [(method.reference, method.source)]))
+        run_batch(JobBatch([], [], [(method.reference, method.source)]))
 
 
 # -- what is wrong with it ----------------------------------------------------------------------------------------

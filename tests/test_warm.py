@@ -7,8 +7,7 @@ from test_runner import settings
 
 import kvexp.generate
 from kvexp.config.settings import settings_of
-from kvexp.evaluate.evaluate_run import run
-from kvexp.evaluate.warm_up import NEW, PROMPT
+from kvexp.evaluate.evaluate_run import NEW, PROMPT, run
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def test_what_goes_wrong_is_left_to_the_run(tmp_path, monkeypatch, error):
     def fails(*_):
         raise error
 
-    monkeypatch.setattr("kvexp.evaluate.warm_up._generate", fails)
+    monkeypatch.setattr("kvexp.evaluate.evaluate_run._generate_few", fails)
     assert run(settings(tmp_path, "limit=1")).finished
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE
 from experiments.lib.stats import mean_interval, paired_difference
-from kvexp.config.labels import setting as setting_of
+from kvexp.config.labels import override_label as setting_of
 from kvexp.record import Run
 from kvexp.results import table
 

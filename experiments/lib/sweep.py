@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import runpy
 import sys
 from collections.abc import Sequence
 
@@ -13,8 +12,8 @@ from omegaconf import OmegaConf
 from experiments.lib.exhibits import ROOT
 from kvexp.config.settings import Settings, settings_of
 from kvexp.errors import ConfigError
-from kvexp.sweep.hydra_job import SWEPT
-from kvexp.sweep.sweep_summary import COMMAND
+from kvexp.run import main
+from kvexp.session import Session
 
 QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 
@@ -29,13 +28,14 @@ def sweep(experiment: str, overrides: Sequence[str] = ()) -> list[str]:
 
 @functools.cache
 def _hashes(experiment: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
-    COMMAND.hashes.clear()
-    COMMAND.failures.clear()
-    _command([f"experiment={experiment}", *overrides, QUIET])
-    if COMMAND.failures:
-        job, why = COMMAND.failures[0]
-        raise ConfigError(f"{len(COMMAND.failures)} job(s) of experiment={experiment} failed, the first: {job}: {why}")
-    return tuple(COMMAND.hashes)
+    session = Session()
+    _command([f"experiment={experiment}", *overrides, QUIET], session)
+    if session.failures:
+        first = session.failures[0]
+        raise ConfigError(
+            f"{len(session.failures)} job(s) of experiment={experiment} failed, the first: {first.job}: {first.why}"
+        )
+    return tuple(session.hashes)
 
 
 def late(override: str) -> str:
@@ -59,13 +59,11 @@ def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
 
 def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     """Every job of the sweep as checked settings; nothing is loaded or run."""
-    SWEPT.begin()
-    try:
-        _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET])
-    finally:
-        collected = SWEPT.end()
+    session = Session()
+    session.collect_jobs()
+    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
     found = []
-    for one in collected:
+    for one in session.collected_jobs():
         plain = OmegaConf.to_container(one.config, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
         config = {str(key): value for key, value in plain.items() if key not in ("log", "experiment")}
@@ -73,13 +71,13 @@ def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
     return found
 
 
-def _command(overrides: list[str]) -> None:
+def _command(overrides: list[str], session: Session) -> None:
     """`python run.py -m OVERRIDES` in this process, so that many sweeps load torch and a model once."""
     before, sys.argv = sys.argv, [str(ROOT / "run.py"), "-m", *overrides]
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        main(session)
     except SystemExit as end:
-        if end.code and not COMMAND.failures:
+        if end.code and not session.failures:
             raise ConfigError(
                 f"python run.py -m {' '.join(overrides)} did not begin: its message is in sweep.log"
             ) from end

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
-HOW = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose")  # not what
+# Overrides that say how a job is carried out, and nothing of what is asked for.
+EXECUTION_KEYS = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose")
 # Overrides that have a label of their own or change no number.
-NEUTRAL = (*HOW, "model.path", "model.device", "experiment")
+NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
 QUOTES = "\"'"
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
 
 
-def setting(overrides: Sequence[str]) -> str:
+def override_label(overrides: Sequence[str]) -> str:
     """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
@@ -43,7 +44,7 @@ def labels_of(
         "method": choices.get("method", method),
         "kv_ratio": budget.kv_ratio if budget is not None else None,
         "tokens": budget.tokens if budget is not None else None,
-        "setting": setting(overrides),
+        "setting": override_label(overrides),
     }
     return labels | _experiment(choices) | ({"revision": revision} if revision else {})
 
@@ -54,12 +55,12 @@ def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     return {**labels, "method": "full", "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
 
 
-def labels_as_asked(
+def labels_from_overrides(
     choices: Mapping[str, str], overrides: Sequence[str], *, kv_ratio: Any, path: Any
 ) -> dict[str, Any]:
     """The labels of a job whose configuration cannot be built: as they were given, nothing checked."""
     number = isinstance(kv_ratio, int | float) and not isinstance(kv_ratio, bool) and math.isfinite(kv_ratio)
-    words = [setting(overrides), "" if number or kv_ratio is None else f"kv_ratio={kv_ratio}"]
+    words = [override_label(overrides), "" if number or kv_ratio is None else f"kv_ratio={kv_ratio}"]
     labels: dict[str, Any] = {group: choices.get(group) for group in ("model", "task", "method")}
     if labels["model"] == "local" and isinstance(path, str):
         labels["model"] = Path(path).name
@@ -67,11 +68,10 @@ def labels_as_asked(
     return labels | _experiment(choices)
 
 
-def request(overrides: Sequence[str]) -> list[str]:
+def request_key(overrides: Sequence[str]) -> list[str]:
     """The overrides that say what is asked for, without those that change no number."""
-    return sorted(
-        word for word in overrides if word.partition("=")[0] not in HOW and not word.startswith(("log.", "diagnose."))
-    )
+    asked = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
+    return sorted(word for word in asked if word.partition("=")[0] not in EXECUTION_KEYS)
 
 
 def _experiment(choices: Mapping[str, str]) -> dict[str, str]:

@@ -1,20 +1,32 @@
-"""Which model a run uses, and the one model a process holds at a time."""
+"""Which model a run uses, by every byte of its folder, and the one model a process holds at a time."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.build import keys_named, typed
 from kvexp.config.labels import MOVING
-from kvexp.config.model_folder import folder_digest
+from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.paths import path_of
 
 if TYPE_CHECKING:
     from kvexp.core import Method
+    from kvexp.models.types import Model, Tokenizer
+
+
+READ = (
+    *("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin", "*.bpe", "*.tiktoken"),
+    "additional_chat_templates/*.jinja",
+)
+CODE = ("**/*.py",)  # run with trust_remote_code alone
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class ModelSpec:
 
 
 @functools.lru_cache(maxsize=1)
-def load(spec: ModelSpec) -> tuple[Any, Any]:
+def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
     from kvexp.models import load_model, pack_linear, random_model
 
@@ -138,7 +150,7 @@ def load(spec: ModelSpec) -> tuple[Any, Any]:
     return pack_linear(model) if spec.pack_linear else model, tokenizer
 
 
-def share_weights(model: Any) -> None:
+def prepare_for_fork(model: Model) -> None:
     """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
     import torch
 
@@ -149,7 +161,7 @@ def share_weights(model: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def tokenizer_of(spec: ModelSpec) -> Any:
+def tokenizer_of(spec: ModelSpec) -> Tokenizer:
     """The tokenizer alone, for what can be known before weights load."""
     from kvexp.models import load_tokenizer
     from kvexp.models.byte_tokenizer import byte_tokenizer
@@ -165,14 +177,14 @@ def tokenizer_of(spec: ModelSpec) -> Any:
     )
 
 
-def holds(spec: ModelSpec) -> int:
+def max_positions(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
     from kvexp.models.families import longest
 
     return longest(config_of_spec(spec))
 
 
-def check_fits(spec: ModelSpec, method: Method, config: Any = None) -> None:
+def check_method_fits_model(spec: ModelSpec, method: Method, config: Any = None) -> None:
     """ConfigError if the method cannot work on the model, whose configuration alone is read (where it is not given)."""
     from kvexp.models.retrieval_calibration import check_retrieval
     from kvexp.retrieval.base import Retrieval
@@ -190,7 +202,34 @@ def config_of_spec(spec: ModelSpec) -> Any:
     return config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
-def commit_of(model: Any) -> str | None:
+def hub_commit(model: Model) -> str | None:
     """The hub's commit these weights came from; None for folders and random weights."""
     commit: str | None = getattr(model.config, "_commit_hash", None)
     return commit
+
+
+def folder_digest(folder: Path, *, code: bool) -> str:
+    """16 hex digits of names and contents, wherever the folder lies."""
+    files = sorted(_files(folder, code))
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # hashing lets other threads run
+            digests = list(readers.map(lambda name: file_digest(folder / name), files))
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    lines = (f"{name} {digest}\n" for name, digest in zip(files, digests, strict=True))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _files(folder: Path, code: bool) -> set[str]:
+    patterns = READ + CODE if code else READ
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    for index in folder.glob("*.index.json"):  # weights in parts may lie deeper
+        found |= {folder / name for name in _parts(index)}
+    return {os.path.relpath(path, folder) for path in found if path.is_file()}
+
+
+def _parts(index: Path) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # said when the model is loaded
+        return set()

@@ -1,14 +1,25 @@
-"""The settings at the root of a configuration, checked by themselves: a mistake is told before torch is imported."""
+"""The settings at the root of a configuration: their values, a run's share of the examples, a search's objective.
+
+Checked by themselves: a mistake is told before torch is imported.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from kvexp.build import typed
+from kvexp.build import build, typed
 from kvexp.config.known_keys import root_values
 from kvexp.errors import ConfigError
+from kvexp.record import Run
+
+if TYPE_CHECKING:
+    from kvexp.tasks import Task
+
 
 KINDS: dict[str, Any] = {
     "outputs_dir": str,
@@ -74,3 +85,77 @@ def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -
     if not 0 < ratio <= 1:
         percent = f"; {ratio:g} % is {name}={ratio / 100:g}" if 2 <= ratio <= 100 else ""
         raise ConfigError(f"{name} must be in (0, 1], got {ratio:g}{percent}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """index: from 0 to of - 1. Neighbouring examples stay together, since they may ask about one context."""
+
+    index: int = 0
+    of: int = 1
+
+    @classmethod
+    def read(cls, value: Any) -> Shard:
+        """The configuration's `shard`; null is all examples."""
+        if value is None:
+            return cls()
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", value) if isinstance(value, str) else None
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ConfigError(f"shard must be null or i/n with i from 0 to n - 1, as in shard=0/4, got {value!r}")
+        return cls(int(found[1]), int(found[2]))
+
+    @property
+    def whole(self) -> bool:
+        return self.of == 1
+
+    @property
+    def name(self) -> str | None:
+        """Of its claim; None for all examples."""
+        return None if self.whole else f"{self.index}-of-{self.of}"
+
+    def takes(self, total: int) -> range:
+        """Which of so many examples are its own; the shards of one `of` share them out without rest."""
+        return range(total * self.index // self.of, total * (self.index + 1) // self.of)
+
+
+def objective(made: Sequence[Run], metric: str | None) -> float | None:
+    """Of a job's runs, each counting once; None where nothing has a score. metric: None is the first one of rows."""
+    means = [mean for run in made if (mean := _mean(run, metric)) is not None]
+    return fmean(means) if means else None
+
+
+def check_objective(task: Task, metric: Any) -> None:
+    """ConfigError, before anything runs, for a metric that no row of the task will hold."""
+    if typed(metric, str | None, "objective") is None:
+        return
+    from kvexp.tasks import LMEval  # late: a command without an objective does not wait for it
+
+    for part in task.parts() if isinstance(task, LMEval) else [task]:
+        if metric not in (known := part.metric_names()):
+            raise ConfigError(
+                f"objective must be one of {', '.join(known)} (the metrics of task={part.name}) or null for the first, "
+                f"got {metric!r}"
+            )
+
+
+def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
+    """`check_objective`, of the task that a resolved configuration's node makes."""
+    check_objective(build(node, "task", within="kvexp.tasks"), metric)
+
+
+def _mean(run: Run, metric: str | None) -> float | None:
+    scored = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
+    if not scored:
+        return None
+    name = metric or next(iter(scored[0]))
+    values = [metrics[name] for metrics in scored if name in metrics]
+    return fmean(values) if values else None
+
+
+def _counting(run: Run) -> list[dict[str, Any]]:
+    """The rows; of a task that counts the questions alone that the full cache answers, those of such questions."""
+    rows = run.rows()
+    if run.baseline is None or all(row.get("answered") is None for row in rows):
+        return rows
+    right = {row["example"] for row in Run.load(run.path.parent / run.baseline).rows() if row.get("answered")}
+    return [row for row in rows if row["example"] in right]

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.build import CACHE, build, build_cache, typed
-from kvexp.config.chat import check_chat
+from kvexp.config.group_checks import check_chat, check_padding
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
-from kvexp.config.padding import check_padding
-from kvexp.config.root_values import check_values
-from kvexp.config.shard import Shard
+from kvexp.config.root_values import Shard, check_values
 from kvexp.core import Budget, CacheConfig, Method
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
@@ -183,7 +181,7 @@ def _check(settings: Settings) -> None:
     check_padding(settings)
     check_chat(settings)
     if isinstance(settings.task, LMEval):
-        from kvexp.config.lm_eval_checks import check_item_settings
+        from kvexp.config.group_checks import check_item_settings
 
         check_item_settings(settings)
 

@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvexp.config.composed import check_hydra, check_job, check_source, check_targets
 from kvexp.errors import ConfigError
+from kvexp.session import current
 from kvexp.terminal import say
 
 OURS = ("kvexp.sweep.sweep_summary.SweepTable", "hydra_plugins.", "hydra._internal.core_plugins.")
 
 
-class _Typed:
-    """The keys of the command line; None in a process that has none, such as a worker: its jobs are checked already."""
-
-    keys: set[str] | None = None
-
-
-def guard(words: Sequence[str]) -> None:
-    """Before Hydra does anything. words: the command line. A refusal is one line and exit code 1."""
-    type_words(words)
+def guard() -> None:
+    """Before Hydra does anything. A refusal is one line and exit code 1."""
     from hydra import main
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import ConfigRepository
@@ -40,22 +34,17 @@ def guard(words: Sequence[str]) -> None:
     OmegaConf.register_new_resolver("oc.env", _no_environment, replace=True)
 
 
-def type_words(words: Sequence[str]) -> None:
-    """words: what a person has typed, who thereby trusts what no file can ask to be trusted."""
-    _Typed.keys = {word.lstrip("+~").partition("=")[0] for word in words}
-
-
 def check_stored(config: Mapping[str, Any]) -> None:
     """`check` of a configuration out of a run folder, which anybody may have written: what was not typed is refused."""
     check_targets(config)
-    check_job(config, _Typed.keys or ())
+    check_job(config, current().typed_keys or ())
 
 
-def check(config: Mapping[str, Any]) -> None:
-    """ConfigError for a job that names code to run. config: resolved, without its `hydra`."""
+def check(config: Mapping[str, Any], typed: Collection[str] | None) -> None:
+    """ConfigError for a job that names code to run. config: resolved, without its `hydra`; typed: see `Session`."""
     check_targets(config)
-    if _Typed.keys is not None:
-        check_job(config, _Typed.keys)
+    if typed is not None:
+        check_job(config, typed)
 
 
 def _check_composed(composed: Any) -> None:
@@ -70,7 +59,7 @@ def _check_composed(composed: Any) -> None:
         kind: {f"{made.__module__}.{made.__qualname__}" for made in Plugins.instance().discover(base)}
         for kind, base in kinds.items()
     }
-    check_hydra(plain.pop("hydra"), known, _Typed.keys or ())
+    check_hydra(plain.pop("hydra"), known, current().typed_keys or ())
     check_targets(plain)
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvexp.config.target_allowlist import type_words
 from kvexp.config.typed_methods import with_user_methods, without_method_words
 from kvexp.console import Console
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.session import Session, active, keys_of
 from kvexp.terminal import say
 
 # May stand anywhere (method=MODULE.CLASS and method_file=FILE.py: before --where), for a run's own files cannot ask for
@@ -25,12 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 if the request cannot work."""
     words = sys.argv[1:] if argv is None else argv
     trusted = [word for word in words if TRUSTED.fullmatch(word)]
-    type_words(trusted)
     methods, others = without_method_words([word for word in words if word not in trusted])
     args = parser().parse_args(others)
     try:
-        with_user_methods(methods)
-        args.command(args, Console())
+        with active(Session(typed_keys=keys_of(trusted))):
+            with_user_methods(methods)
+            args.command(args, Console())
     except (ConfigError, CacheError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 2

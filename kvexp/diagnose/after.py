@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.config.settings import Settings
+from kvexp.console import Progress
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
@@ -19,7 +20,6 @@ from kvexp.diagnose.runs import cases
 from kvexp.diagnose.twin import twin
 from kvexp.diagnose.watching import Evictions, watch
 from kvexp.errors import ConfigError
-from kvexp.evaluate.progress import Progress
 from kvexp.evictions.eviction_files import EVICTIONS, TWIN, Told, has, write_table, write_told
 from kvexp.generate import Generation, receipts
 from kvexp.models.texts import texts_of

@@ -9,14 +9,13 @@ from statistics import median
 from rich.markup import escape
 from rich.table import Table
 
-from kvexp.console import Console
+from kvexp.console import Console, Progress
 from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of, title_of
 from kvexp.diagnose.needed import need
 from kvexp.diagnose.replay import Found, evidence, replayed, save, saved
 from kvexp.diagnose.runs import cases, settings_at
 from kvexp.diagnose.undo import Replay
 from kvexp.errors import CacheError
-from kvexp.evaluate.progress import Progress
 from kvexp.evictions.eviction_files import EVICTIONS, has, read_table
 from kvexp.record import Run
 

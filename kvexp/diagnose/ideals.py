@@ -13,7 +13,8 @@ from kvexp.diagnose.runs import as_many, settings_at
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import run
 from kvexp.record import Run
-from kvexp.sweep.prefill_groups import fill, groups
+from kvexp.session import Session
+from kvexp.sweep.prefill_groups import prefill_groups, run_group
 
 OWN = ("method", "cache.mode", "cache.positions")  # options that are another method's
 
@@ -28,10 +29,11 @@ def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> Non
             console.print(f"{short_of(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
             continue
         wanted[str(settings.identity)] = settings
-    for group in groups(wanted.values()):
-        fill(group)
+    session = Session()
+    for group in prefill_groups(wanted.values()):
+        run_group(group, session)
     for settings in wanted.values():
-        run(settings)
+        run(settings, session)
 
 
 def _ideal(record: Run) -> Settings:

@@ -7,7 +7,7 @@ from kvexp.diagnose.folders import Row, short_of
 from kvexp.diagnose.refusals import nothing_to_log
 from kvexp.diagnose.runs import settings_at
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import waiting
+from kvexp.evaluate.evaluate_run import waiting_notice
 from kvexp.record import Run
 
 
@@ -20,5 +20,5 @@ def need(run: Run, rows: list[Row], kind: Log | None = None) -> None:
     kind.check(settings)
     if (why := nothing_to_log(settings)) is not None:
         raise ConfigError(f"{short_of(run)} has no log to look at: {why}")
-    with run.claim(waiting=waiting(run)):
+    with run.claim(waiting=waiting_notice(run)):
         kind.add(settings, run, rows)

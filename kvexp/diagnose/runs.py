@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from kvexp.config.group_checks import batch_cache
 from kvexp.config.model_spec import load, tokenizer_of
-from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings, settings_of
 from kvexp.config.target_allowlist import check_stored
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
 from kvexp.evaluate.example_prompts import prompt_of
-from kvexp.evaluate.preflight import fitted, with_ends
-from kvexp.evaluate.seeds import noise_seed
+from kvexp.evaluate.outputs import noise_seed
+from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
 from kvexp.record import Run, identity
 from kvexp.tasks import Example
 
@@ -53,7 +53,7 @@ def examples_of(settings: Settings, rows: list[Row]) -> list[Example]:
         raise ConfigError(f"{settings.task.source} has changed since; start again when nothing writes to it")
     if missing := wanted - {example.id for _, example in todo}:
         raise ConfigError(f"the task has no example {sorted(missing)[0]} any more: its data or task.size have changed")
-    return [example for _, example in fitted(settings, tokenizer_of(settings.model), todo)]
+    return [example for _, example in fit_examples(settings, tokenizer_of(settings.model), todo)]
 
 
 def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Example]]:
@@ -61,7 +61,7 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
     wanted = {row["example"]: row for row in rows}
     todo = examples_of(settings, rows)
     model, tokenizer = load(settings.model)
-    settings = with_ends(settings, model, tokenizer)
+    settings = with_stop_tokens(settings, model, tokenizer)
     for example in todo:
         prompt = prompt_of(settings, model, tokenizer, example)
         yield (

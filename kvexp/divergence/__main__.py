@@ -22,6 +22,7 @@ from kvexp.results.read import chosen, folders, unmatched
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
 from kvexp.results.where import where
+from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.csv is not None and not frame.empty:
             frame.to_csv(args.csv, index=False)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     if frame.empty:
         console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")

@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvexp.config.group_checks import batch_cache
 from kvexp.config.model_spec import load
-from kvexp.config.padding import batch_cache
 from kvexp.config.settings import Settings
+from kvexp.console import Progress
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.divergence.divergence_file import OWN, append, read
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import waiting
+from kvexp.evaluate.evaluate_run import waiting_notice
 from kvexp.evaluate.example_prompts import prompt_of
-from kvexp.evaluate.memory_limits import at_once
-from kvexp.evaluate.preflight import with_ends
-from kvexp.evaluate.progress import Progress
-from kvexp.evaluate.seeds import noise_seed
+from kvexp.evaluate.limits import partition_by_memory
+from kvexp.evaluate.outputs import noise_seed
+from kvexp.evaluate.preflight import with_stop_tokens
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.models.half_precision import alone
 from kvexp.record import Run
@@ -96,7 +96,7 @@ def _group(subjects: list[Subject], texts: Sequence[str]) -> None:
     examples = examples_of(lead, todo)
     model, tokenizer = load(lead.model)
     for each in subjects:
-        each.settings = with_ends(each.settings, model, tokenizer)
+        each.settings = with_stop_tokens(each.settings, model, tokenizer)
     with Progress(title, len(rows), len(rows) - len(todo)) as progress:
         for example in examples:
             prompt = prompt_of(lead, model, tokenizer, example)
@@ -119,7 +119,7 @@ def _parts(
         return
     full = subjects[0].settings.baseline()
     batch = [(0, prompt)]
-    for part in at_once([each.settings for each in subjects] + [full], model, batch):
+    for part in partition_by_memory([each.settings for each in subjects] + [full], model, batch):
         chosen = [subjects[place] for place in part if place < len(subjects)]
         if chosen:
             yield chosen
@@ -134,7 +134,7 @@ def _example(
     from kvexp.generate.inputs import eos_ids
 
     lead = subjects[0].settings
-    full = with_ends(lead.baseline(), model, tokenizer)
+    full = with_stop_tokens(lead.baseline(), model, tokenizer)
     settings = [full, *(each.settings for each in subjects)]
     new = lead.decoding.max_new_tokens
     seed = noise_seed(lead, prompt.example, asked=bool(prompt.question))
@@ -178,5 +178,5 @@ def measure_claimed(runs: Iterable[Run], texts: Sequence[str]) -> dict[str, str]
     runs = sorted(runs, key=lambda run: run.hash)  # all processes in one order: none waits for one that waits for it
     with ExitStack() as held:
         for run in runs:
-            held.enter_context(run.claim(waiting=waiting(run), part="divergence"))
+            held.enter_context(run.claim(waiting=waiting_notice(run), part="divergence"))
         return measure(runs, texts)

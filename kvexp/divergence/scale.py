@@ -22,13 +22,12 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from kvexp.config.model_spec import load
-from kvexp.console import Console
+from kvexp.console import Console, Progress
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.divergence.divergence_file import OWN, Line, read
 from kvexp.divergence.divergence_table import PerExample, share_interval
 from kvexp.errors import ConfigError
 from kvexp.evaluate.example_prompts import prompt_of
-from kvexp.evaluate.progress import Progress
 from kvexp.generate.divergence import compare
 from kvexp.models import unpack_linear
 from kvexp.pipes import watch_pipes
@@ -37,6 +36,7 @@ from kvexp.results import stats
 from kvexp.results.columns import Column, plain
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
+from kvexp.terminal import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         frame = scale_table(measured(Run.load(args.run)))
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
     if args.csv is not None:
         frame.to_csv(args.csv, index=False)

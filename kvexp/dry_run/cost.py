@@ -10,7 +10,7 @@ from statistics import fmean
 
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
-from kvexp.evaluate.memory_limits import held
+from kvexp.evaluate.limits import slots_held
 from kvexp.models.model_size import ModelSize
 from kvexp.record import runs
 
@@ -91,7 +91,7 @@ def estimated_seconds(
 def slots_of(settings: Settings, prompt: float) -> int:
     """Slots per kv head that a prompt holds once it is evicted; all of them where the budget is too small for it."""
     try:
-        return held(settings, [max(1, int(prompt))])[0]
+        return slots_held(settings, [max(1, int(prompt))])[0]
     except ConfigError:
         return int(prompt) + settings.decoding.max_new_tokens
 

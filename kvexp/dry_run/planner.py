@@ -7,18 +7,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvexp.config.environment import environment
-from kvexp.config.model_spec import check_fits
+from kvexp.config.model_spec import check_method_fits_model
 from kvexp.config.settings import Settings
 from kvexp.dry_run import cost
-from kvexp.dry_run.workload import Workload, check_workload, model_config, model_shape, workload
+from kvexp.dry_run.workload import Workload, Workloads, check_workload, model_config, model_shape
 from kvexp.errors import ConfigError
+from kvexp.evaluate.rows import environment
 from kvexp.models.model_size import ModelSize
 from kvexp.record import identity
-from kvexp.sweep.hydra_job import SWEPT, Job, parts_of, tell
-from kvexp.sweep.prefill_groups import groups
-from kvexp.sweep.sweep_progress import duration
-from kvexp.sweep.sweep_summary import exit_code, note_failure
+from kvexp.session import Session
+from kvexp.sweep.hydra_job import report_failure
+from kvexp.sweep.job_queue import HydraJob, runs_of
+from kvexp.sweep.prefill_groups import prefill_groups
+from kvexp.sweep.sweep_summary import duration
 from kvexp.terminal import say
 
 LISTED = 40  # runs shown one by one; more are told in groups
@@ -66,17 +67,17 @@ class PlannedGroup:
         return sum(run.left * run.work.new_tokens for run in self.runs)
 
 
-def dry_run(main: Callable[[], None], option: str) -> int:
+def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
     """The exit code of run.py: 1 where the option or a job is wrong, which is told."""
     try:
-        plan(main, option)
+        plan(main, option, session)
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 1
-    return exit_code()
+    return session.exit_code
 
 
-def plan(main: Callable[[], None], option: str) -> None:
+def plan(main: Callable[[], None], option: str, session: Session) -> None:
     """Let Hydra compose the jobs of sys.argv without running one, and print their plan.
 
     option: --dry-run, or --dry-run=NAME of another machine (`cost.MACHINES`). Nothing is written: Hydra's own notes on
@@ -94,48 +95,49 @@ def plan(main: Callable[[], None], option: str) -> None:
     words = [word for word in words if not word.startswith(("hydra/launcher", "hydra.launcher."))]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = [*words, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
-        SWEPT.begin()
+        session.collect_jobs()
         try:
             main()
         finally:
-            jobs = SWEPT.end()
+            jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)
-    show_plan(jobs, name, shares=swept and not basic)
+    show_plan(jobs, name, session, shares=swept and not basic)
 
 
-def show_plan(jobs: Sequence[Job], machine: str | None, *, shares: bool) -> None:
+def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool) -> None:
     """shares: the launcher lets runs share prefills. Jobs that cannot run are told as their turn would tell them."""
     wanted: dict[str, Settings] = {}
+    workloads = Workloads()
     for job in jobs:
         try:
-            for settings in parts_of(job):
+            for settings in runs_of(job, session):
                 config, _ = model_config(settings.model)
                 if config is not None and not settings.is_baseline:
-                    check_fits(settings.model, settings.method, config)
-                check_workload(settings)
+                    check_method_fits_model(settings.model, settings.method, config)
+                check_workload(settings, workloads.of(settings))
                 for one in (settings if settings.is_baseline else settings.baseline(), settings):
                     wanted.setdefault(identity(one.identity), one)
         except Exception as error:
             if len(jobs) > 1:
                 say(" ".join(job.overrides), end=": ", file=sys.stderr)
-            tell(job, error)
-    together = groups(wanted.values()) if shares else []
+            report_failure(job, error, session)
+    together = prefill_groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}
     alone = [[settings] for settings in wanted.values() if str(settings.identity) not in taken]
     planned = []
     for group in [*together, *alone]:
         try:
-            planned.append(_group(group, machine))
+            planned.append(_group(group, machine, workloads))
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr, flush=True)
-            note_failure(_name(group[0]), str(error), told=True)
+            session.add_failure(_name(group[0]), str(error), told=True)
     _show(planned, len(jobs))
 
 
-def _group(members: list[Settings], machine: str | None) -> PlannedGroup:
+def _group(members: list[Settings], machine: str | None, workloads: Workloads) -> PlannedGroup:
     runs = []
     for settings in members:
-        work = workload(settings)
+        work = workloads.of(settings)
         done = cost.folder_rows(settings.outputs_dir / identity(settings.identity))
         known = [example for example in work.examples if example is not None]
         left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))

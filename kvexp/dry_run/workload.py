@@ -7,18 +7,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvexp.config.model_spec import ModelSpec, config_of_spec, tokenizer_of
 from kvexp.config.settings import Settings
-from kvexp.dry_run.published import DATA, MODELS
 from kvexp.errors import ConfigError
-from kvexp.evaluate.budget_check import check_length
 from kvexp.evaluate.example_prompts import check_beforehand
-from kvexp.evaluate.preflight import fitted
-from kvexp.evaluate.tokenized_examples import tokenise
+from kvexp.evaluate.preflight import check_length, fit_examples
+from kvexp.evaluate.tokenized_examples import tokenize
 from kvexp.models.model_size import ModelSize, shape_of
 from kvexp.tasks import Example, LMEval, Task
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Tokenizer
 
 SAMPLED = 32  # prompts that are tokenised to know the mean: enough for a plan
 LETTERS = 4  # per token of English, where no tokenizer is at hand
@@ -56,30 +57,33 @@ def model_shape(spec: ModelSpec) -> ModelSize | None:
     return None if config is None else shape_of(config)
 
 
-def workload(settings: Settings) -> Workload:
-    """Of one run; reads local data as the run would (ConfigError for a bad row), the hub's from its cache alone."""
-    key = json.dumps([settings.identity[name] for name in ("task", "data", "generation")], sort_keys=True, default=str)
-    place = key, settings.model, settings.limit
-    if place not in _known:
-        _known[place] = _workload(settings)
-    return _known[place]
+class Workloads:
+    """The workloads of a plan's runs, each looked up once for all runs that differ in method and budget alone."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, ModelSpec, int | None], Workload] = {}
+
+    def of(self, settings: Settings) -> Workload:
+        """Of one run; reads local data as the run would (ConfigError for a bad row), the hub's from its cache alone."""
+        same = [settings.identity[name] for name in ("task", "data", "generation")]
+        place = json.dumps(same, sort_keys=True, default=str), settings.model, settings.limit
+        if place not in self._known:
+            self._known[place] = _workload(settings)
+        return self._known[place]
 
 
-_known: dict[Any, Workload] = {}  # by what the runs of a sweep have in common
-
-
-def check_workload(settings: Settings) -> None:
+def check_workload(settings: Settings, work: Workload) -> None:
     """ConfigError where none of the examples can be run, as far as data, tokenizer and configuration are at hand."""
-    work, config = workload(settings), model_config(settings.model)[0]
+    config = model_config(settings.model)[0]
     if not work.asked:
         if config is not None and settings.budget is not None and settings.budget.tokens is not None:
             check_length(settings, settings.budget, config, int(work.prompt_tokens), [int(work.new_tokens)])
         return
     try:
-        words, _ = tokenizer_of(settings.model), config_of_spec(settings.model)
+        tokenizer, _ = tokenizer_of(settings.model), config_of_spec(settings.model)
     except ConfigError:  # not at hand: the run will load it, and look then
         return
-    check_beforehand(settings, words, work.asked)
+    check_beforehand(settings, tokenizer, work.asked)
 
 
 def _workload(settings: Settings) -> Workload:
@@ -92,30 +96,30 @@ def _workload(settings: Settings) -> Workload:
     step = max(1, len(examples) // SAMPLED)
     some = examples[::step][:SAMPLED]
     try:
-        words: Any = tokenizer_of(settings.model)
+        tokenizer: Tokenizer | None = tokenizer_of(settings.model)
         how = "tokenised" if step == 1 else f"{len(some)} of {len(examples)} prompts tokenised"
     except ConfigError:
-        words, how = None, f"letters / {LETTERS}"
-    if words is not None:
-        some = [example for _, example in fitted(settings, words, list(enumerate(some)))]
-    sizes = [_size(settings, example, words) for example in some]
+        tokenizer, how = None, f"letters / {LETTERS}"
+    if tokenizer is not None:
+        some = [example for _, example in fit_examples(settings, tokenizer, list(enumerate(some)))]
+    sizes = [_size(settings, example, tokenizer) for example in some]
     prompt, new = fmean(size[0] for size in sizes), fmean(size[1] for size in sizes)
     return Workload(tuple(example.id for example in examples), prompt, new, how, tuple(examples))
 
 
-def _size(settings: Settings, example: Example, words: Any) -> tuple[float, float]:
+def _size(settings: Settings, example: Example, tokenizer: Tokenizer | None) -> tuple[float, float]:
     """(prompt tokens, new tokens) of an example as it will be asked."""
     given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
     if isinstance(settings.task, LMEval):
         given = ()
     new = 0 if settings.task.only_nll or example.choices else settings.decoding.max_new_tokens
     room = _room(settings, new)
-    if words is None and type(settings.task).fit is not Task.fit:  # its prompts have the length it says, in tokens
+    if tokenizer is None and type(settings.task).fit is not Task.fit:  # its prompts have the length it says, in tokens
         return min(float(example.info.get("length", room)), room), float(new)
-    if words is None:
+    if tokenizer is None:
         return min(len(example.prompt + example.question) / LETTERS, room), new + _letters(given)
-    asked = tokenise(example, settings.task, words, 1 << 40, chat=settings.model.chat)
-    fed = sum(len(words(text, add_special_tokens=False).input_ids) for text in given)
+    asked = tokenize(example, settings.task, tokenizer, 1 << 40, chat=settings.model.chat)
+    fed = sum(len(tokenizer(text, add_special_tokens=False).input_ids) for text in given)
     return min(asked.size, room), new + fed
 
 
@@ -149,3 +153,76 @@ def _typical(settings: Settings) -> Workload:
         tokens, new = getattr(task, "prefill_tokens", tokens), float(getattr(task, "total_tokens", 0))
         new -= tokens
     return Workload((None,) * count, min(tokens, room), new, "published sizes of the data set")
+
+
+# Sizes of the models and data sets the configurations name, for plans made where neither can be asked. Models: fields
+# of the config.json beside the weights. Data: rows of the split and mean tokens of a prompt, from the data sets' papers
+# and cards (words times 1.3); good for a plan, and for nothing else.
+_LLAMA: dict[str, Any] = {
+    **{"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"vocab_size": 32000, "max_position_embeddings": 4096},
+}
+_OPT: dict[str, Any] = {"num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2048}
+_MPT: dict[str, Any] = {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432, "max_seq_len": 2048}
+_GROUPED = {**_LLAMA, "num_key_value_heads": 8, "intermediate_size": 14336}
+
+# hub id -> (family, what differs from the family's defaults)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cerebras/Cerebras-GPT-6.7B": ("gpt2", {"n_embd": 4096, "n_layer": 32, "n_head": 32, "n_positions": 2048}),
+    "EleutherAI/gpt-j-6b": ("gptj", {"n_embd": 4096, "n_layer": 28, "n_head": 16, "rotary_dim": 64}),
+    "meta-llama/Llama-2-7b-hf": ("llama", _LLAMA),
+    "meta-llama/Llama-2-7b-chat-hf": ("llama", _LLAMA),
+    "huggyllama/llama-7b": ("llama", {**_LLAMA, "max_position_embeddings": 2048}),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        {**_GROUPED, "vocab_size": 128256, "max_position_embeddings": 131072},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.2": ("mistral", {**_GROUPED, "max_position_embeddings": 32768}),
+    "mosaicml/mpt-7b": ("mpt", _MPT),
+    "mosaicml/mpt-7b-chat": ("mpt", _MPT),
+    "mosaicml/mpt-7b-storywriter": ("mpt", {**_MPT, "max_seq_len": 65536}),
+    "facebook/opt-2.7b": ("opt", {**_OPT, "hidden_size": 2560, "word_embed_proj_dim": 2560, "ffn_dim": 10240}),
+    "facebook/opt-6.7b": ("opt", {**_OPT, "hidden_size": 4096, "word_embed_proj_dim": 4096, "ffn_dim": 16384}),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        "qwen2",
+        {
+            **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+            **{"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768},
+        },
+    ),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        {
+            **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+            **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960},
+        },
+    ),
+}
+
+# task -> (rows of its split, mean tokens of a prompt)
+DATA: dict[str, tuple[int, int]] = {
+    "cnn_dailymail": (13368, 1050),  # 781 words an article, arXiv:1704.04368
+    "xsum": (11332, 600),  # 431 words, arXiv:1808.08745
+    "govreport": (973, 12300),  # 9409 words, arXiv:2104.02112
+    "soda": (146346, 160),  # 7.6 turns of 16 words, arXiv:2212.10465
+    "gsm8k_cot": (1319, 2600),  # eight of the ten worked examples, and 60 tokens of a question
+    "stories": (21990, 180),  # three fifths of 230 tokens
+    "perplexity": (100, 4096),  # the task sets its own length
+    # LongBench, arXiv:2308.14508, table 1: words, or Chinese characters
+    **{f"longbench {name}": (rows, words * 13 // 10) for name, (rows, words) in {
+        "narrativeqa": (200, 18409), "qasper": (200, 3619), "multifieldqa_en": (150, 4559),
+        "multifieldqa_zh": (200, 6701), "hotpotqa": (200, 9151), "2wikimqa": (200, 4887), "musique": (200, 11214),
+        "dureader": (200, 15768), "gov_report": (200, 8734), "qmsum": (200, 10614), "multi_news": (200, 2113),
+        "vcsum": (200, 15380), "trec": (200, 5177), "triviaqa": (200, 8209), "samsum": (200, 6258),
+        "lsht": (200, 22337), "passage_count": (200, 11141), "passage_retrieval_en": (200, 9289),
+        "passage_retrieval_zh": (200, 6745), "lcc": (500, 1235), "repobench-p": (500, 4206),
+    }.items()},
+    # lm-eval's tasks: items of the split it takes; tokens of all choices' requests together, per example in the prompt
+    "lm_eval piqa": (1838, 90),
+    "lm_eval winogrande": (1267, 60),
+    "lm_eval openbookqa": (500, 90),
+    "lm_eval copa": (100, 40),
+    "lm_eval mathqa": (2985, 400),
+    "lm_eval arc_easy": (2376, 140),
+    "lm_eval arc_challenge": (1172, 160),
+}  # fmt: skip

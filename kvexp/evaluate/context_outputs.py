@@ -5,29 +5,35 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvexp.config.padding import batch_cache
+from kvexp.config.group_checks import batch_cache
 from kvexp.config.settings import Settings
-from kvexp.evaluate.outputs import Answer, answers_of
-from kvexp.evaluate.seeds import noise_seed, sampling_seed
+from kvexp.evaluate.outputs import ModelOutput, noise_seed, outputs_of, sampling_seed
 from kvexp.evaluate.tokenized_examples import TokenizedExample
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Model, Tokenizer
 
 Items = Sequence[tuple[int, TokenizedExample]]
 
 
-def asked(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, Answer]:
+def outputs_from_context(
+    settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
+) -> dict[int, ModelOutput]:
     """Index -> answer, of prompts that have a question or choices; never more than batch_size forks at once.
 
     Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
     context (`noise_seed`), sampling by the example.
     """
-    return asked_together([settings], model, tokenizer, batch)[0]
+    return outputs_from_context_shared([settings], model, tokenizer, batch)[0]
 
 
-def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Items) -> list[dict[int, Answer]]:
-    """`asked`, for several runs that differ in method and budget: they share every prefill."""
-    made: list[dict[int, Answer]] = [{} for _ in runs]
+def outputs_from_context_shared(
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Items
+) -> list[dict[int, ModelOutput]]:
+    """`outputs_from_context`, for several runs that differ in method and budget: they share every prefill."""
+    made: list[dict[int, ModelOutput]] = [{} for _ in runs]
     first = runs[0]
     for part in _parts(first, batch):
         each, place_of = _prefilled(runs, model, tokenizer, part)
@@ -37,7 +43,7 @@ def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: 
                 groups[len(prompt.question)].append((index, prompt))
                 continue
             for mine, settings, contexts in zip(made, runs, each, strict=True):
-                mine[index] = _chosen(settings, model, prompt, contexts, place_of[index])
+                mine[index] = _pick_choice(settings, model, prompt, contexts, place_of[index])
         for group in groups.values():
             for start in range(0, len(group), first.batch_size):
                 some = group[start : start + first.batch_size]
@@ -47,7 +53,7 @@ def asked_together(runs: Sequence[Settings], model: Any, tokenizer: Any, batch: 
     return made
 
 
-def mixes_rows(settings: Settings) -> bool:
+def shares_score_across_batch(settings: Settings) -> bool:
     """Does the method add up scores over the whole batch, so that rows must not be multiplied?"""
     view = settings.method.view
     return view is not None and view.batch == "sum_all"
@@ -57,7 +63,7 @@ def _parts(settings: Settings, batch: Items) -> list[Items]:
     """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many."""
     groups = defaultdict(list)
     for item in batch:
-        ahead = tokens_ahead(settings, item[1]) if _counts_ahead(settings) else None
+        ahead = tokens_to_come(settings, item[1]) if _counts_ahead(settings) else None
         groups[bool(item[1].choices), ahead].append(item)
     return list(groups.values())
 
@@ -66,12 +72,14 @@ def _counts_ahead(settings: Settings) -> bool:
     return settings.budget is not None and settings.budget.of == "sequence"
 
 
-def tokens_ahead(settings: Settings, prompt: TokenizedExample) -> int:
+def tokens_to_come(settings: Settings, prompt: TokenizedExample) -> int:
     """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
     return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
 
 
-def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items) -> tuple[list[Any], dict[int, int]]:
+def _prefilled(
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, part: Items
+) -> tuple[list[Any], dict[int, int]]:
     """Every context of the part once, for each run; and the place of each index among them."""
     from kvexp.generate import prefill, prefill_together
 
@@ -80,11 +88,11 @@ def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items
     place_of = {}
     for index, prompt in part:
         seed = noise_seed(settings, prompt.example, asked=bool(prompt.question))
-        key = (seed, tuple(prompt.ids), index if mixes_rows(settings) else None)
+        key = (seed, tuple(prompt.ids), index if shares_score_across_batch(settings) else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
     # Not of the longest question: what is allocated shall not depend on the company.
-    ahead = tokens_ahead(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
+    ahead = tokens_to_come(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
     prompts = [list(ids) for _, ids, _ in places]
     seeds = [seed for seed, _, _ in places]
     configs = [batch_cache(run, [len(ids) for ids in prompts]) for run in runs]
@@ -105,8 +113,8 @@ def _prefilled(runs: Sequence[Settings], model: Any, tokenizer: Any, part: Items
 
 
 def _answered(
-    settings: Settings, model: Any, tokenizer: Any, some: Items, each: Sequence[Any]
-) -> list[dict[int, Answer]]:
+    settings: Settings, model: Model, tokenizer: Tokenizer, some: Items, each: Sequence[Any]
+) -> list[dict[int, ModelOutput]]:
     """Generated after questions of one length, for each run's contexts."""
     from kvexp.generate import ask_together
 
@@ -119,15 +127,15 @@ def _answered(
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in some],
     )
     indices = [index for index, _ in some]
-    return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
+    return [dict(zip(indices, outputs_of(result, tokenizer), strict=True)) for result in results]
 
 
-def _chosen(settings: Settings, model: Any, prompt: TokenizedExample, contexts: Any, place: int) -> Answer:
+def _pick_choice(settings: Settings, model: Model, prompt: TokenizedExample, contexts: Any, place: int) -> ModelOutput:
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
     from kvexp.generate import judge, receipts
 
-    words, ahead = prompt.choices, tokens_ahead(settings, prompt)
-    at_once = 1 if mixes_rows(settings) else settings.batch_size
+    words, ahead = prompt.choices, tokens_to_come(settings, prompt)
+    at_once = 1 if shares_score_across_batch(settings) else settings.batch_size
     logprobs: list[float] = []
     kept = []
     for start in range(0, len(words), at_once):
@@ -139,4 +147,4 @@ def _chosen(settings: Settings, model: Any, prompt: TokenizedExample, contexts: 
     best = max(range(len(words)), key=logprobs.__getitem__)
     counts = [len(ids) for ids in words]
     receipt = dataclasses.asdict(kept[best])
-    return Answer(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)
+    return ModelOutput(prompt.example.choices[best], sum(counts), receipt, logprobs=logprobs, counts=counts)

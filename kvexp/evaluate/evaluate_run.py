@@ -6,57 +6,74 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvexp.config.environment import environment
-from kvexp.config.model_spec import check_fits, commit_of, load, tokenizer_of
+from kvexp.config.group_checks import batch_cache
+from kvexp.config.model_spec import check_method_fits_model, hub_commit, load, tokenizer_of
 from kvexp.config.settings import Settings
-from kvexp.evaluate.batches import SHARED, Batch, due
-from kvexp.evaluate.context_outputs import asked, mixes_rows
-from kvexp.evaluate.example_prompts import answerable, check_beforehand, prompts_of
-from kvexp.evaluate.lm_eval_items import ItemAnswer, item_answers
-from kvexp.evaluate.nan_report import layer_named
-from kvexp.evaluate.oom_retry import TIME, Items, Patience, in_halves
-from kvexp.evaluate.outputs import UNTIMED, Answer, generated
-from kvexp.evaluate.preflight import fitted, with_ends
-from kvexp.evaluate.progress import Progress
-from kvexp.evaluate.rows import check_commit, check_threads, recordable
-from kvexp.evaluate.teacher_forcing import forced
-from kvexp.evaluate.timeout import start_anew
-from kvexp.evaluate.tokenized_examples import TokenizedExample
-from kvexp.evaluate.warm_up import warm_up
+from kvexp.console import Progress
+from kvexp.core import CacheConfig
+from kvexp.errors import CacheError, ConfigError, NotFinite
+from kvexp.evaluate.context_outputs import outputs_from_context, shares_score_across_batch
+from kvexp.evaluate.example_prompts import (
+    MAX_QUESTIONS_PER_CONTEXT,
+    Batch,
+    answerable,
+    check_beforehand,
+    pending_batches,
+    prompts_of,
+)
+from kvexp.evaluate.limits import (
+    TIME,
+    Items,
+    TimeLimit,
+    TimeLimitExceeded,
+    free_memory,
+    restart_process,
+    retry_in_halves,
+)
+from kvexp.evaluate.lm_eval_items import item_answers
+from kvexp.evaluate.outputs import generate_outputs
+from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
+from kvexp.evaluate.rows import check_commit, check_threads, environment, failed_row, row_of, skipped_row, validated_row
+from kvexp.methods import Full
 from kvexp.record import Run, identity
+from kvexp.session import Session
 from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 from kvexp.terminal import say
 
-Numbered = list[tuple[int, TokenizedExample]]
+if TYPE_CHECKING:
+    from kvexp.models.types import Model, Tokenizer
 
-AHEAD: set[str] = set()  # runs that this process has filled in before their turn: no news to the reader
+
+PROMPT, NEW = 128, 3  # tokens: enough for every kind of call
+Made = TypeVar("Made")
 
 
-def run(settings: Settings) -> Run:
+def run(settings: Settings, session: Session | None = None) -> Run:
     """Rows for every example of the task (up to `limit`), and for the full-attention baseline; resumes what exists.
 
-    Raises what went wrong, after recording it in the run's folder.
+    session: of the command, whose counts it adds to. Raises what went wrong, after recording it in the run's folder.
     """
     settings.task.check()
     _check(settings)
-    return _recorded(settings)
+    return _recorded(settings, session or Session())
 
 
 def _check(settings: Settings) -> None:
     """An impossible run is told before weights are made or read, its baseline's too. One that has rows is possible."""
-    check_fits(settings.model, settings.method)
+    check_method_fits_model(settings.model, settings.method)
     # os.path: a folder that may not be looked into is told of by opening the run.
     if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, tokenizer_of(settings.model), list(settings.task.examples()))
 
 
-def _recorded(settings: Settings) -> Run:
-    baseline = None if settings.is_baseline else _recorded(settings.baseline())
+def _recorded(settings: Settings, session: Session) -> Run:
+    baseline = None if settings.is_baseline else _recorded(settings.baseline(), session)
     record = Run.open(
         settings.outputs_dir,
         settings.identity,
@@ -65,9 +82,9 @@ def _recorded(settings: Settings) -> Run:
         baseline=baseline.hash if baseline is not None else None,
         command=settings.command,
     )
-    with record.claim(waiting=waiting(record), part=settings.shard.name):
+    with record.claim(waiting=waiting_notice(record), part=settings.shard.name):
         try:
-            complete = _fill(settings, record)
+            complete = _run_missing(settings, record, session)
         except Exception as error:  # an interruption is no failure: the rows so far stay and the next run goes on
             with contextlib.suppress(OSError):  # a full disk: what went wrong is raised, recorded or not
                 record.fail(error)
@@ -78,7 +95,7 @@ def _recorded(settings: Settings) -> Run:
     return record
 
 
-def waiting(record: Run) -> Any:
+def waiting_notice(record: Run) -> Any:
     told: list[float] = []
 
     def print_waiting(seconds: float) -> None:
@@ -89,73 +106,75 @@ def waiting(record: Run) -> Any:
     return print_waiting
 
 
-def _fill(settings: Settings, record: Run) -> bool:
+def _run_missing(settings: Settings, record: Run, session: Session) -> bool:
     """Run the examples of the shard that have no row yet; returns whether those of the whole run have theirs now."""
     examples = list(settings.task.examples())
-    _fill_shard(settings, record, examples)
+    _run_shard(settings, record, examples, session)
     return settings.shard.whole or {example.id for example in examples} <= {row["example"] for row in record.rows()}
 
 
-def _fill_shard(settings: Settings, record: Run, examples: list[Example]) -> None:
-    done = settled(settings, record, examples)
-    shared = 1 if mixes_rows(settings) else SHARED
-    work = due(examples, settings.batch_size, shared, lambda example: example.id not in done)
+def _run_shard(settings: Settings, record: Run, examples: list[Example], session: Session) -> None:
+    done = ids_without_work(settings, record, examples)
+    shared = 1 if shares_score_across_batch(settings) else MAX_QUESTIONS_PER_CONTEXT
+    work = pending_batches(examples, settings.batch_size, shared, lambda example: example.id not in done)
     total, missing = len(settings.shard.takes(len(examples))), sum(example.id not in done for example in examples)
     name = f"{settings.labels['method']} {settings.labels['setting']}".strip()
     ratio = settings.labels.get("kv_ratio")
     title = name if ratio is None else f"{name} kv_ratio={ratio:g}"
-    if done and record.hash not in AHEAD:
+    if done and record.hash not in session.filled_ahead:
         say(f"{title}: {total - missing} of {total} rows are there already ({record.path})")
     if not work:
         return
     check_threads(record, settings.model, environment()["threads"])
     tokenizer = tokenizer_of(settings.model)
-    work = [fitted(settings, tokenizer, batch) for batch in work]
+    work = [fit_examples(settings, tokenizer, batch) for batch in work]
     model, tokenizer = load(settings.model)
-    settings = with_ends(settings, model, tokenizer)
-    commit = commit_of(model)
+    settings = with_stop_tokens(settings, model, tokenizer)
+    commit = hub_commit(model)
     check_commit(record, commit)
 
     def write(row: dict[str, Any]) -> None:
         if row["example"] not in done:
-            record.append(recordable(row, commit))
+            record.append(validated_row(row, commit))
             progress.advance()
 
     def stuck(items: Items) -> None:  # called in another thread: this one has not come back
         for index, prompt in items:
-            write(lost(settings, index, prompt, TIME, f", in a library's call on {len(items)} prompts"))
+            write(failed_row(settings, index, prompt, TIME, f", in a library's call on {len(items)} prompts"))
         say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
-        start_anew()
+        restart_process()
 
-    patience = Patience(settings.timeout_s, stuck)
+    time_limit = TimeLimit(settings.timeout_s, stuck)
     prompts = (prompts_of(settings, model, tokenizer, batch) for batch in work)
     runnable = (some for each in prompts if (some := answerable(settings, model, tokenizer, each)[1]))
-    warm_up(settings, model, tokenizer, next(runnable, []), patience)
-    with Progress(title, total, total - missing) as progress:
+    warm_up(settings, model, tokenizer, next(runnable, []), time_limit)
+    with Progress(title, total, total - missing, session=session) as progress:
         for batch in work:
-            make = functools.partial(_rows, settings, model, tokenizer, batch, patience)
-            for row in layer_named(model, batch, make):
+            make = functools.partial(_rows, settings, model, tokenizer, batch, time_limit)
+            for row in with_nan_location(model, batch, make):
                 write(row)
 
 
-def settled(settings: Settings, record: Run, examples: Sequence[Example]) -> set[str]:
+def ids_without_work(settings: Settings, record: Run, examples: Sequence[Example]) -> set[str]:
     """Examples that need no work here: those of other shards, and failed ones, unless they are to be tried again."""
     mine = settings.shard.takes(len(examples))
     others = {example.id for place, example in enumerate(examples) if place not in mine}
     return others | {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}
 
 
-def _rows(settings: Settings, model: Any, tokenizer: Any, batch: Batch, patience: Patience) -> list[dict[str, Any]]:
+def _rows(
+    settings: Settings, model: Model, tokenizer: Tokenizer, batch: Batch, time_limit: TimeLimit
+) -> list[dict[str, Any]]:
     """One row per example of a batch, in order."""
     prompts = prompts_of(settings, model, tokenizer, batch)
     prompts, runnable = answerable(settings, model, tokenizer, prompts)
     make = functools.partial(_generate, settings, model, tokenizer)
-    failed = functools.partial(lost, settings)
-    made = in_halves(runnable, make, failed, patience) if runnable else {}
-    return [made.get(index) or skipped(settings, index, prompt) for index, prompt in prompts]
+    failed = functools.partial(failed_row, settings)
+    made = retry_in_halves(runnable, make, failed, time_limit) if runnable else {}
+    return [made.get(index) or skipped_row(settings, index, prompt) for index, prompt in prompts]
 
 
-def _generate(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> dict[int, dict[str, Any]]:
+def _generate(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items) -> dict[int, dict[str, Any]]:
     """Index -> row."""
     if settings.task.only_nll:
         return {index: row_of(settings, model, tokenizer, index, prompt, None) for index, prompt in batch}
@@ -164,72 +183,72 @@ def _generate(settings: Settings, model: Any, tokenizer: Any, batch: Items) -> d
         return {index: row_of(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
     straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
     others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
-    made = generated(settings, model, tokenizer, straight) if straight else {}
-    made |= asked(settings, model, tokenizer, others) if others else {}
+    made = generate_outputs(settings, model, tokenizer, straight) if straight else {}
+    made |= outputs_from_context(settings, model, tokenizer, others) if others else {}
     return {index: row_of(settings, model, tokenizer, index, prompt, made[index]) for index, prompt in batch}
 
 
-def row_of(
-    settings: Settings, model: Any, tokenizer: Any, index: int, prompt: TokenizedExample, answer: Answer | None
-) -> dict[str, Any]:
-    """answer: None where the task wants log-probabilities alone."""
-    example, metrics = prompt.example, {}
-    head = _head(settings, index, prompt)
-    if isinstance(answer, ItemAnswer):
-        assert isinstance(settings.task, LMEval) and isinstance(example, Item)
-        metrics = settings.task.score_item(example, answer.results)
-    elif answer is not None and example.choices:
-        metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
-    elif answer is not None:
-        metrics = settings.task.score(answer.output, example.reference, example)
-        if settings.task.only_answered:
-            head["answered"] = settings.task.answered(answer.output, example)
-    if settings.task.needs_nll:
-        logprobs, fed = forced(settings, model, tokenizer, prompt)
-        of_nll, info = settings.task.score_nll(logprobs, example)
-        metrics, answer = {**metrics, **of_nll}, answer or fed
-        head["info"] |= {**info, "nll_tokens": len(logprobs)}
-    assert answer is not None
-    row = {
-        **head,
-        "metrics": metrics,
-        "new_tokens": answer.new_tokens,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-        "seconds": answer.seconds,
-        "receipt": answer.receipt,
-        "output": answer.output,
-        "reference": example.reference,
-    }
-    if answer.logprobs:
-        row["choices"] = {"logprobs": answer.logprobs, "tokens": answer.counts}
-    return row
+def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items, time_limit: TimeLimit) -> None:
+    """A short generation before the first that is timed: the beginnings of a batch's prompts under the run's method.
+
+    What a process does once (reading weights in, laying them out, compiling kernels) is no part of any method's time;
+    full, which runs first, would pay for all others.
+
+    Under full attention where the budget of so short a prompt does not hold what the method protects. What else goes
+    wrong will go wrong again with the batch itself, which tells.
+    """
+    prompts = [prompt.ids[:PROMPT] for _, prompt in batch if timed(prompt.example)]
+    if not prompts:
+        return
+    with contextlib.suppress(CacheError, MemoryError, RuntimeError, TimeLimitExceeded), time_limit.of(batch):
+        try:
+            _generate_few(settings, model, tokenizer, prompts)
+        except ConfigError:
+            beyond = settings.cache.beyond_context
+            full = dataclasses.replace(settings, cache=CacheConfig(Full(), beyond_context=beyond))
+            with contextlib.suppress(ConfigError):
+                _generate_few(full, model, tokenizer, prompts)
+    free_memory()
 
 
-def _head(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
-    return {
-        "example": prompt.example.id,
-        "index": index,
-        "prompt_digest": prompt.digest,
-        "prompt_tokens": len(prompt.ids) or prompt.tokens,
-        "question_tokens": len(prompt.question),
-        "prompt_cut": prompt.cut,
-        "chat_template": settings.model.chat and settings.task.wrapped,
-        "skipped": prompt.skipped,
-        "failed": None,
-        "halved": 0,
-        "info": dict(prompt.example.info),
-    } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
+def timed(example: Any) -> bool:
+    """Whether the answer's row holds times; choices, but lm-eval's, are judged from forks of one prefill."""
+    return isinstance(example, Item) or not example.choices
 
 
-def skipped(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
-    empty: dict[str, Any] = {"metrics": {}, "new_tokens": 0, "finish_reason": None, "stop_reason": None}
-    empty |= {"seconds": dict(UNTIMED), "receipt": None}
-    return {**_head(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
+def _generate_few(settings: Settings, model: Model, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    from kvexp.generate import generate
+
+    decoding = dataclasses.replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0, eos=None)
+    cache = batch_cache(settings, [len(ids) for ids in prompts])
+    generate(model, prompts, cache, decoding=decoding, tokenizer=tokenizer)
 
 
-def lost(settings: Settings, index: int, prompt: TokenizedExample, why: str, more: str = "") -> dict[str, Any]:
-    """The row of an example that was tried and failed (attempts.MEMORY or TIME): skipped, and for this reason."""
-    words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
-    row = skipped(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))
-    return {**row, "failed": why}
+def with_nan_location(model: Model, batch: Batch, make: Callable[[], Made]) -> Made:
+    """make(), whose NotFinite also says the layer and the examples."""
+    try:
+        return make()
+    except NotFinite as error:
+        names = ", ".join(example.id for _, example in batch)
+        raise NotFinite(f"{error} ({_where(model, make)}; examples {names}){_advice(model)}") from error
+
+
+def _where(model: Model, make: Callable[[], Any]) -> str:
+    from kvexp.models.nan_locator import first_not_finite
+
+    with first_not_finite(model) as found:
+        try:
+            make()
+        except NotFinite:
+            pass
+        else:
+            return "but not when the same batch was run again: is this machine's memory sound?"
+    if not found:
+        return "in no module's output, so in an attention score or in the cache"
+    number = re.search(r"\.(\d+)(?:\.|$)", found[0])
+    return f"first in layer {number[1]}, module {found[0]}" if number else f"first in module {found[0]}"
+
+
+def _advice(model: Model) -> str:
+    name = str(model.dtype).removeprefix("torch.")
+    return "; float16 ends at 65504: try model.dtype=bfloat16 or float32" if name == "float16" else ""

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvexp.evaluate.outputs import UNTIMED, Answer, answers_of
+from kvexp.evaluate.outputs import NO_TIMES, ModelOutput, outputs_of
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.tasks.lm_eval import Item, LMEval
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
     from kvexp.lm_eval import Bench
+    from kvexp.models.types import Model, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,20 @@ class ItemPrompt(TokenizedExample):
 
 
 @dataclass(frozen=True)
-class ItemAnswer(Answer):
+class ItemAnswer(ModelOutput):
     """results: what lm-eval's models return for the item's requests."""
 
     results: list[Any] = field(default_factory=list)
 
 
-def bench_of(settings: Settings, model: Any, tokenizer: Any) -> Bench:
+def bench_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Bench:
     from kvexp.lm_eval import Bench
 
     assert isinstance(settings.task, LMEval)
     return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size)
 
 
-def item_prompt(settings: Settings, model: Any, tokenizer: Any, item: Item) -> TokenizedExample:
+def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
     """The item in tokens, or why it is skipped."""
     bench = bench_of(settings, model, tokenizer)
     if item.kind == "generate_until":
@@ -78,7 +79,7 @@ def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> Tokenize
 
 
 @functools.lru_cache(maxsize=1)
-def _bases(task: LMEval, data: str, tokenizer: Any, holds: int) -> dict[tuple[int, int], int]:
+def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tuple[int, int], int]:
     """(item, request) -> the tokens its budget counts, from the batches of the whole task, whatever the limit.
 
     data: the task's fingerprint, for equal tasks whose files have changed.
@@ -98,12 +99,12 @@ def _bases(task: LMEval, data: str, tokenizer: Any, holds: int) -> dict[tuple[in
 
 
 def item_answers(
-    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
-) -> dict[int, Answer]:
+    settings: Settings, model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
+) -> dict[int, ModelOutput]:
     """Index -> answer. Items are measured together; what each answers does not depend on that."""
     bench = bench_of(settings, model, tokenizer)
     measured = [(index, prompt) for index, prompt in batch if isinstance(prompt, ItemPrompt) and prompt.asks]
-    made: dict[int, Answer] = {}
+    made: dict[int, ModelOutput] = {}
     judged = iter(bench.measure([ask for _, prompt in measured for ask in prompt.asks]))
     for index, prompt in measured:
         made[index] = _judged(bench, prompt, [next(judged) for _ in prompt.asks])
@@ -111,7 +112,7 @@ def item_answers(
     return made | {index: _generated(settings, bench, tokenizer, prompt) for index, prompt in others.items()}
 
 
-def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> Answer:
+def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> ModelOutput:
     """The likeliest request gives the receipt and the output; a text in windows is one request."""
     item = prompt.example
     assert isinstance(item, Item)
@@ -122,15 +123,15 @@ def _judged(bench: Bench, prompt: ItemPrompt, judged: Sequence[Any]) -> Answer:
     if item.kind == "loglikelihood_rolling":
         results, output = [sum(logprobs)], ""
     # No time per token: full is fed a whole choice at once, what evicts while decoding one token at a time.
-    seconds = {**UNTIMED, "ttft": judged[best].prefill_s}
+    seconds = {**NO_TIMES, "ttft": judged[best].prefill_s}
     receipt = dataclasses.asdict(judged[best].receipt)
     return ItemAnswer(output, sum(counts), receipt, seconds, logprobs, counts, results=results)
 
 
-def _generated(settings: Settings, bench: Bench, tokenizer: Any, prompt: TokenizedExample) -> Answer:
+def _generated(settings: Settings, bench: Bench, tokenizer: Tokenizer, prompt: TokenizedExample) -> ModelOutput:
     item = prompt.example
     assert isinstance(item, Item)
     seed = settings.seed + item.number
     (text,), result = bench.generate([prompt.ids], [prompt.question], item.generation, [seed])
-    answer = answers_of(result, tokenizer)[0]
+    answer = outputs_of(result, tokenizer)[0]
     return ItemAnswer(**{**vars(answer), "output": text}, results=[text])

@@ -1,24 +1,40 @@
-"""Answers of a batch of prompts as a row tells of them, and those that are generated straight from a prompt."""
+"""What a model puts out for prompts: answers as a row tells of them, and log-probabilities of given texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvexp.config.padding import batch_cache
+from kvexp.config.group_checks import batch_cache
 from kvexp.config.settings import Settings
-from kvexp.evaluate.seeds import sampling_seed
-from kvexp.evaluate.tokenized_examples import TokenizedExample
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
+from kvexp.tasks import Example
 
-UNTIMED: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
+if TYPE_CHECKING:
+    from kvexp.config.settings import Settings
+    from kvexp.models.types import Model, Tokenizer
+
+
+NO_TIMES: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
+
+
+def sampling_seed(settings: Settings, example: Example) -> int:
+    """Of the draws between tokens: the example's own, in any order of the rows and with any others left out."""
+    return settings.seed + zlib.crc32(example.id.encode())
+
+
+def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
+    """Of the noise inside methods. asked: a question follows the context, whose noise all its questions then share."""
+    return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelOutput:
     """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any.
 
     finish_reason: "stop" or "length", stop_reason: the text of the end token or stop string; None of what was not
@@ -28,16 +44,16 @@ class Answer:
     output: str
     new_tokens: int
     receipt: dict[str, Any]
-    seconds: dict[str, float | None] = field(default_factory=UNTIMED.copy)
+    seconds: dict[str, float | None] = field(default_factory=NO_TIMES.copy)
     logprobs: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
 
 
-def generated(
-    settings: Settings, model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
-) -> dict[int, Answer]:
+def generate_outputs(
+    settings: Settings, model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
+) -> dict[int, ModelOutput]:
     """Index -> answer generated after the prompt."""
     from kvexp.generate import generate
 
@@ -49,13 +65,13 @@ def generated(
         tokenizer=tokenizer,
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in batch],
     )
-    return dict(zip((index for index, _ in batch), answers_of(result, tokenizer), strict=True))
+    return dict(zip((index for index, _ in batch), outputs_of(result, tokenizer), strict=True))
 
 
-def generated_together(
-    runs: Sequence[Settings], model: Any, tokenizer: Any, batch: Sequence[tuple[int, TokenizedExample]]
-) -> list[dict[int, Answer]]:
-    """`generated`, for several runs that differ in method and budget: one prefill, and all decode together."""
+def generate_outputs_shared(
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
+) -> list[dict[int, ModelOutput]]:
+    """`generate_outputs`, for several runs that differ in method and budget: one prefill, and all decode together."""
     from kvexp.generate import decode, prefill_together
 
     first, prompts = runs[0], [prompt.ids for _, prompt in batch]
@@ -65,16 +81,16 @@ def generated_together(
     contexts = prefill_together(model, prompts, configs, max_new_tokens=new, tokenizer=tokenizer, seeds=seeds)
     results = decode(model, contexts, first.decoding, seeds, tokenizer, start=start)
     indices = [index for index, _ in batch]
-    return [dict(zip(indices, answers_of(result, tokenizer), strict=True)) for result in results]
+    return [dict(zip(indices, outputs_of(result, tokenizer), strict=True)) for result in results]
 
 
-def answers_of(result: Any, tokenizer: Any) -> list[Answer]:
+def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
     """The rows of a `Generation`."""
     from kvexp.generate import receipts
 
     seconds = {key[: -len("_s")]: _number(value) for key, value in dataclasses.asdict(result.timing).items()}
     return [
-        Answer(
+        ModelOutput(
             tokenizer.decode(tokens, skip_special_tokens=True),
             len(tokens),
             dataclasses.asdict(receipt),
@@ -90,3 +106,31 @@ def answers_of(result: Any, tokenizer: Any) -> list[Answer]:
 
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+def continuation_logprobs(
+    settings: Settings, model: Model, tokenizer: Tokenizer, prompt: TokenizedExample
+) -> tuple[list[float], ModelOutput]:
+    """Log-probabilities of the continuation's tokens, all of which the model holds; and their cost, in an empty answer.
+
+    One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
+    """
+    from kvexp.generate import judge, prefill, receipts
+
+    words = continuation(prompt, tokenizer, chat=settings.model.chat)
+    ahead = len(prompt.question) + len(words)
+    context = prefill(
+        model,
+        [prompt.ids],
+        batch_cache(settings, [len(prompt.ids)]),
+        max_new_tokens=ahead,
+        tokenizer=tokenizer,
+        seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question))],
+    )
+    questions = [prompt.question] if prompt.question else None
+    start = time.perf_counter()
+    (logprobs,) = judge(model, context, [words], questions, max_new_tokens=ahead)
+    spent = (time.perf_counter() - start) / max(len(words), 1)
+    seconds = {**NO_TIMES, "ttft": context.seconds, "tpot": spent}
+    (receipt,) = receipts(context.cache)
+    return logprobs, ModelOutput("", len(words), dataclasses.asdict(receipt), seconds)

@@ -1,20 +1,29 @@
-"""What tokenizer and configuration can tell before weights load: a chat template, room for answers, set lengths."""
+"""What tokenizer and configuration can tell before weights load: templates, room for answers, budgets too small."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvexp.config.model_spec import holds
+from kvexp.config.group_checks import batch_budget
+from kvexp.config.model_spec import max_positions
 from kvexp.config.settings import Settings
+from kvexp.core import Budget
+from kvexp.core.eviction_backend import check_budget
 from kvexp.errors import ConfigError
-from kvexp.evaluate.tokenized_examples import in_template, tokenise
+from kvexp.evaluate.context_outputs import tokens_to_come
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, in_template, tokenize
+from kvexp.models.families import layers_of
 from kvexp.tasks import Example, LMEval, Task
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Model, Tokenizer
 
 _TRIAL = "Hello there"
 
 
-def check_template(settings: Settings, tokenizer: Any) -> None:
+def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
     """ConfigError where prompts of this task go through a chat template that is not there or does not hold them."""
     task = settings.task
     if not settings.model.chat or not task.wrapped or task.frame is not None:
@@ -28,9 +37,9 @@ def check_template(settings: Settings, tokenizer: Any) -> None:
         )
 
 
-def check_room(settings: Settings, todo: list[tuple[int, Example]]) -> None:
+def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) -> None:
     """ConfigError where the answers to be generated leave no position for a prompt, or the model cannot be."""
-    room, longest = holds(settings.model), settings.decoding.max_new_tokens
+    room, longest = max_positions(settings.model), settings.decoding.max_new_tokens
     generates = not settings.task.only_nll and not isinstance(settings.task, LMEval)
     if settings.cache.beyond_context or not generates or all(example.choices for _, example in todo):
         return
@@ -41,7 +50,9 @@ def check_room(settings: Settings, todo: list[tuple[int, Example]]) -> None:
         )
 
 
-def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) -> list[tuple[int, Example]]:
+def fit_examples(
+    settings: Settings, tokenizer: Tokenizer, todo: list[tuple[int, Example]]
+) -> list[tuple[int, Example]]:
     """The examples at the lengths their task sets in tokens (`Task.fit`)."""
     task, chat = settings.task, settings.model.chat
     if type(task).fit is Task.fit:
@@ -49,13 +60,13 @@ def fitted(settings: Settings, tokenizer: Any, todo: list[tuple[int, Example]]) 
     whole = dataclasses.replace(task, truncate="skip", max_prompt_tokens=None, pad_to=None)
 
     def count(words: str) -> int:
-        return tokenise(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
+        return tokenize(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
 
-    room = 1 << 40 if settings.cache.beyond_context else holds(settings.model)
+    room = 1 << 40 if settings.cache.beyond_context else max_positions(settings.model)
     return [(index, task.fit(example, count, room)) for index, example in todo]
 
 
-def end_of_turn(tokenizer: Any) -> list[int]:
+def end_of_turn(tokenizer: Tokenizer) -> list[int]:
     """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
     words = "An answer."
     turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
@@ -65,7 +76,7 @@ def end_of_turn(tokenizer: Any) -> list[int]:
     return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
-def with_ends(settings: Settings, model: Any, tokenizer: Any) -> Settings:
+def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> Settings:
     """The settings with the end tokens that task and chat template add to the model's; a text of no token adds none.
 
     Files of a chat model often name the base model's end token alone, and what ends a turn stands in its template.
@@ -81,3 +92,39 @@ def with_ends(settings: Settings, model: Any, tokenizer: Any) -> Settings:
         return settings
     eos = tuple(dict.fromkeys([*eos_ids(model, settings.decoding.eos), *more]))
     return dataclasses.replace(settings, decoding=dataclasses.replace(settings.decoding, eos=eos))
+
+
+def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
+    """The prompt, skipped where the budget cannot hold what the method protects of it. config: the model's."""
+    why = None if prompt.skipped else budget_obstacle(settings, config, tokenizer, prompt)
+    if why is None:
+        return prompt
+    return TokenizedExample(prompt.example, "", [], skipped=why.partition(";")[0], tokens=len(prompt.ids))
+
+
+def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> str | None:
+    """Why some layer's budget cannot hold what the method protects, and what to change; None where all can."""
+    if settings.budget is None or isinstance(settings.task, LMEval):
+        return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
+    try:
+        check_length(settings, settings.budget, config, len(prompt.ids), _fed(settings, tokenizer, prompt))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed: Sequence[int]) -> None:
+    """ConfigError where some layer's budget cannot hold a prompt of so many tokens; fed: what `_fed` says."""
+    budget = batch_budget(settings, [size]) or budget
+    cache = dataclasses.replace(settings.cache, budget=budget)
+    for new in fed:
+        check_budget(cache, [size], size, new, layers_of(config))
+
+
+def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
+    """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
+    given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
+    if settings.task.needs_nll:
+        words = continuation(prompt, tokenizer, chat=settings.model.chat)
+        given.append(len(prompt.question) + len(words))
+    return given

@@ -1,18 +1,34 @@
-"""What holds of every row that is written, and of all rows of a run: numbers, one commit, one number of threads."""
+"""The rows of a run: made of answers, of what was skipped or failed, checked; and what all rows of a run share."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import math
+import platform
+import subprocess
 from collections.abc import Mapping
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvexp.config.model_spec import ModelSpec
+from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
+from kvexp.evaluate.limits import TIME
+from kvexp.evaluate.lm_eval_items import ItemAnswer
+from kvexp.evaluate.outputs import NO_TIMES, ModelOutput, continuation_logprobs
+from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.models.half_precision import alone
 from kvexp.record import Run
+from kvexp.tasks.lm_eval import Item, LMEval
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Model, Tokenizer
 
 
-def recordable(row: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
+def validated_row(row: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
     """The row as it is written; one with a metric that is no number counts as skipped, with that as its reason.
 
     The other examples go on. The table counts it, says why, and gives no verdict to a run that lost examples its
@@ -60,3 +76,99 @@ def _writable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_writable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def row_of(
+    settings: Settings,
+    model: Model,
+    tokenizer: Tokenizer,
+    index: int,
+    prompt: TokenizedExample,
+    answer: ModelOutput | None,
+) -> dict[str, Any]:
+    """answer: None where the task wants log-probabilities alone."""
+    example, metrics = prompt.example, {}
+    head = _row_header(settings, index, prompt)
+    if isinstance(answer, ItemAnswer):
+        assert isinstance(settings.task, LMEval) and isinstance(example, Item)
+        metrics = settings.task.score_item(example, answer.results)
+    elif answer is not None and example.choices:
+        metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
+    elif answer is not None:
+        metrics = settings.task.score(answer.output, example.reference, example)
+        if settings.task.only_answered:
+            head["answered"] = settings.task.answered(answer.output, example)
+    if settings.task.needs_nll:
+        logprobs, fed = continuation_logprobs(settings, model, tokenizer, prompt)
+        of_nll, info = settings.task.score_nll(logprobs, example)
+        metrics, answer = {**metrics, **of_nll}, answer or fed
+        head["info"] |= {**info, "nll_tokens": len(logprobs)}
+    assert answer is not None
+    row = {
+        **head,
+        "metrics": metrics,
+        "new_tokens": answer.new_tokens,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+        "seconds": answer.seconds,
+        "receipt": answer.receipt,
+        "output": answer.output,
+        "reference": example.reference,
+    }
+    if answer.logprobs:
+        row["choices"] = {"logprobs": answer.logprobs, "tokens": answer.counts}
+    return row
+
+
+def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
+    return {
+        "example": prompt.example.id,
+        "index": index,
+        "prompt_digest": prompt.digest,
+        "prompt_tokens": len(prompt.ids) or prompt.tokens,
+        "question_tokens": len(prompt.question),
+        "prompt_cut": prompt.cut,
+        "chat_template": settings.model.chat and settings.task.wrapped,
+        "skipped": prompt.skipped,
+        "failed": None,
+        "halved": 0,
+        "info": dict(prompt.example.info),
+    } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
+
+
+def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:
+    empty: dict[str, Any] = {"metrics": {}, "new_tokens": 0, "finish_reason": None, "stop_reason": None}
+    empty |= {"seconds": dict(NO_TIMES), "receipt": None}
+    return {**_row_header(settings, index, prompt), **empty, "output": "", "reference": prompt.example.reference}
+
+
+def failed_row(settings: Settings, index: int, prompt: TokenizedExample, why: str, more: str = "") -> dict[str, Any]:
+    """The row of an example that was tried and failed, skipped for this reason. why: MEMORY or TIME of `limits`."""
+    words = f"no answer within timeout_s={settings.timeout_s:g}{more}" if why == TIME else "out of memory, alone"
+    row = skipped_row(settings, index, dataclasses.replace(prompt, skipped=f"{words}; retry=true tries again"))
+    return {**row, "failed": why}
+
+
+@functools.cache  # asked for by every run of a sweep, and git is a process
+def environment() -> dict[str, Any]:
+    """Versions, device, commit."""
+    import torch
+
+    import kvexp
+
+    where = Path(__file__).resolve().parents[2]
+    commit = None
+    with contextlib.suppress(OSError):  # no git, or not in a checkout
+        if (where / ".git").exists():
+            line = ["git", "describe", "--always", "--dirty"]
+            commit = subprocess.run(line, cwd=where, capture_output=True, text=True).stdout.strip() or None
+    return {
+        "kvexp": kvexp.__version__,
+        "numerics": kvexp.NUMERICS,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+    }

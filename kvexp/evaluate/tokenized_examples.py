@@ -6,10 +6,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
 from kvexp.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class TokenizedExample:
         return len(self.ids) + len(self.question)
 
 
-def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: bool) -> TokenizedExample:
+def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, chat: bool) -> TokenizedExample:
     """The example's prompt and question in at most `room` tokens (and the task's own maximum), cut as the task says.
 
     task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
-    of the tokens (`_halves`); "right" cuts the end of the prompt's tokens; "skip" keeps the example as a skipped row.
+    of the tokens (`_truncate_middle`); "right" cuts the end of the prompt's tokens; "skip" keeps a skipped row.
     A question is never cut. With `chat`, and unless the task says otherwise, prompt and question go through the
     tokenizer's chat template (or the task's frame) as one message, which is then parted where the question starts.
     """
@@ -59,7 +62,7 @@ def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: b
     templated = wrapped and task.frame is None
 
     def of(words: str) -> TokenizedExample:
-        text, asked = _framed(example, words, tokenizer, task.frame if wrapped else "{prompt}")
+        text, asked = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")
         # A chat template brings its own start token.
         ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
         question = _after(text, ids, asked, tokenizer, templated)
@@ -71,7 +74,7 @@ def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: b
     whole = made(len(example.body))
     count = whole.size
     if task.truncate == "halves":
-        return replace(_halves(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
+        return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
     if count <= limit:
         return replace(whole, tokens=count)
     if task.truncate == "right" and limit > len(whole.question):
@@ -86,8 +89,8 @@ def tokenise(example: Example, task: Task, tokenizer: Any, room: int, *, chat: b
     return TokenizedExample(example, "", [], skipped="too long", tokens=count)
 
 
-def _halves(
-    whole: TokenizedExample, of: Callable[[str], TokenizedExample], most: int | None, room: int, tokenizer: Any
+def _truncate_middle(
+    whole: TokenizedExample, of: Callable[[str], TokenizedExample], most: int | None, room: int, tokenizer: Tokenizer
 ) -> TokenizedExample:
     """The first and last `most` // 2 tokens of the words, each half decoded, put together and tokenised again.
 
@@ -108,14 +111,14 @@ def _halves(
     return TokenizedExample(whole.example, "", [], skipped="too long")
 
 
-def continuation(prompt: TokenizedExample, tokenizer: Any, *, chat: bool, words: str | None = None) -> list[int]:
+def continuation(prompt: TokenizedExample, tokenizer: Tokenizer, *, chat: bool, words: str | None = None) -> list[int]:
     """Ids of the words (None: the example's continuation) that follow the prompt and its question."""
     words = prompt.example.continuation if words is None else words
     templated = chat and prompt.templated
     return _after(prompt.text + prompt.asked, prompt.ids + prompt.question, words, tokenizer, templated)
 
 
-def _after(text: str, ids: list[int], words: str, tokenizer: Any, templated: bool) -> list[int]:
+def _after(text: str, ids: list[int], words: str, tokenizer: Tokenizer, templated: bool) -> list[int]:
     """Ids of the words as they stand behind the text, where the whole begins with the text's ids; else on their own."""
     if not words:
         return []
@@ -126,7 +129,7 @@ def _after(text: str, ids: list[int], words: str, tokenizer: Any, templated: boo
     return alone
 
 
-def _framed(example: Example, words: str, tokenizer: Any, frame: str | None) -> tuple[str, str]:
+def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
     """The text to prefill and the text to feed after the eviction: together what the model reads, template and all.
 
     frame: the text around {prompt}; None: the tokenizer's chat template.
@@ -149,7 +152,7 @@ def _framed(example: Example, words: str, tokenizer: Any, frame: str | None) -> 
     return text[:at], text[at:]
 
 
-def in_template(tokenizer: Any, words: str) -> str:
+def in_template(tokenizer: Tokenizer, words: str) -> str:
     """The words as the user's turn of the tokenizer's chat template, up to where the answer begins."""
     try:
         text: str = tokenizer.apply_chat_template(

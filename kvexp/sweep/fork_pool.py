@@ -18,19 +18,22 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from kvexp.errors import CacheError, ConfigError, NotFinite
 from kvexp.terminal import say
 
+if TYPE_CHECKING:
+    from kvexp.models.types import Model
+
 Item = TypeVar("Item")
 
 _KILL_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
-def hands(model: Any) -> int:
+def num_workers(model: Model) -> int:
     """Processes that may work side by side: as many as torch has threads, 1 where none may be forked.
 
     A CUDA context does not survive a fork, and elsewhere than on Linux a process that has used threads does not.
@@ -43,7 +46,7 @@ def hands(model: Any) -> int:
 
 
 class ForkPool(Generic[Item]):
-    """Context manager around `each`: forks `size` processes at its start, if that is more than one; ends with none.
+    """Context manager around `imap`: forks `size` processes at its start, if that is more than one; ends with none.
 
     task(item) makes something of an item and yields once for every row it has written to disk. It is called in a copy
     of this process: what it changes in memory is not seen here.
@@ -69,7 +72,7 @@ class ForkPool(Generic[Item]):
                 self._workers[ours] = worker
         return self
 
-    def each(self, items: Sequence[Item]) -> Iterator[None]:
+    def imap(self, items: Sequence[Item]) -> Iterator[None]:
         """Yields for every row of all items. What a task raises is raised when the others have done theirs.
 
         A process that is killed leaves its item as it was, with a line on stderr; the others go on.
@@ -81,7 +84,7 @@ class ForkPool(Generic[Item]):
             return
         left = list(reversed(items))
         failure: Exception | None = None
-        busy = {pipe for pipe in self._workers if _give(pipe, left)}
+        busy = {pipe for pipe in self._workers if _send_next(pipe, left)}
         while busy:
             for pipe in wait(list(busy)):
                 assert isinstance(pipe, Connection)
@@ -95,9 +98,9 @@ class ForkPool(Generic[Item]):
                     yield
                     continue
                 if told != "done":
-                    failure = failure or _raised(*told)
+                    failure = failure or _unpack_error(*told)
                     left.clear()
-                if not _give(pipe, left):
+                if not _send_next(pipe, left):
                     busy.remove(pipe)
         if failure is not None:
             raise failure
@@ -118,7 +121,7 @@ class ForkPool(Generic[Item]):
         self._workers = {}
 
 
-def _give(pipe: Connection, left: list[Any]) -> bool:
+def _send_next(pipe: Connection, left: list[Any]) -> bool:
     """Hand the next item over; False where there is none."""
     if not left:
         return False
@@ -145,15 +148,15 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
                 pipe.send("row")
             pipe.send("done")
         except Exception as error:
-            pipe.send(_told(error))
+            pipe.send(_pack_error(error))
 
 
-def _told(error: Exception) -> tuple[str, str, str]:
+def _pack_error(error: Exception) -> tuple[str, str, str]:
     """What another process is told of an error: its kind, its words, and where it came from."""
     return type(error).__name__, str(error), traceback.format_exc()
 
 
-def _raised(kind: str, words: str, place: str) -> Exception:
+def _unpack_error(kind: str, words: str, place: str) -> Exception:
     """The error as it is raised here: our own ones say all there is to say, others by their words."""
     ours = {"ConfigError": ConfigError, "CacheError": CacheError, "NotFinite": NotFinite}
     error = ours[kind](words) if kind in ours else RuntimeError(f"{kind}: {words}")

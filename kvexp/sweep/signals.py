@@ -1,6 +1,6 @@
 """Ctrl-C at any moment: a summary and exit status 130, never a traceback; a second one stops at once.
 
-Nothing but the standard library is imported here, so that it holds also while the rest is imported.
+Nothing beyond the standard library is loaded by importing this, so that it holds also while the rest is imported.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from kvexp.session import current
 from kvexp.terminal import say
 
 INTERRUPTED = 130  # 128 + SIGINT, what a shell expects
 KEPT = "all rows written so far are kept; the same command goes on from there"
 
 
-def watch() -> None:
+def install_handler() -> None:
     """From now on an interrupt ends the process cleanly; where it is ignored (a shell's background), it stays so."""
     if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, _stop_at_once)
@@ -51,11 +52,10 @@ def _stop_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _summary() -> str:
-    """What this command has done so far, as far as it has come to load what knows about it."""
-    progress = sys.modules.get("kvexp.evaluate.progress")
-    sweep = sys.modules.get("kvexp.sweep.sweep_progress")
-    if progress is None or sweep is None:
+    """What this command has done so far."""
+    session = current()
+    if not session.begun:
         return "nothing was begun; "
-    rows = f"{progress.Progress.made} rows were written, "
-    jobs = len(sweep.SWEEP.jobs)
-    return rows + (f"{sweep.SWEEP.complete} of {jobs} jobs are complete; " if jobs else "the run is not complete; ")
+    jobs = len(session.overrides_of_jobs)
+    done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
+    return f"{session.rows_written} rows were written, {done}"

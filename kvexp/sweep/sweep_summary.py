@@ -1,89 +1,97 @@
-"""What a person reads at the end: the table of what this command ran, and the list of what failed."""
+"""A sweep as a person follows it: which job of how many, how long the rest takes; at the end table and failures."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
+import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from kvexp.build import typed
-from kvexp.config.objective import check_objective_of
+from kvexp.config.root_values import check_objective_of
 from kvexp.errors import ConfigError
 from kvexp.record import check_writable
-from kvexp.sweep.sweep_progress import SWEEP
+from kvexp.session import Session, current
 from kvexp.terminal import say
 
-
-@dataclass(frozen=True)
-class Failure:
-    """A job (its overrides) that failed; told: whether the reader of this command has been told why."""
-
-    job: str
-    why: str
-    told: bool
+SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
+GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
-@dataclass
-class _Command:
-    """The runs of this process, in the order they were asked for."""
-
-    hashes: list[str] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-
-
-COMMAND = _Command()
-
-
-def note(*hashes: str | None) -> None:
-    """These runs belong to what the command shows."""
-    COMMAND.hashes += [h for h in hashes if h is not None and h not in COMMAND.hashes]
-
-
-def note_failure(job: str, why: str, *, told: bool) -> None:
-    """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
-    COMMAND.failures.append(Failure(job, why, told))
+def plan_jobs(session: Session, overrides: Sequence[str], params: dict[str, Any]) -> None:
+    """Note the jobs Hydra's basic sweeper makes of these: params of the configuration, then the command line's."""
+    words = [f"{key}={value}" for key, value in params.items()] + list(overrides)
+    values: dict[str, list[str]] = {}
+    try:
+        for override in OverridesParser.create().parse_overrides(words):
+            swept = override.is_sweep_override()
+            values[override.get_key_element()] = list(override.sweep_string_iterator()) if swept else [""]
+    except HydraException:  # glob() and the like, which need the whole of Hydra: the jobs are numbered all the same
+        return
+    # A key of one value multiplies nothing and tells no job apart.
+    varied = [[f"{key}={one}" for one in each] for key, each in values.items() if len(each) > 1]
+    session.overrides_of_jobs = [list(words) for words in itertools.product(*varied)]
 
 
-def taken() -> _Command:
-    """What was noted so far, which is forgotten here: another process will note it."""
-    found = _Command(list(COMMAND.hashes), list(COMMAND.failures))
-    COMMAND.hashes.clear()
-    COMMAND.failures.clear()
-    return found
+@contextlib.contextmanager
+def job_progress(session: Session, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
+    """Around one job: say which it is (number from 0; None for a single run) and measure it."""
+    if number is not None:
+        say(job_line(session, number, overrides), flush=True)
+    start, rows = time.monotonic(), session.rows_written
+    yield
+    session.jobs_done += 1  # well or with an error that was recorded
+    if session.rows_written > rows:
+        session.job_seconds.append(time.monotonic() - start)
 
 
-def exit_code() -> int:
-    """Non-zero if any job of this process failed."""
-    return 1 if COMMAND.failures else 0
+def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
+    """ "[3/10] h2o kv_ratio=0.5, about 4 min left"."""
+    jobs, seconds = session.overrides_of_jobs, session.job_seconds
+    known = number < len(jobs)
+    words = jobs[number] if known else overrides
+    place = f"[{number + 1}/{len(jobs)}]" if known else f"[{number + 1}]"
+    line = " ".join([place, *(word.removeprefix("method=") for word in words)])
+    if not known or not seconds:
+        return line
+    left = (len(jobs) - number) * statistics.median(seconds)
+    return f"{line}, about {duration(left)} left"
 
 
-def show(outputs_dir: str | Path, *, jobs: bool = False) -> None:
+def duration(seconds: float) -> str:
+    """80 s, 12 min, 3.2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False) -> None:
     """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed."""
     from kvexp.console import Console
 
     console = Console(markup=False)
-    if COMMAND.hashes:
+    if session.hashes:
         from kvexp.results import print_table, table  # late: a command that made nothing does not wait for pandas
 
-        frame = table(outputs_dir, {"hash": COMMAND.hashes})
+        frame = table(outputs_dir, {"hash": session.hashes})
         print_table(frame, console)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
-    if COMMAND.failures and jobs:
-        console.print(f"\n{len(COMMAND.failures)} run(s) failed:", highlight=False)
-        for failure in COMMAND.failures:
+    if session.failures and jobs:
+        console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
+        for failure in session.failures:
             why = "" if failure.told else f"\n    {failure.why}"
             console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)
-
-
-SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
-GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
 class SweepTable(Callback):
@@ -97,33 +105,35 @@ class SweepTable(Callback):
         _stop_if_wrong(_check_sweep_folder, config)
         _stop_if_wrong(_check_metric, config)
         if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
+            session = current()
             params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
-            SWEEP.plan(list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
-            SWEEP.deferring = True  # this sweeper asks for nothing back, so a job may come later
+            plan_jobs(session, list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
+            session.may_defer = True  # this sweeper asks for nothing back, so a job may come later
 
     def on_run_end(self, config: Any, **_: Any) -> None:
         self._end(config, jobs=False)
 
     def on_multirun_end(self, config: Any, **_: Any) -> None:
-        from kvexp.sweep.hydra_job import finish_left
+        from kvexp.sweep.hydra_job import run_deferred
 
-        finish_left()
+        run_deferred(current())
         self._end(config, jobs=True)
 
     def _end(self, config: Any, *, jobs: bool) -> None:
+        session = current()
         try:
-            show(config.outputs_dir, jobs=jobs)
-            self._publish(config)
+            print_summary(config.outputs_dir, session, jobs=jobs)
+            self._publish(config, session)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
-            note_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
+            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
 
-    def _publish(self, config: Any) -> None:
-        if config.log.wandb and COMMAND.hashes:
+    def _publish(self, config: Any, session: Session) -> None:
+        if config.log.wandb and session.hashes:
             from kvexp.log import publish
 
             # All at once: the verdicts are corrected for the number of runs compared.
-            folders = [Path(config.outputs_dir) / name for name in COMMAND.hashes]
+            folders = [Path(config.outputs_dir) / name for name in session.hashes]
             mode = None if config.log.mode == "auto" else config.log.mode
             written = publish(
                 folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
 
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
 SLICE = 25
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return compare_with(words, args.numbers, args.check_lm_eval)
     except (ConfigError, CacheError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", file=sys.stderr)
         return 2
 
 

@@ -14,6 +14,7 @@ from kvexp.evaluate.evaluate_run import run
 from kvexp.record import Run
 from kvexp.record.baseline_check import keep_check
 from kvexp.tasks.lm_eval import LMEval
+from kvexp.terminal import say
 from kvexp.yardstick.full_cache_score import ERRORS, FullCacheScore, mean_score, verdict
 from kvexp.yardstick.hflm_agreement import WITHIN, HFLMAgreement, agreement, stock_model
 from kvexp.yardstick.published_numbers import PublishedModel, published
@@ -78,23 +79,23 @@ def _print(
     words: str,
     file: Path,
 ) -> None:
-    print(f"\nfull cache of {known.name}: {known.protocol}")
-    print(f"{'benchmark':<16}{'metric':<10}{'items':>12}{'here':>8}{'+-2 se':>8}{'published':>11}{'distance':>10}")
+    say(f"\nfull cache of {known.name}: {known.protocol}")
+    say(f"{'benchmark':<16}{'metric':<10}{'items':>12}{'here':>8}{'+-2 se':>8}{'published':>11}{'distance':>10}")
     for one in scores:
         count = f"{one.n}/{one.items}"
-        print(
+        say(
             f"{one.task:<16}{one.metric:<10}{count:>12}{one.score:>8.2f}{ERRORS * one.stderr:>8.2f}"
             f"{one.published:>11.2f}{one.distance:>+10.2f}  {'inside' if one.inside else 'OUTSIDE'}"
         )
     for each in agreements:
         found = "agree" if each.agrees else f"DISAGREE ({len(each.other)} items scored otherwise)"
-        print(
+        say(
             f"lm-eval's HFLM, {each.task}: {each.requests} log-likelihoods of {each.items} items differ by at most "
             f"{each.largest:.1e} nats (allowed: {WITHIN:g}): {found}"
         )
-    print(f"baseline {words}")
-    print(f"published: {known.source}")
-    print(f"measured there: {known.weights}")
+    say(f"baseline {words}")
+    say(f"published: {known.source}")
+    say(f"measured there: {known.weights}")
     for line in known.beside:
-        print(f"beside: {line}")
-    print(f"kept in {file}, which tables of this model read")
+        say(f"beside: {line}")
+    say(f"kept in {file}, which tables of this model read")

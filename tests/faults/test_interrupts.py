@@ -103,9 +103,9 @@ def test_while_everything_is_imported(tmp_path):
         "import signal, sys, threading, os, time, runpy\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import kvexp.sweep.signals as i\n"
-        "watch = i.watch\n"
+        "watch = i.install_handler\n"
         "def told():\n    watch(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
-        "i.watch = told\n"
+        "i.install_handler = told\n"
         "sys.argv = ['run.py']\n"
         "runpy.run_path('run.py', run_name='__main__')\n"
     )

@@ -126,7 +126,7 @@ def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher
 # A lock of the C library, which no signal handler of Python's ever gets to interrupt.
 STUCK = """
 import ctypes, os
-import kvexp.evaluate.timeout as deadline
+import kvexp.evaluate.limits as deadline
 deadline.GRACE_S = 0.3
 library = ctypes.CDLL(None)
 def stuck():
@@ -193,11 +193,11 @@ def test_a_command_line_that_is_stuck_begins_again(tmp_path):
     """In its own place: same process, same words; and only where it was a command line of ours."""
     code = (
         "import os, sys, threading, time\n"
-        "from kvexp.evaluate.timeout import start_anew\n"
+        "from kvexp.evaluate.limits import restart_process\n"
         "print(os.getpid(), *sys.argv[1:], flush=True)\n"
         "if not os.path.exists(sys.argv[1]):\n"
         "    open(sys.argv[1], 'w').close()\n"
-        "    threading.Thread(target=start_anew).start()\n"
+        "    threading.Thread(target=restart_process).start()\n"
         "    time.sleep(60)\n"
     )
     for name, words, lines, status in (

@@ -1,0 +1,194 @@
+"""Limits of time and memory: work that exceeds one is tried again by halves, and fails as a row that says so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexp.config.group_checks import batch_budget
+from kvexp.config.settings import Settings
+from kvexp.errors import ConfigError
+from kvexp.evaluate.tokenized_examples import TokenizedExample
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Model
+
+GRACE_S = 10.0  # for Python code to notice the alarm, before the work counts as stuck inside a library
+LONGEST_S = 1e9  # thirty years: clocks take no number much larger
+EXIT_HUNG = 124  # exit status of a process that could not be brought back: that of timeout(1)
+
+
+Items = Sequence[tuple[int, TokenizedExample]]
+Rows = dict[int, dict[str, Any]]
+MEMORY, TIME = "memory", "time"  # the values of a row's `failed`
+SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
+
+
+class TimeLimitExceeded(BaseException):
+    """The time is up. No `Exception`: code that goes on after any error must not go on after this one."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None, stuck: Callable[[], None]) -> Iterator[None]:
+    """TimeLimitExceeded in the block after so many seconds, on a clock that nobody sets; None: no limit.
+
+    Work that does not come back from a library's call cannot be interrupted: then, after GRACE_S more, `stuck` is
+    called in another thread, and is to end the process (`restart_process`).
+    """
+    if seconds is None:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("timeout_s needs a run to have its process's main thread, which this launcher does not give")
+    seconds = min(seconds, LONGEST_S)
+    inside = True
+
+    def ring(*_: Any) -> None:
+        if inside:
+            raise TimeLimitExceeded
+
+    before = signal.signal(signal.SIGALRM, ring)
+    watchdog = threading.Timer(seconds + GRACE_S, stuck)
+    watchdog.daemon = True
+    try:
+        watchdog.start()
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again: an exception in a callback is lost
+        yield
+    finally:
+        inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        watchdog.cancel()
+
+
+def restart_process() -> None:
+    """End this process, whatever its other threads do; the command line begins again in its place, if it was one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    line = [Path(word).name for word in sys.orig_argv[:4]]
+    if "run.py" in line[:3] or ("kvexp", "run") in itertools.pairwise(line):
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os._exit(EXIT_HUNG)
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeLimit:
+    """timeout_s: seconds per example, None without end; stuck: called where a library's call does not come back."""
+
+    timeout_s: float | None
+    stuck: Callable[[Items], None]
+
+    def of(self, items: Items, runs: int = 1) -> Any:
+        """The context in which so many examples of so many runs are computed."""
+        seconds = None if self.timeout_s is None else self.timeout_s * len(items) * runs
+        return time_limit(seconds, lambda: self.stuck(items))
+
+
+def retry_in_halves(
+    items: Items, make: Callable[[Items], Rows], failed: Any, limit: TimeLimit, halved: int = 0
+) -> Rows:
+    """Rows by index. failed(index, prompt, why): the row of an example that cannot be computed even alone."""
+    try:
+        with limit.of(items):
+            made = make(items)
+        return {index: {**row, "halved": halved} for index, row in made.items()}
+    except (TimeLimitExceeded, MemoryError, RuntimeError) as error:
+        why = failure_kind(error)
+        if why is None:
+            raise
+    # Outside of the handler, where the traceback no longer holds what the failed attempt had allocated.
+    free_memory()
+    if len(items) == 1:
+        ((index, prompt),) = items
+        return {index: {**failed(index, prompt, why), "halved": halved}}
+    half = len(items) // 2
+    rest = (failed, limit, halved + 1)
+    return retry_in_halves(items[:half], make, *rest) | retry_in_halves(items[half:], make, *rest)
+
+
+def failure_kind(error: BaseException) -> str | None:
+    """MEMORY or TIME where less work may succeed, else None."""
+    if isinstance(error, TimeLimitExceeded):
+        return TIME
+    import torch
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return MEMORY
+    # The CPU's allocator and CUDA's libraries have no type of their own for it.
+    words = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return MEMORY if isinstance(error, RuntimeError) and any(word in str(error) for word in words) else None
+
+
+def free_memory() -> None:
+    """Give back what a failed attempt held."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def partition_by_memory(
+    runs: Sequence[Settings], model: Model, batch: Sequence[tuple[int, TokenizedExample]], processes: int = 1
+) -> list[list[int]]:
+    """Places of the runs to take together: neighbours, as many as fit into a process's share; one alone is tried."""
+    prompts, each = kv_bytes_needed(runs, model, batch)
+    groups: list[list[int]] = [[]]
+    left = room = free_bytes(model) * SHARE / processes - prompts
+    for place, need in enumerate(each):
+        if groups[-1] and need > left:
+            groups.append([])
+            left = room
+        groups[-1].append(place)
+        left -= need
+    return groups
+
+
+def kv_bytes_needed(
+    runs: Sequence[Settings], model: Model, batch: Sequence[tuple[int, TokenizedExample]]
+) -> tuple[int, list[int]]:
+    """Bytes of the prompts, which the runs share, and of what each run keeps."""
+    lengths = [prompt.size for _, prompt in batch]
+    token = token_bytes(model)
+    return token * sum(lengths), [token * sum(slots_held(settings, lengths)) for settings in runs]
+
+
+def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
+    """Slots per layer and kv head that each prompt holds at most once it is evicted."""
+    new = settings.decoding.max_new_tokens
+    budget = batch_budget(settings, lengths)
+    cache = settings.cache
+    if budget is None or cache.mode == "mask" or cache.method.keeps_everything or not cache.cadence.at_prefill:
+        return [length + new for length in lengths]
+    return [slots + 1 for slots in budget.resolve(lengths, max(lengths), new, 0, 1)]
+
+
+def token_bytes(model: Model) -> int:
+    """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
+    from kvexp.models.families import kv_heads, layers_of
+    from kvexp.models.retrieval_calibration import head_dim
+
+    config = model.config
+    return 2 * layers_of(config) * kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)
+
+
+def free_bytes(model: Model) -> int:
+    """Free memory of the devices the model is on: of a spread one, as if each had what the fullest has left."""
+    import torch
+
+    from kvexp.models.free_memory import available
+
+    devices = {parameter.device for parameter in model.parameters()}
+    cards = [int(torch.cuda.mem_get_info(device)[0]) for device in devices if device.type == "cuda"]
+    if cards:
+        return min(cards) * len(cards)
+    return available()  # unknown: what does not fit is halved when it fails
