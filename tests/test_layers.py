@@ -95,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {".cli"},  # kvexp/__main__.py
     "divergence": {
         *(".errors", ".console", ".models", ".generate", ".tasks", ".config", ".evaluate", ".diagnose", ".record"),
-        *(".results", ".terminal", ".pipes", "torch", "transformers", "numpy", "pandas", "rich"),
+        *(".results", ".terminal", ".pipes", "torch", "numpy", "pandas", "rich"),
     },
     "diagnose": {
         *(

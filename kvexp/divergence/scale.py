@@ -39,7 +39,7 @@ from kvexp.results.units import TOO_FEW, absent, fixed
 from kvexp.terminal import say
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from kvexp.models.types import Model
 
 DROPPED = "prompt less one token"
 
@@ -53,7 +53,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     return made
 
 
-def with_rounded_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+def with_rounded_weights(model: Model, bits: int) -> Model:
     """A copy whose linear layers are rounded; an output head that shares the embedding's weights is left as it is."""
     changed = copy.deepcopy(model)
     tied = {id(changed.get_input_embeddings().weight)}
@@ -64,7 +64,7 @@ def with_rounded_weights(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     return changed
 
 
-CHANGES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+CHANGES: dict[str, Callable[[Model], Model]] = {
     "8-bit weights": lambda model: with_rounded_weights(model, 8),
     "4-bit weights": lambda model: with_rounded_weights(model, 4),
     "bfloat16": lambda model: copy.deepcopy(model).to(torch.bfloat16),
@@ -72,7 +72,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 
 
 @torch.no_grad()
-def forced_logits(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+def forced_logits(model: Model, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
     """[N, V] float32: the logits that predict each token of the text, all tokens in one forward."""
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.get_input_embeddings().weight.device)
     logits: Tensor = model(ids, use_cache=False, logits_to_keep=len(text)).logits[0]
