@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from kvexp.cache_folder import cache_folder
 from kvexp.errors import ConfigError
 
 BLOCK = 1 << 20
@@ -57,11 +58,8 @@ def file_digest(path: Path) -> str:
 
 def _place(path: Path) -> Path:
     """The file that remembers this one's digest: one for each, so that processes do not write over each other's."""
-    cache = os.environ.get("KVEXP_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache"), "kvexp"
-    )
     name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
-    return Path(os.path.expanduser(cache)) / "digests" / f"{name}.json"
+    return cache_folder() / "digests" / f"{name}.json"
 
 
 def _recalled(place: Path, found: Stamp) -> str | None:
