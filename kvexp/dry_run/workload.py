@@ -190,6 +190,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768},
         },
     ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        "llama",
+        {
+            **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+            **{"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192},
+        },
+    ),
+    "HuggingFaceTB/SmolLM2-360M-Instruct": (
+        "llama",
+        {
+            **{"hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 15},
+            **{"num_key_value_heads": 5, "vocab_size": 49152, "max_position_embeddings": 8192},
+        },
+    ),
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": (
+        "llama",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32},
+            **{"vocab_size": 49152, "max_position_embeddings": 8192},
+        },
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": (
+        "qwen2",
+        {
+            **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+            **{"num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768},
+        },
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": (
+        "llama",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
+            **{"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072},
+        },
+    ),
     "Qwen/Qwen3-8B": (
         "qwen3",
         {

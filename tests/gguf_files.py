@@ -1,0 +1,178 @@
+"""Small GGUF files for tests, written with llama.cpp's own writer from models of random weights.
+
+The names and the order of rows are llama.cpp's convert_hf_to_gguf.py's, written down here a second time.
+"""
+
+import json
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvexp.models import random_model
+
+SIZES = {
+    "llama": dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "qwen2": dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "qwen3": dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    ),
+    "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=256),
+}
+LLAMA_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+}
+GPT2_NAMES = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "transformer.h": "blk",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "lm_head": "output",
+}
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SAID = "The old lamp stood past the stove in 1987, and the 12 lamps of 2023 don't. " * 20 + "\n\n  naïve café  x\n"
+
+
+def bpe_tokenizer(vocab_size=400):
+    """A byte-level tokenizer that splits text as SmolLM's: digits one by one, then GPT-2's pieces."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([SAID], trainer)
+    return backend
+
+
+def small_model(family, tokenizer, **more):
+    return random_model(
+        family, seed=3, vocab_size=tokenizer.get_vocab_size(), initializer_range=0.2, **SIZES[family], **more
+    )
+
+
+def neighbouring(weight, heads):
+    """llama.cpp's `permute`: rows half a head apart stand beside each other."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def tensors_of(model):
+    """GGUF name -> numbers, as llama.cpp's converter writes them."""
+    config, found = model.config, {}
+    family = config.model_type
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        numbers = weight.float().numpy()
+        for ours, theirs in (GPT2_NAMES if family == "gpt2" else LLAMA_NAMES).items():
+            name = name.replace(ours, theirs)
+        if family in ("llama", "mistral") and ".attn_q." in name:
+            numbers = neighbouring(numbers, config.num_attention_heads)
+        if family in ("llama", "mistral") and ".attn_k." in name:
+            numbers = neighbouring(numbers, config.num_key_value_heads)
+        if family == "gpt2" and name.endswith(("qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight")):
+            numbers = numbers.T
+        found[name] = np.ascontiguousarray(numbers)
+    return found
+
+
+def write(
+    path, model, tokenizer, *, kind="F32", pre="smollm", template=CHATML, fields=None, tensors=None, vocabulary=None
+):
+    """A GGUF file of the model. kind: of its matrices; fields: more of the header, {key: (method, value)};
+    tensors: instead of the model's own; vocabulary: the header's keys of another tokenizer, {key: value}."""
+    config = model.config
+    arch = "llama" if config.model_type == "mistral" else config.model_type
+    writer = GGUFWriter(str(path), arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if arch == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    if vocabulary is None:
+        add_bpe(writer, tokenizer, pre)
+    else:
+        for key, value in vocabulary.items():
+            add = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
+            add(key, value)
+    if template:
+        writer.add_chat_template(template)
+    for key, (method, value) in (fields or {}).items():
+        getattr(writer, method)(key, value)
+    for name, numbers in (tensors or tensors_of(model)).items():
+        if numbers.ndim > 1 and kind != "F32":
+            wanted = GGMLQuantizationType[kind]
+            writer.add_tensor(name, quantize(numbers, wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_bpe(writer, tokenizer, pre):
+    known = tokenizer.get_vocab()
+    tokens = sorted(known, key=known.get)
+    pairs = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in pairs])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
