@@ -10,7 +10,7 @@ from test_conf import composed
 
 from kvexp.config.settings import settings_of
 from kvexp.evaluate.preflight import end_of_turn, with_stop_tokens
-from kvexp.evaluate.tokenized_examples import tokenize
+from kvexp.evaluate.tokenized_examples import in_template, tokenize
 from kvexp.models.byte_tokenizer import byte_tokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -160,3 +160,35 @@ def test_the_end_of_a_turn_ends_an_answer():
 def test_what_ends_a_turn_is_read_from_the_template(template, end):
     tokenizer = chat_tokenizer(template)
     assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == ([end] if end else [])
+
+
+# ---- a prompt that is too long
+
+
+@pytest.mark.parametrize("truncate", ["middle", "right", "halves"])
+def test_a_prompt_cut_short_keeps_its_template_and_its_instruction(truncate):
+    made = settings("xsum", "model.chat=true", f"task.truncate={truncate}").task
+    example = next(made.examples())
+    tokenizer = chat_tokenizer()
+    whole = tokenize(example, made, tokenizer, 1 << 20, chat=True)
+    room = whole.size - 40
+    cut = tokenize(example, made, tokenizer, room, chat=True)
+    assert cut.cut and cut.size <= room
+    assert cut.text.startswith(f"<|im_start|>user\n{made.instruction}\n\n")
+    assert cut.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_without_a_template_the_end_is_cut_as_ever():
+    made = settings("xsum", "task.truncate=right").task
+    example = next(made.examples())
+    whole = tokenize(example, made, chat_tokenizer(), 1 << 20, chat=False)
+    assert tokenize(example, made, chat_tokenizer(), 50, chat=False).ids == whole.ids[:50]
+
+
+def test_a_template_does_not_ask_the_clock():
+    """Llama 3.2's writes the date of the day into every prompt, unless it is given one."""
+    dated = (
+        "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+        "Today Date: {{ date_string }}\n{{ messages[0]['content'] }}"
+    )
+    assert in_template(chat_tokenizer(dated), "Hello") == "Today Date: 26 Jul 2024\nHello"

@@ -5,12 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from kvexp.record import Run
+from kvexp.errors import ConfigError
+from kvexp.record import Run, refuse
 from kvexp.results import print_table, table, to_markdown
 
 
-def record(folder, method, setting, kv_ratio=0.5, baseline=None):
-    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": setting}
+def record(folder, method, setting, kv_ratio=0.5, baseline=None, **more):
+    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": setting, **more}
     run = Run.open(folder, {"method": method, "kv_ratio": kv_ratio, "setting": setting}, labels, {}, baseline=baseline)
     receipt = {"slots": 8.0, "kv_bytes": 10, "peak_kv_bytes": 20, "evicted": True, "batch_size": 1}
     for number in range(6):
@@ -21,6 +22,7 @@ def record(folder, method, setting, kv_ratio=0.5, baseline=None):
                 "seconds": {"ttft": 0.1, "tpot": 0.1},
                 "receipt": receipt,
                 "new_tokens": 4,
+                "finish_reason": "length",
                 "skipped": None,
             }
         )
@@ -59,6 +61,24 @@ def test_a_setting_of_some_rows_alone_stays_with_them(outputs):
     text = printed(outputs, 300)
     assert text.splitlines()[0] == "tiny / xsum"
     assert "task.size=120" in text and "task.size=7" in text
+
+
+def test_a_chat_template_and_weights_of_a_gguf_file_stand_in_the_title(tmp_path):
+    record(tmp_path, "h2o", "", chat=True, weights="Q4_1")
+    record(tmp_path, "window", "", chat=True, weights="Q4_1")
+    refuse(tmp_path, ["method=keyformer"], {"model": "tiny", "task": "xsum", "method": "keyformer"}, ConfigError("no"))
+    text = printed(tmp_path, 300)
+    assert text.splitlines()[0] == "tiny / xsum, Q4_1 weights, chat template"
+    heads = text.splitlines()[1:3]
+    assert "ended" in heads[0] + heads[1] and "chat" not in heads[0] + heads[1]  # ended: of chat models always
+    record(tmp_path, "tova", "", weights="Q4_1")
+    title, *rest = printed(tmp_path, 300).splitlines()
+    assert title == "tiny / xsum, Q4_1 weights" and " chat " in rest[0] + rest[1]
+
+
+def test_without_a_template_nothing_is_said_of_it(outputs):
+    heads = "".join(printed(outputs, 300).splitlines()[:3])
+    assert "template" not in heads and "ended" not in heads
 
 
 def test_a_value_with_spaces_is_one_word(tmp_path):

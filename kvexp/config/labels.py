@@ -36,8 +36,13 @@ def labels_of(
     method: str,
     budget: Any,
     revision: str | None,
+    weights: str | None = None,
+    chat: bool = False,
 ) -> dict[str, Any]:
-    """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis."""
+    """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis.
+
+    weights: the quantisation of a GGUF file; chat: whether prompts go through a chat template.
+    """
     labels = {
         "model": model,
         "task": choices.get("task", task),
@@ -46,7 +51,8 @@ def labels_of(
         "tokens": budget.tokens if budget is not None else None,
         "setting": override_label(overrides),
     }
-    return labels | _experiment(choices) | ({"revision": revision} if revision else {})
+    some = {"revision": revision, "weights": weights, "chat": chat}
+    return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
 
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:

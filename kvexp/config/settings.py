@@ -207,6 +207,8 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
         method=settings.method.name,
         budget=settings.budget,
         revision=", ".join(revision for revision in revisions if revision) or None,
+        weights=settings.model.gguf[1] if settings.model.gguf else None,
+        chat=settings.model.chat and settings.task.wrapped,
     )
 
 

@@ -133,7 +133,15 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         "failed": None,
         "halved": 0,
         "info": dict(prompt.example.info),
-    } | ({"trust_remote_code": True} if settings.model.trust_remote_code else {})
+    } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_weights(settings)}
+
+
+def _weights(settings: Settings) -> dict[str, Any]:
+    """Which GGUF file the weights were made from; nothing for other weights."""
+    if settings.model.gguf is None:
+        return {}
+    sha256, quantisation = settings.model.gguf
+    return {"weights": {"gguf_sha256": sha256, "quantisation": quantisation}}
 
 
 def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from kvexp.tasks import Example, Task
 if TYPE_CHECKING:
     from kvexp.models.types import Tokenizer
 
+TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the clock's, and prompts change every day
+
 
 @dataclass(frozen=True)
 class TokenizedExample:
@@ -50,9 +52,10 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
     """The example's prompt and question in at most `room` tokens (and the task's own maximum), cut as the task says.
 
     task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
-    of the tokens (`_truncate_middle`); "right" cuts the end of the prompt's tokens; "skip" keeps a skipped row.
-    A question is never cut. With `chat`, and unless the task says otherwise, prompt and question go through the
-    tokenizer's chat template (or the task's frame) as one message, which is then parted where the question starts.
+    of the tokens (`_truncate_middle`); "right" cuts the end of the prompt's tokens, and where a template goes around
+    the prompt, whose end must stay, does what "middle" does; "skip" keeps a skipped row. A question is never cut.
+    With `chat`, and unless the task says otherwise, prompt and question go through the tokenizer's chat template (or
+    the task's frame) as one message, which is then parted where the question starts.
     """
     if room < 1:
         raise ConfigError("max_new_tokens leaves no room for a prompt in this model: lower generation.max_new_tokens")
@@ -77,9 +80,9 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
         return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
     if count <= limit:
         return replace(whole, tokens=count)
-    if task.truncate == "right" and limit > len(whole.question):
+    if task.truncate == "right" and not wrapped and limit > len(whole.question):
         return replace(whole, ids=whole.ids[: limit - len(whole.question)], cut=True, tokens=count)
-    if task.truncate == "middle":
+    if task.truncate in ("middle", "right"):
         fits, over = -1, len(example.body)
         while over - fits > 1:
             half = (fits + over) // 2
@@ -156,7 +159,7 @@ def in_template(tokenizer: Tokenizer, words: str) -> str:
     """The words as the user's turn of the tokenizer's chat template, up to where the answer begins."""
     try:
         text: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True, date_string=TODAY
         )
     except Exception as error:  # jinja's, and whatever a template does with its values: no common base
         raise ConfigError(

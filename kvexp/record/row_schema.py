@@ -12,6 +12,7 @@ ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
+    "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
         **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "attention_kept"), NUMBER),
@@ -22,7 +23,10 @@ ROW: dict[str, Any] = {
         },
     },
 }
-LABELS = {**dict.fromkeys(("model", "task", "method", "setting", "revision", "experiment"), TEXT), "kv_ratio": NUMBER}
+LABELS = {
+    **dict.fromkeys(("model", "task", "method", "setting", "revision", "experiment", "weights"), TEXT),
+    **{"kv_ratio": NUMBER, "chat": TRUTH},
+}
 
 
 def wrong_row(row: Mapping[str, Any]) -> str | None:

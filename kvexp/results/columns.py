@@ -33,9 +33,20 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
     return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
 
 
+def marks_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Label -> what a title says of it where it is the same in all runs: a chat template, weights of a GGUF file."""
+    ran = [row for row in rows if row["status"] != "refused"]
+    values = {name: {str(row.get(name)) for row in ran if not absent(row.get(name))} for name in ("weights", "chat")}
+    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
+    same = {name: value for name, value in same.items() if all(str(row.get(name)) == value for row in ran)}
+    words = {"weights": f"{same.get('weights')} weights", "chat": "chat template"}
+    return {name: words[name] for name, value in same.items() if value != "False"}
+
+
 def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
     fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
+    fixed |= marks_of(rows).keys()
     names = list(rows[0])[: list(rows[0]).index("n")]
     varied = [name for name in names if name not in fixed and _tells(name, rows)]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
@@ -97,8 +108,8 @@ def _questions(rows: Sequence[Row]) -> list[Column]:
 
 
 def _ended(rows: Sequence[Row]) -> list[Column]:
-    """Where any answer ended before max_new_tokens ended it."""
-    if not any(row["ended"] > 0 for row in rows):
+    """Where any answer ended before max_new_tokens ended it, or should have: a chat model's turn has an end."""
+    if not any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows):
         return []
     return [Column("ended\n%", lambda row: fixed(row["ended"], 0))]
 

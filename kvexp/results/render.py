@@ -12,7 +12,17 @@ from rich.text import Text
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.results import stats
-from kvexp.results.columns import MOVING, Column, Row, columns_of, keys_of, partly_timed, plain, shared_settings
+from kvexp.results.columns import (
+    MOVING,
+    Column,
+    Row,
+    columns_of,
+    keys_of,
+    marks_of,
+    partly_timed,
+    plain,
+    shared_settings,
+)
 from kvexp.results.units import absent
 from kvexp.terminal import visible
 
@@ -173,7 +183,8 @@ def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]]
         inside = [row for row in rows if _title(row) == title]
         shared, inside = shared_settings(inside)
         keys = keys_of(inside, x)
-        yield ", ".join([title, *shared]), inside, [*keys, *columns_of(inside, x)], len(keys)
+        title = ", ".join([title, *marks_of(inside).values(), *shared])
+        yield title, inside, [*keys, *columns_of(inside, x)], len(keys)
 
 
 def _title(row: Row) -> str:
