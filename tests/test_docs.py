@@ -77,9 +77,9 @@ def check_named(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the default run in it."""
+    """A folder with a run in it."""
     folder = tmp_path_factory.mktemp("docs") / "outputs"
-    code, _, err = called(tiny(["python", "run.py"], folder))
+    code, _, err = called(tiny(["python", "run.py", "model=testbed_rope", "task=testbed_summary"], folder))
     assert code == 0, err
     return folder
 

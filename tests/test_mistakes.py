@@ -26,7 +26,7 @@ TYPED = [  # words, what stderr holds
     (["limt=3"], "there is no setting limt; did you mean limit?"),
     (["method.alpha=0.5"], "method.alpha is a setting of method=a2sf,keyformer_a2sf, not of method=h2o"),
     (["method.recent_rato=0.5"], "there is no setting method.recent_rato; did you mean method.recent_ratio?"),
-    (["task.nosuch=1"], "there is no setting task.nosuch; task=testbed_summary has split, "),
+    (["task=testbed_summary", "task.nosuch=1"], "there is no setting task.nosuch; task=testbed_summary has split, "),
     (
         ["+max_new_tokens=32"],
         "no setting max_new_tokens; did you mean task.max_new_tokens or generation.max_new_tokens?",
@@ -95,6 +95,7 @@ def test_keys_of_an_experiment_are_known_too(monkeypatch, capsys, tmp_path):
     assert code == 1 and "there is no setting max_new_tokens; did you mean task.max_new_tokens" in err
 
 
+TESTBED = ("model=testbed_rope", "task=testbed_summary")
 KEYS = [  # key and value typed, what is said once torch is there
     (["generation.num_beams=0"], "error: generation.num_beams must be at least 1, got 0"),
     (
@@ -124,7 +125,7 @@ KEYS = [  # key and value typed, what is said once torch is there
 
 @pytest.mark.parametrize(("typed", "said"), KEYS, ids=[" ".join(typed) for typed, _ in KEYS])
 def test_an_error_names_the_key_as_it_is_typed(monkeypatch, capsys, tmp_path, typed, said):
-    code, _, err = run_py(monkeypatch, capsys, *typed, "limit=1", f"outputs_dir={tmp_path}")
+    code, _, err = run_py(monkeypatch, capsys, *TESTBED, *typed, "limit=1", f"outputs_dir={tmp_path}")
     assert code == 1 and said in err and len(err.splitlines()) == 1 and not list(runs(tmp_path))
 
 
