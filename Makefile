@@ -10,6 +10,7 @@ WORKERS ?= 2
 TIMEOUT ?= 300
 SCALE   ?= testbed
 ARGS    ?=
+DEMO    ?= 20
 
 VENV  := .venv
 PEERS := .venv-peers
@@ -41,17 +42,17 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/python -m kvexp.models.fetch || echo 'no weights were fetched: python -m kvexp.models.fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
-demo: $(VENV)/.stamp ## a sweep of three methods at three budgets, ending in a table and a figure (outputs/demo.png)
-	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7
-	@$(BIN)/python -m kvexp.figures.quality outputs outputs/demo.png --metric rouge2 \
-	    --where model=testbed_rope task=testbed_summary method=full,keyformer,h2o,a2sf
+demo: $(VENV)/.stamp ## three methods at three budgets on a real model: a table and a figure (outputs/demo/demo.png)
+	@$(BIN)/python -m kvexp.models.fetch smollm2_135m
+	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
+	@$(BIN)/python -m kvexp.figures.quality outputs/demo outputs/demo/demo.png --metric rouge1
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m kvexp.training
 	@$(BIN)/python -m experiments.testbed
 
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
-	@$(BIN)/python run.py limit=1 outputs_dir=outputs/smoke
+	@$(BIN)/python run.py model=testbed_rope task=testbed_summary limit=1 outputs_dir=outputs/smoke
 
 test: $(VENV)/.stamp ## the tests to run before every commit (not slow, peers, real)
 	@$(PYTEST) -m 'not slow and not peers and not real' $(ARGS)

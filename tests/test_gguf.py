@@ -264,6 +264,16 @@ def test_a_full_disk_is_told_before(llama, monkeypatch):
         located(str(llama[0]))
 
 
+def test_what_cannot_be_written_is_one_line(llama, cache, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converted, "write_weights", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*No space left on device\): make room.*KVEXP_CACHE"):
+        located(str(llama[0]))
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
 # ---- what is wrong
 
 

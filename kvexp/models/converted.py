@@ -7,6 +7,7 @@ of every file and is checked whenever the folder is used. A second process waits
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -17,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import GenerationConfig
 
 from kvexp.cache_folder import cache_folder
-from kvexp.digests import file_digest
+from kvexp.digests import Stamp, file_digest, stamp
 from kvexp.errors import ConfigError
 from kvexp.models.gguf_config import config_of_header
 from kvexp.models.gguf_header import GgufHeader, read_header
@@ -56,8 +58,10 @@ def folder_of_gguf(sha256: str) -> Path:
 
 def converted(path: Path) -> ConvertedModel:
     """The model of a GGUF file, converted if that was not done yet. ConfigError for a file that cannot be used."""
-    header = read_header(path)
-    config_of_header(header, rope_factors(header))  # a wrong file is told before a large one is digested
+    try:
+        header = _checked(path, stamp(path))  # a wrong file is told before a large one is digested
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sha256 = file_digest(path)
     found = whole(sha256)
     if found is not None:
@@ -66,19 +70,36 @@ def converted(path: Path) -> ConvertedModel:
         return whole(sha256) or convert(header, sha256)
 
 
+@functools.lru_cache(maxsize=4)
+def _checked(path: Path, now: Stamp) -> GgufHeader:
+    """The header of a file that can be converted, as far as headers tell. now: of the file, which is asked for often."""
+    header = read_header(path)
+    config_of_header(header, rope_factors(header))
+    return header
+
+
 def whole(sha256: str) -> ConvertedModel | None:
     """The converted model if it is there and every byte is as it was written; else None."""
     folder = folder_of_gguf(sha256)
     try:
+        there = {path.name: stamp(path) for path in folder.iterdir()}
+    except OSError:  # not there
+        return None
+    return _unchanged(folder, sha256, frozenset(there.items()))
+
+
+@functools.lru_cache(maxsize=4)
+def _unchanged(folder: Path, sha256: str, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
+    """`whole`, of a folder whose files (name, stamp) are what they were when it was last asked."""
+    try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
-        there = {path.name for path in folder.iterdir()} - {MANIFEST}
-        if source["sha256"] != sha256 or there != set(files):
+        if source["sha256"] != sha256 or {name for name, _ in there} != {MANIFEST, *files}:
             return None
         if any(file_digest(folder / name) != digest for name, digest in files.items()):
             return None
         return ConvertedModel(folder, str(source["file"]), sha256, str(source["quantisation"]))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, cut short, edited: made anew
+    except (OSError, ValueError, KeyError, TypeError):  # cut short, edited: made anew
         return None
 
 
@@ -127,6 +148,11 @@ def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
             folder.rename(place.with_name(f"{place.name}-old"))
         place.rename(folder)
         _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot write {folder} ({getattr(error, 'strerror', None) or error}): make room, or set KVEXP_CACHE to "
+            "another folder"
+        ) from error
     finally:
         shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(place.with_name(f"{place.name}-old"), ignore_errors=True)
