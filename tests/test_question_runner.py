@@ -242,7 +242,7 @@ class Chat:
     def __init__(self, change=str.strip):
         self.change = change
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
         return f"[INST] {self.change(messages[0]['content'])} [/INST]"
 
     def __call__(self, text, add_special_tokens=True, verbose=True):

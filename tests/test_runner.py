@@ -166,7 +166,7 @@ def test_a_cut_prompt_is_tokenised_as_one_text(stories260k):
 
 def test_a_chat_prompt_is_what_the_template_makes():
     class Chat:
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
             return f"[INST] {messages[0]['content'].strip()} [/INST]"
 
         def __call__(self, text, add_special_tokens, verbose):

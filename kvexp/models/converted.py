@@ -72,7 +72,7 @@ def converted(path: Path) -> ConvertedModel:
 
 @functools.lru_cache(maxsize=4)
 def _checked(path: Path, now: Stamp) -> GgufHeader:
-    """The header of a file that can be converted, as far as headers tell. now: of the file, which is asked for often."""
+    """The header of a file that can be converted, as far as headers tell. now: of the file, which is asked often."""
     header = read_header(path)
     config_of_header(header, rope_factors(header))
     return header
