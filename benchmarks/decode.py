@@ -72,10 +72,12 @@ class Prefilled:
         """One turn: decode `batch` rows from a copy."""
         if v.theirs:
             return decoded(self.theirs, copied(self.of(v), batch), batch, self.prompt, self.new, self.device)
-        from kvexp.generate import GenerationParams, ask
+        from kvexp.generate import GenerationParams, generate_from_context
 
         rows, decoding = self.of(v).fork([0] * batch), GenerationParams(self.new, eos=None)
-        made, wall, cpu = spent(lambda: ask(self.mine, rows, [[0]] * batch, decoding=decoding), self.device)
+        made, wall, cpu = spent(
+            lambda: generate_from_context(self.mine, rows, [[0]] * batch, decoding=decoding), self.device
+        )
         return {"tpot_s": made.timing.tpot_s, "wall_s": wall / self.new, "cpu_s": cpu / self.new}
 
 

@@ -29,7 +29,7 @@ def one(
         stamps, took, how = peak(lambda: _hf(v, model, ids, batch, beams, new, device), device)
         return {**_times(stamps), "peak_bytes": took, "peak_by": how}
     made, took, how = peak(lambda: _kvexp(v, model, ids.tolist() * batch, beams, new, budget_of), device)
-    timing, held = made.timing, made.cache.ledger
+    timing, held = made.timing, made.cache.memory_tracker
     told = {"ttft_s": timing.ttft_s, "tt2t_s": timing.tt2t_s, "tpot_s": timing.tpot_s}
     return {**told, "peak_bytes": took, "peak_by": how, "kv_bytes": held.bytes, "offloaded_bytes": held.offloaded_bytes}
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.core.select import best
+from kvexp.core.select import topk_slots
 from kvexp.pipes import watch_pipes
-from kvexp.retrieval.kmeans import lloyd, starting_rows
+from kvexp.retrieval.kmeans import init_rows, lloyd
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import combined
+from kvexp.retrieval.query import reduce_group
 
 FEW, MORE = 2, 6  # iterations timed; the difference leaves out what is done once
 _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")
@@ -56,7 +56,7 @@ def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm
 
 def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> dict[str, float | None]:
     """k-means iterations per second over all problems of points [N, n, d]: what MORE - FEW of them take."""
-    start = starting_rows(points.shape[1], clusters, 0)
+    start = init_rows(points.shape[1], clusters, 0)
     tasks: dict[str, Callable[[], Any]] = {
         f"ours {n}": lambda n=n: lloyd(points, start, n, tolerance=0.0) for n in (FEW, MORE)
     }
@@ -104,7 +104,7 @@ def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
     counts = torch.tensor([count], device=device)
 
     def top(x: Tensor) -> Tensor:
-        return best(combined(x * dim**-0.5, "softmax_sum"), candidates, counts, count)
+        return topk_slots(reduce_group(x * dim**-0.5, "softmax_sum"), candidates, counts, count)
 
     found = seconds(
         {

@@ -23,12 +23,12 @@ from kvexp.core import Budget, Method
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.methods import H2O, Full
 from kvexp.models import pack_linear, random_model
-from kvexp.models.retrieval_calibration import head_dim, kv_heads, layer_seconds
+from kvexp.models.retrieval_calibration import head_dim, measure_layer_time, num_kv_heads
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import InfLLM, PQCache, SparQ
 from kvexp.retrieval.kmeans_schedule import clustering_seconds
-from kvexp.retrieval.offload import Memory
-from kvexp.retrieval.offload_config import Layout
+from kvexp.retrieval.offload import OffloadedKV
+from kvexp.retrieval.offload_config import OffloadConfig
 
 METHODS: dict[str, Method] = {
     "full": Full(),
@@ -103,17 +103,17 @@ def _rate(row: dict[str, Any]) -> str:
 def one_layer(model: Any, length: int, options: argparse.Namespace) -> dict[str, Any]:
     """Figure 7: seconds of one layer's prefill, of sending its keys and values home, of clustering its keys."""
     config, dtype = model.config, next(model.parameters()).dtype
-    heads, dim = kv_heads(config), head_dim(config)
+    heads, dim = num_kv_heads(config), head_dim(config)
     keys = torch.randn(1, heads, length, dim, dtype=dtype, device=options.device)
     taken = []
     for _ in range(4):
         start = time.perf_counter()
-        Memory(keys, keys, [length], Layout(32, [32], length)).settle()
+        OffloadedKV(keys, keys, [length], OffloadConfig(32, [32], length)).settle()
         taken.append(time.perf_counter() - start)
     clustering = clustering_seconds(length, heads * 2, dim // 2, 64, 10, "cpu", repeats=1)
     return {
         "length": length,
-        "prefill_s": layer_seconds(model, length),
+        "prefill_s": measure_layer_time(model, length),
         "offload_s": min(taken),
         "kmeans_s": clustering,
     }

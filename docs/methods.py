@@ -37,8 +37,8 @@ version of it (`tests/oracles.py`, `tests/test_kept_sets.py`, `tests/test_retrie
 EVICTING = """\
 ## Methods that evict
 
-A method ranks slots; the core keeps the sinks, the recent window and the top of the rank (ties: the newer token), until
-the budget is reached. Most ranks are one accumulated score:
+A method gives slots a priority; the core keeps the sinks, the recent window and the highest (ties: the newer token),
+until the budget is reached. Most priorities are one accumulated score:
 
 ```text
 {equation}
@@ -93,7 +93,7 @@ def text() -> str:
     from kvexp.retrieval.base import Retrieval
 
     found = entries()
-    evicting = [entry for entry in found if not entry.cls.keeps_everything]  # type: ignore[attr-defined]
+    evicting = [entry for entry in found if not entry.cls.full_cache]  # type: ignore[attr-defined]
     retrieving = [entry for entry in found if entry not in evicting]
     parts = [HEAD, _index(found), EVICTING.format(equation=inspect.getdoc(AttentionScoreSpec))]
     parts += [_section(entry) for entry in evicting]
@@ -136,7 +136,7 @@ def facts(entry: Entry) -> list[str]:
     """What the class declares about itself beside its settings."""
     method = entry.cls()
     said = {
-        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": method.needs_mask,
+        "Nothing is dropped: a simulation (`cache.mode=mask`, which `cache.mode=auto` takes).": method.simulation_only,
         "Evicts once, at the end of the prompt.": method.evicts and not method.evicts_while_decoding,
         "Survivors get new positions (`cache.positions=original` leaves them).": method.positions == "renumbered",
     }

@@ -28,7 +28,7 @@ from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.base import PrefillKV
 from kvexp.retrieval.kv_index import Index
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
+from kvexp.retrieval.query import RetrievalQuery, Selection, combined
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Watching(Oracle):
         for name, rival in self.rivals.items():
             rival.extend(self.indices[id(index), name], key, value, at)
 
-    def select(self, asked: RetrievalQuery) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Selection:
         exact = asked.top(combined(asked.exact(), "softmax_sum"))
         truth = torch.zeros(*exact.shape[:2], asked.memory.used, dtype=torch.bool).scatter_(-1, exact, True)
         pairs = truth.sum().item()
@@ -62,7 +62,7 @@ class Watching(Oracle):
             self.found[name][1] += pairs
         self.found["random"][0] += pairs * exact.shape[-1] / int(asked.candidates.sum())
         self.found["random"][1] += pairs
-        return Chosen(exact)
+        return Selection(exact)
 
 
 def recall(

@@ -24,7 +24,7 @@ from kvexp.figures.style import DASHES, color_of, marker_of
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
 from kvexp.models import load_model, load_tokenizer, pack_linear
-from kvexp.models.families import longest
+from kvexp.models.families import max_positions
 from kvexp.pipes import watch_pipes
 
 # label -> method, and where its paper's positions need saying, how the cache is set up
@@ -140,8 +140,8 @@ def _main() -> None:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     model = pack_linear(load_model(options.model))
-    if options.length > longest(model.config):
-        raise ConfigError(f"--length {options.length} is more than the model holds ({longest(model.config)})")
+    if options.length > max_positions(model.config):
+        raise ConfigError(f"--length {options.length} is more than the model holds ({max_positions(model.config)})")
     texts = windows(load_tokenizer(options.model), options.text, options.length, options.windows)
     result = table(model, texts, options.slots, options.batch, options.methods)
     print(f"\nfull attention: {result['full', 0][0]:.3f} nats per token, {options.windows} windows")

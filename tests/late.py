@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvexp.retrieval.copy_streams import Lanes
+from kvexp.retrieval.copy_streams import CopyStreams
 
 
 class Reached:
@@ -53,7 +53,7 @@ class _Deferred(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class LateLanes(Lanes):
+class LateCopyStreams(CopyStreams):
     """Stands for the lanes of a GPU. waits: how often the computation really had to wait."""
 
     def __init__(self) -> None:
@@ -66,19 +66,19 @@ class LateLanes(Lanes):
         with _Deferred(self.queues[which]):
             yield
 
-    def outwards(self) -> Any:
+    def d2h(self) -> Any:
         return self._deferred(0)
 
-    def inwards(self) -> Any:
+    def h2d(self) -> Any:
         return self._deferred(1)
 
-    def mark_out(self) -> Any:
+    def record_d2h(self) -> Any:
         return Reached(self.queues[0])
 
-    def mark_in(self) -> Any:
+    def record_h2d(self) -> Any:
         return Reached(self.queues[1])
 
-    def join(self, event: Any, *arrived: Tensor) -> None:
+    def wait(self, event: Any, *arrived: Tensor) -> None:
         if event is not None:
             self.waits += any(job is not _done for job in self.queues[1])
             event.synchronize()

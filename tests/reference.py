@@ -41,9 +41,9 @@ class Rule:
     evicts: bool = True
     decode_evicts: bool = True
     per_query: bool = False
-    limbo: bool = False
+    hidden_next_step: bool = False
     frozen: bool = False
-    birth: Callable[[int, int, int, Vector], float] | None = None
+    initial_score: Callable[[int, int, int, Vector], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Reference:
             for h, head in enumerate(heads):
                 head.held.append(t)
                 before[h].add(t)
-                head.score[t] = rule.birth(layer, h, t, self.k[layer][h][t]) if rule.birth else 0.0
+                head.score[t] = rule.initial_score(layer, h, t, self.k[layer][h][t]) if rule.initial_score else 0.0
             out.append(self._token(layer, t, before, tokens))
         for h, head in enumerate(heads):
             if rule.across_layers:
@@ -253,7 +253,7 @@ class Reference:
         order = sorted(head.held, key=lambda p: (p in newest_ones or p < rule.sinks, *value[p], p), reverse=True)
         stay = sorted(order[:keep])
         head.hidden = set()
-        if rule.limbo:  # the token just outside the window waits a step without being attended
+        if rule.hidden_next_step:  # the token just outside the window waits a step without being attended
             waiting = newest - (recent - 1)
             if waiting in head.held and waiting not in stay:
                 head.hidden = {waiting}
@@ -264,7 +264,7 @@ class Reference:
     def _ranks(self, head: Head, newest: int, recent: int) -> dict[int, tuple[float, ...]]:
         """Higher stays; what the model's own sliding window has passed is worth nothing, whatever the method says."""
         rule = self.rule
-        leaving = newest - (recent - 1) if rule.limbo or rule.frozen else None
+        leaving = newest - (recent - 1) if rule.hidden_next_step or rule.frozen else None
 
         def rank(p: int) -> tuple[float, ...]:
             if not self._in_window(p, newest + 1) or p == leaving:

@@ -30,7 +30,7 @@ SETTINGS = {
     "cadence 2**20": (lambda: Cadence(every=1 << 20), "at most 65536 decode steps"),
     "many beams": (lambda: GenerationParams(num_beams=1 << 20), "num_beams may be at most 1024"),
     "alpha": (lambda: A2SF(alpha=1.5), r"alpha must be in \[0, 1\], got 1.5"),
-    "tau": (lambda: Keyformer(tau_init=0).view, "tau must be positive, got tau_init=0"),
+    "tau": (lambda: Keyformer(tau_init=0).score_spec, "tau must be positive, got tau_init=0"),
     "noise": (lambda: Noise("uniform"), "gumbel, gaussian, constant, none, got 'uniform'"),
     "recent": (lambda: H2O(recent_ratio=-0.1), r"recent_ratio must be in \[0, 1\], got -0.1"),
     "key window": (lambda: Keyformer(key_window="new"), "paper or release_frozen, got 'new'"),

@@ -87,7 +87,7 @@ def test_one_object_stands_for_method_budget_and_keywords():
     one = generate(model, PROMPT, config, decoding=decoding)
     other = generate(model, PROMPT, H2O(), HALF, decoding=decoding, cadence=Cadence(every=2), mode="compact")
     assert one.tokens == other.tokens and one.cache.config == other.cache.config == config
-    assert prefill(model, PROMPT, config).cache.states[0].config is config
+    assert prefill(model, PROMPT, config).cache.layer_states[0].config is config
     (mine,), (same,) = (continuation_logprobs(model, PROMPT, [[5, 6, 7]], *what) for what in ((config,), (H2O(), HALF)))
     assert len(mine) == len(same) == 3
     with pytest.raises(TypeError, match="cadance"):

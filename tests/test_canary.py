@@ -23,7 +23,17 @@ CACHE = {
     *("batch_size", "has_previous_state", "get_max_cache_shape", "get_max_length", "max_batch_size", "is_croppable"),
     "_is_user_defined",
 }
-OURS = {"config", "timeline", "ledger", "shared", "states", "_select", "caches", "doubt", "prompts"}
+OURS = {
+    "config",
+    "sequence",
+    "memory_tracker",
+    "cross_layer_score",
+    "layer_states",
+    "_select",
+    "caches",
+    "logits_nan_flag",
+    "prompts",
+}
 
 
 def test_version_is_one_that_was_tested():

@@ -51,9 +51,11 @@ def test_slots_stay_with_their_layer(family, method):
     with pretended():
         done = generate(over_two(family), PROMPTS, method, budget, **options)
     assert done.tokens == alone.tokens
-    devices = [str(state.slots.keys.device) for state in done.cache.states]
+    devices = [str(state.slots.keys.device) for state in done.cache.layer_states]
     assert set(devices) == {"ipu:0", "ipu:1"} and devices == sorted(devices)
-    assert [state.kept() for state in done.cache.states] == [state.kept() for state in alone.cache.states]
+    assert [state.kept_positions() for state in done.cache.layer_states] == [
+        state.kept_positions() for state in alone.cache.layer_states
+    ]
 
 
 @pytest.mark.parametrize("method", [Oracle(), Quest(), SparQ()], ids=lambda method: method.name)

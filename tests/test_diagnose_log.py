@@ -66,8 +66,8 @@ def test_what_is_not_in_the_log_is_kept_in_every_family(family, method):
     made, table = watched(case)
     assert made.tokens == case.generated().tokens
     fed = len(case.prompt) + len(case.question) + NEW - 1
-    for layer, state in enumerate(made.cache.states):
-        for head, kept in enumerate(state.kept()[0]):
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
             assert held(table, layer, head, fed, math.inf) == kept
             assert len(held(table, layer, head, len(case.prompt), 0)) == 11  # 12 less the token to come
 
@@ -79,8 +79,8 @@ METHODS = (Window(), TOVA(), SnapKV(window=4), SpAtten(), H2ODamping(), Streamin
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
 def test_every_way_of_dropping_tells_the_same(method, mode):
     made, table = watched(case_of("llama", method, mode=mode))
-    for layer, state in enumerate(made.cache.states):
-        for head, kept in enumerate(state.kept()[0]):
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
             assert held(table, layer, head, 31 + NEW - 1, math.inf) == kept
     _, truth = watched(case_of("llama", method, mode="compact"))
     for name in ("step", "layer", "head", "position", "rank", "of"):
@@ -106,8 +106,8 @@ def test_scores_ranks_and_thresholds_by_hand():
 
 def test_what_a_simulation_hides_for_one_step_is_not_gone():
     made, table = watched(case_of("llama", H2O(impl="mask"), mode="mask"))
-    for layer, state in enumerate(made.cache.states):
-        score = state.slots.score[0, :, : state.slots.used]
+    for layer, state in enumerate(made.cache.layer_states):
+        score = state.slots.score[0, :, : state.slots.length]
         for head in range(3):
             alive = (score[head] > -math.inf).nonzero()[:, 0].tolist()
             assert held(table, layer, head, 31 + NEW - 1, math.inf) == alive

@@ -118,13 +118,13 @@ def test_renumbered_survivors_come_back_to_their_places():
 def visible(replay, trial, layer):
     """Positions each head of a layer sees at the end of this trial."""
     context = replay.context.fork([0])
-    for state in context.cache.states:
-        state.mode.undo(state.held(), [trial], 60)
+    for state in context.cache.layer_states:
+        state.backend.undo(state.require_slots(), [trial], 60)
     from kvexp.generate import decode
 
     decode(replay.case.model, [context], replay.case.decoding, [0], None, start=0.0)
-    state = context.cache.states[layer]
-    return state.kept()[0], held_slots(state.held())[0].sum(-1).tolist()
+    state = context.cache.layer_states[layer]
+    return state.kept_positions()[0], held_slots(state.require_slots())[0].sum(-1).tolist()
 
 
 @pytest.mark.parametrize(("first", "last", "came"), [(0, 9, [3, 4, 25]), (0, 0, [3, 4]), (6, 9, [25]), (7, 9, [])])

@@ -10,7 +10,7 @@ from kvexp.core import Budget
 from kvexp.errors import ConfigError
 from kvexp.generate import CacheConfig, GenerationParams, divergence_from_full, generate, prefill, prefill_together
 from kvexp.generate.divergence import compare
-from kvexp.generate.prefilled_context import forward_all
+from kvexp.generate.prefilled_context import forward_logits
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
 from kvexp.retrieval import PQCache
 
@@ -43,7 +43,7 @@ def logits_alone(model, variant, prompt, text, seed, length):
     with torch.no_grad():
         for token in text[:-1]:
             mask = torch.cat([mask, torch.ones(1, 1, dtype=mask.dtype)], dim=1)
-            logits.append(forward_all(model, torch.tensor([[token]]), mask, context.cache, keep=1)[:, -1])
+            logits.append(forward_logits(model, torch.tensor([[token]]), mask, context.cache, keep=1)[:, -1])
     return torch.cat(logits).double()
 
 

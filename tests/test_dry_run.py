@@ -52,9 +52,9 @@ def test_bytes_of_a_token_are_those_of_the_cache():
     shape = shape_of(model.config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     done = generate(model, [[3, 4, 5, 6, 7]], Full(), decoding=GenerationParams(1))
-    assert done.ledger.bytes % shape.token_bytes("float32") == 0 and done.ledger.bytes >= 5 * shape.token_bytes(
+    assert done.memory_tracker.bytes % shape.token_bytes(
         "float32"
-    )
+    ) == 0 and done.memory_tracker.bytes >= 5 * shape.token_bytes("float32")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_padded_follow_up_turn_with_renumbered_positions(family):
     prompts = torch.tensor([PROMPT, PROMPT[::-1]])
 
     def follow(ids, tokens, mask):
-        cache = EvictionCache(model, StreamingLLM(), budget).several_tokens()
+        cache = EvictionCache(model, StreamingLLM(), budget).allow_multi_token_steps()
         places = {} if family == "mpt" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]}
         with torch.no_grad():
             model(ids, past_key_values=cache)
@@ -60,7 +60,7 @@ def test_sinks_are_seen_through_a_sliding_window_once_renumbered():
         )
         for n in (2, 0)
     )
-    assert with_sinks.cache.kept(0)[0][0][:2] == [0, 1]
+    assert with_sinks.cache.kept_positions(0)[0][0][:2] == [0, 1]
     changed = generate(
         model,
         [[50, 51, *range(5, 48)]],
@@ -71,7 +71,7 @@ def test_sinks_are_seen_through_a_sliding_window_once_renumbered():
     )
     # The two first tokens are far outside the window of 12, but within the cache they are near: they must matter.
     assert (with_sinks.logits[1] - changed.logits[1]).abs().max() > 0.1
-    assert without.cache.kept(0)[0][0][0] > 30
+    assert without.cache.kept_positions(0)[0][0][0] > 30
 
 
 def test_static_caches_are_refused():
@@ -144,7 +144,7 @@ def test_padding_after_the_prompt_counts_whoever_the_neighbour_is():
                 mask[:, -1] = torch.tensor(masked[:rows])
                 places = torch.full((rows, 1), 35)
                 out = model(torch.full((rows, 1), 44), attention_mask=mask, past_key_values=cache, position_ids=places)
-        return out.logits[0], cache.kept(0)[0]
+        return out.logits[0], cache.kept_positions(0)[0]
 
     both, kept = step(2, [(0, 1), (1, 1)])
     alone, kept_alone = step(1, [(0,), (1,)])

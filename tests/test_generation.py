@@ -70,7 +70,7 @@ def test_chunked_prefill_gives_the_same_tokens(family, num_beams):
     whole = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams))
     chunked = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams, prefill_chunk=5))
     assert whole.tokens == chunked.tokens
-    assert [whole.cache.kept(i) for i in (0, 1)] == [chunked.cache.kept(i) for i in (0, 1)]
+    assert [whole.cache.kept_positions(i) for i in (0, 1)] == [chunked.cache.kept_positions(i) for i in (0, 1)]
 
 
 def test_plain_generate_with_chunks_needs_the_prompt_length():
@@ -100,9 +100,9 @@ def test_beams_really_separate_in_that_test():
         forgets = ("keys",)
 
         def reorder_cache(self, beam_idx):
-            held = [{n: s.slots.tensors[n].clone() for n in self.forgets} for s in self.states]
+            held = [{n: s.slots.tensors[n].clone() for n in self.forgets} for s in self.layer_states]
             super().reorder_cache(beam_idx)
-            for state, tensors in zip(self.states, held, strict=True):
+            for state, tensors in zip(self.layer_states, held, strict=True):
                 for name, tensor in tensors.items():
                     getattr(state.slots, name).copy_(tensor)
 
@@ -114,7 +114,9 @@ def test_beams_really_separate_in_that_test():
             Forgetful.forgets = (name,)
             module.EvictionCache = Forgetful
             wrong = generate(model, PROMPTS, method, HALF, decoding=decoding)
-            changed = wrong.beam_scores != right.beam_scores or wrong.cache.kept(0) != right.cache.kept(0)
+            changed = wrong.beam_scores != right.beam_scores or wrong.cache.kept_positions(
+                0
+            ) != right.cache.kept_positions(0)
             assert changed, f"forgetting to reorder {name} was not noticed"
     finally:
         module.EvictionCache = original
@@ -179,15 +181,17 @@ def test_first_token_is_full_attention_and_ledger_shows_the_drop():
     length = len(PROMPTS[0])
     slots = length // 2
     per_slot = 2 * 3 * 14 * 4  # keys and values, 3 kv heads, 14 dims, float32
-    assert half.ledger.layer_bytes == [slots * per_slot] * 2
-    assert full.ledger.layer_bytes == [(length + 9) * per_slot] * 2
-    assert half.ledger.peak_bytes <= (2 * length + slots) * per_slot  # layer by layer: never two prompts and two caches
-    assert len(half.cache.kept(0)[0][0]) == slots - 1  # one slot is free for the next token
+    assert half.memory_tracker.layer_bytes == [slots * per_slot] * 2
+    assert full.memory_tracker.layer_bytes == [(length + 9) * per_slot] * 2
+    assert (
+        half.memory_tracker.peak_bytes <= (2 * length + slots) * per_slot
+    )  # layer by layer: never two prompts and two caches
+    assert len(half.cache.kept_positions(0)[0][0]) == slots - 1  # one slot is free for the next token
 
 
 def test_snapkv_keeps_its_prompt_choice():
     result = generate(tiny("llama"), PROMPTS[:1], SnapKV(window=4), HALF, decoding=GenerationParams(9, eos=None))
-    kept = result.cache.kept(1)[0][0]
+    kept = result.cache.kept_positions(1)[0][0]
     assert [p for p in kept if p >= 23] == list(range(23, 31))  # all eight tokens fed since are still there
     assert len([p for p in kept if p < 23]) == 10
 
@@ -197,4 +201,4 @@ def test_rarer_eviction_holds_more_slots():
     rarely = generate(
         tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None), cadence=Cadence(every=4)
     )
-    assert rarely.ledger.bytes == often.ledger.bytes * (11 + 3) // 11
+    assert rarely.memory_tracker.bytes == often.memory_tracker.bytes * (11 + 3) // 11

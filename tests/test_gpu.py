@@ -40,8 +40,8 @@ def test_cpu_and_gpu_keep_the_same_slots(family, method, num_beams):
     cpu, gpu = (generate(on(d, family), PROMPTS, method, HALF, decoding=decoding) for d in ("cpu", "cuda"))
     assert cpu.tokens == gpu.tokens
     for layer in range(2):
-        assert cpu.cache.kept(layer) == gpu.cache.kept(layer)
-        ours, theirs = cpu.cache.states[layer].slots, gpu.cache.states[layer].slots
+        assert cpu.cache.kept_positions(layer) == gpu.cache.kept_positions(layer)
+        ours, theirs = cpu.cache.layer_states[layer].slots, gpu.cache.layer_states[layer].slots
         assert torch.equal(ours.positions, theirs.positions.cpu())
         torch.testing.assert_close(ours.score, theirs.score.cpu(), atol=1e-4, rtol=1e-4)
 
@@ -51,7 +51,7 @@ def test_bfloat16_keeps_nearly_the_same(family):
     """bfloat16 rounds logits at 2**-8: at least nine in ten of the slots of float32 survive the prompt."""
     exact = generate(on("cuda", family), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(1))
     rough = generate(on("cuda", family, torch.bfloat16), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(1))
-    pairs = zip(exact.cache.kept(0)[0], rough.cache.kept(0)[0], strict=True)
+    pairs = zip(exact.cache.kept_positions(0)[0], rough.cache.kept_positions(0)[0], strict=True)
     shared = [len(set(a) & set(b)) / len(a) for a, b in pairs]
     assert sum(shared) / len(shared) >= 0.9
 
@@ -102,5 +102,5 @@ def test_state_follows_its_layer_over_two_devices():
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     split = patch_model(dispatch_model(model, {**places, "model.rotary_emb": 0}))
     result = generate(split, PROMPTS, H2O(), HALF, decoding=GenerationParams(9))
-    assert [s.slots.keys.device.index for s in result.cache.states] == [0, 1]
+    assert [s.slots.keys.device.index for s in result.cache.layer_states] == [0, 1]
     assert result.tokens == generate(on("cpu", "llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(9)).tokens

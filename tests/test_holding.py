@@ -156,7 +156,7 @@ METHODS = [
 def test_what_is_granted_can_be_generated_with(cls):
     """The check beforehand and the cache itself say the same of each budget: 33 slots hold all that any protects."""
     method, prompt, allowed = cls(), [list(range(3, 40))], []
-    mask = method.needs_mask or getattr(method.view, "over", "") == "full"
+    mask = method.simulation_only or getattr(method.score_spec, "over", "") == "full"
     plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions}
     for slots in (1, 4, 5, 33):
         budget = Budget(tokens=slots)

@@ -160,7 +160,7 @@ class Witness:
     def row(self, layer: int, h: int, q: int, probabilities: Tensor, noise: Tensor | None) -> Row:
         """One row, summed over the query heads of a kv head, as the method's score sees it."""
         result: Row = {}
-        view = self.method.view
+        spec = self.method.score_spec
         for i in range(h * self.group, (h + 1) * self.group):
             row = {p: float(probabilities[i, q, p]) for p in self.held[layer][h] if p <= q}
             if noise is not None and isinstance(self.method, Keyformer):
@@ -169,7 +169,7 @@ class Witness:
                 row = oracles.tempered(row, adjust, 1.0 + step * (2.0 - 1.0) / self.new)
             for p, a in row.items():
                 result[p] = result.get(p, 0.0) + a
-        assert view is None or abs(sum(result.values()) - self.group) < 1e-4
+        assert spec is None or abs(sum(result.values()) - self.group) < 1e-4
         return result
 
     def noise(self, layer: int, fresh: range) -> Tensor | None:
@@ -182,7 +182,9 @@ class Witness:
         if not isinstance(self.method, Random):
             return {}
         at = torch.arange(len(self.ids))[None]
-        born = self.method.birth(torch.zeros(1, self.kv_heads, len(self.ids), 1), at, torch.tensor([self.seed]), layer)
+        born = self.method.initial_score(
+            torch.zeros(1, self.kv_heads, len(self.ids), 1), at, torch.tensor([self.seed]), layer
+        )
         return dict(enumerate(born[0, h].tolist()))
 
 
@@ -252,15 +254,15 @@ def test_the_budget_bites() -> None:
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
 def test_slot_order_is_scrambled_but_keys_values_and_scores_stay_with_their_position(mode: str) -> None:
     """Every slot's key and value are those of a full cache at the position the slot claims."""
-    everything = evict_batch("llama", "full", [0, 1]).cache.states[0].slots
+    everything = evict_batch("llama", "full", [0, 1]).cache.layer_states[0].slots
     assert everything is not None
     scrambled = False
     for name in ("h2o", "keyformer", "a2sf", "knorm", "window"):
-        cut = evict_batch("llama", name, [0, 1], mode=mode).cache.states[0].slots
+        cut = evict_batch("llama", name, [0, 1], mode=mode).cache.layer_states[0].slots
         assert cut is not None
         for b, h in product(range(2), range(3)):
-            where = {int(p): s for s, p in enumerate(everything.positions[b, h, : everything.used]) if p >= 0}
-            at = cut.positions[b, h, : cut.used].tolist()
+            where = {int(p): s for s, p in enumerate(everything.positions[b, h, : everything.length]) if p >= 0}
+            at = cut.positions[b, h, : cut.length].tolist()
             scrambled |= [p for p in at if p >= 0] != sorted(p for p in at if p >= 0)
             for s, p in enumerate(at):
                 if p >= 0:  # layer 0: keys depend on nothing that was evicted
@@ -302,10 +304,12 @@ def test_chunked_prefill_under_generate_does_not_stop_evicting(name: str, chunk:
     ]  # fmt: skip
     assert runs[0].tokens == runs[1].tokens
     for layer in range(LAYERS):
-        assert runs[0].cache.kept(layer) == runs[1].cache.kept(layer)
+        assert runs[0].cache.kept_positions(layer) == runs[1].cache.kept_positions(layer)
         if name != "snapkv":
             assert all(
-                len(h) == n // 2 - 1 for n, row in zip(LENGTHS, runs[1].cache.kept(layer), strict=True) for h in row
+                len(h) == n // 2 - 1
+                for n, row in zip(LENGTHS, runs[1].cache.kept_positions(layer), strict=True)
+                for h in row
             )
 
 
@@ -317,9 +321,9 @@ def test_chunks_never_evict_before_the_last_one() -> None:
     with torch.inference_mode():
         for end, start in ((11, 0), (16, 11)):
             model(prompt[:, start:end], past_key_values=cache, use_cache=True)
-            assert cache.kept(0)[0][0] == list(range(end))
+            assert cache.kept_positions(0)[0][0] == list(range(end))
         model(prompt[:, 16:], past_key_values=cache, use_cache=True)
-    assert [len(h) for h in cache.kept(0)[0]] == [7, 7, 7]
+    assert [len(h) for h in cache.kept_positions(0)[0]] == [7, 7, 7]
 
 
 def test_cadence_none_after_prefill_only() -> None:

@@ -72,7 +72,7 @@ def test_each_row_shows_its_own_prompt_and_what_its_heads_hold():
         assert kept_by(shown._repr_html_()) == [0] * (len(prompt) - 5) + [heads] * 5
     h2o = generate(model, prompts, H2O(), Budget(tokens=9), decoding=GenerationParams(4, eos=None)).cache
     counts = kept_by(h2o.show(Numbers(), 1)._repr_html_())
-    held = [h2o.kept(layer)[1] for layer in range(2)]
+    held = [h2o.kept_positions(layer)[1] for layer in range(2)]
     assert counts == [sum(place in head for layer in held for head in layer) for place in range(31)]
     assert len(set(counts)) > 2, "heads choose for themselves, or the sums show nothing"
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
-from kvexp.retrieval.kmeans_schedule import Profile, at, fitted, measured
+from kvexp.retrieval.kmeans import assign, init_rows, lloyd
+from kvexp.retrieval.kmeans_schedule import CostModel, polyfit, polyval, profile_kmeans
 
 
 def test_two_clusters_on_a_line():
@@ -40,7 +40,7 @@ def test_fewer_different_points_than_centroids_do_not_break_it():
 @given(seed=st.integers(0, 10_000), clusters=st.integers(1, 7), iterations=st.integers(1, 6))
 def test_labels_are_the_nearest_centroids_and_problems_do_not_know_each_other(seed, clusters, iterations):
     points = torch.randn(3, 23, 5, generator=torch.Generator().manual_seed(seed))
-    start = starting_rows(23, clusters, seed)
+    start = init_rows(23, clusters, seed)
     together = lloyd(points, start, iterations)
     far = torch.cdist(points.double(), together.centroids.double())
     chosen = far.gather(2, together.labels[..., None])[..., 0]
@@ -57,9 +57,9 @@ def test_tiles_change_nothing(monkeypatch):
     from kvexp.retrieval import kmeans
 
     points = torch.randn(2, 101, 3, generator=torch.Generator().manual_seed(1))
-    whole = lloyd(points, starting_rows(101, 7, 0), 5)
+    whole = lloyd(points, init_rows(101, 7, 0), 5)
     monkeypatch.setitem(kmeans.TILES, "cpu", 100)
-    parts = lloyd(points, starting_rows(101, 7, 0), 5)
+    parts = lloyd(points, init_rows(101, 7, 0), 5)
     assert torch.equal(whole.labels, parts.labels)
     assert torch.equal(whole.centroids, parts.centroids)
 
@@ -70,22 +70,22 @@ def test_the_sums_of_a_gpu_are_those_of_a_cpu(monkeypatch):
 
     points, labels = torch.randn(2, 37, 3), torch.randint(0, 5, (2, 37))
     centroids = torch.zeros(2, 5, 3)
-    mine = kmeans._sums(points, labels, centroids)
-    product = kmeans._sums_by_product(points, labels, centroids)
+    mine = kmeans._cluster_sums(points, labels, centroids)
+    product = kmeans._cluster_sums_by_product(points, labels, centroids)
     for a, b in zip(mine, product, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
 def test_starts_are_those_of_the_release():
     """As recorded: RandomState(4321) over 44 keys and 8 centroids, the same for every layer, head and sub-space."""
-    assert starting_rows(44, 8, 4321).tolist() == [13, 36, 23, 5, 32, 25, 12, 16]
+    assert init_rows(44, 8, 4321).tolist() == [13, 36, 23, 5, 32, 25, 12, 16]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_scikit_learn_agrees(seed):
     cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")
     points = torch.randn(1, 97, 4, generator=torch.Generator().manual_seed(seed))
-    start = starting_rows(97, 6, seed)
+    start = init_rows(97, 6, seed)
     theirs = cluster.KMeans(6, init=points[0][start].numpy(), n_init=1, max_iter=8, tol=1e-4, algorithm="lloyd")
     theirs.fit(points[0].numpy())
     ours = lloyd(points, start, 8)
@@ -107,26 +107,26 @@ def test_assign_is_the_nearest_in_euclidean_distance():
 
 def test_iterations_that_hide():
     """A layer takes n ms; three iterations take 2 n ms / 10, each more n / 10 ms: (1 - 0.2) / 0.1 + 3 = 11."""
-    profile = Profile((1e-3, 0.0), (2e-4, 0.0), (1e-4, 0.0))
+    profile = CostModel((1e-3, 0.0), (2e-4, 0.0), (1e-4, 0.0))
     assert profile.iterations(1000) == 11
     assert profile.iterations(1000, share=0.5) == 6
     assert profile.iterations(1000, most=10) == 10
-    slow = Profile((1e-6, 0.0), (2e-4, 0.0), (1e-4, 0.0))
+    slow = CostModel((1e-6, 0.0), (2e-4, 0.0), (1e-4, 0.0))
     assert slow.iterations(1000) == 3, "never fewer than the least"
 
 
 def test_fits_return_the_polynomial_they_were_made_of():
     lengths = [256, 512, 1024, 2048]
     for wanted in ((3e-9, 2e-6, 1e-3), (2e-6, 1e-3)):
-        found = fitted(lengths, [at(wanted, n) for n in lengths], len(wanted) - 1)
+        found = polyfit(lengths, [polyval(wanted, n) for n in lengths], len(wanted) - 1)
         assert found == pytest.approx(wanted, rel=1e-6)
-    assert len(fitted([128], [0.5], 2)) == 1, "one length is a constant"
+    assert len(polyfit([128], [0.5], 2)) == 1, "one length is a constant"
 
 
 def test_a_machine_is_measured():
-    profile = measured(lambda n: n * 1e-4, 4, 8, 16, [64, 128], "cpu")
-    assert at(profile.compute, 100) == pytest.approx(0.01)
-    assert at(profile.base, 128) > 0
+    profile = profile_kmeans(lambda n: n * 1e-4, 4, 8, 16, [64, 128], "cpu")
+    assert polyval(profile.compute, 100) == pytest.approx(0.01)
+    assert polyval(profile.base, 128) > 0
     assert 3 <= profile.iterations(128) <= 300
 
 
@@ -134,10 +134,12 @@ def test_a_length_that_takes_long_is_the_last_one_measured(monkeypatch):
     from kvexp.retrieval import kmeans_schedule
 
     asked = []
-    monkeypatch.setattr(kmeans_schedule, "PATIENCE", 0.0)
-    profile = measured(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
+    monkeypatch.setattr(kmeans_schedule, "MAX_SECONDS", 0.0)
+    profile = profile_kmeans(lambda n: asked.append(n) or n * 1e-4, 2, 4, 4, [32, 64, 128], "cpu")
     assert asked == [32]
-    assert at(profile.compute, 32) == at(profile.compute, 999) == pytest.approx(0.0032), "one length is a constant"
+    assert polyval(profile.compute, 32) == polyval(profile.compute, 999) == pytest.approx(0.0032), (
+        "one length is a constant"
+    )
 
 
 def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
@@ -149,7 +151,9 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
     from kvexp.retrieval import PQCache
 
     calls = []
-    monkeypatch.setattr(adapter, "layer_seconds", lambda model, n: calls.append(n) or 1.0)  # nothing takes long enough
+    monkeypatch.setattr(
+        adapter, "measure_layer_time", lambda model, n: calls.append(n) or 1.0
+    )  # nothing takes long enough
     method = PQCache(n_sinks=2, m=1, b=2, max_iter="adaptive")
     model, prompts = tiny("gptj"), prompts_of(3, [29])
     for _ in range(2):
@@ -161,7 +165,7 @@ def test_adaptive_is_measured_once_per_model_and_used(monkeypatch):
 def test_one_layer_is_timed():
     from tiny import tiny
 
-    from kvexp.models.retrieval_calibration import layer_seconds
+    from kvexp.models.retrieval_calibration import measure_layer_time
 
     for family in ("llama", "mpt", "gptj"):
-        assert 0 < layer_seconds(tiny(family), 17, repeats=1) < 10
+        assert 0 < measure_layer_time(tiny(family), 17, repeats=1) < 10

@@ -9,10 +9,10 @@ from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.core.masked_layer import MaskedLayer
 from kvexp.diagnose.twin import Beside
 from kvexp.models.batched_cache import MultiLayer
-from kvexp.retrieval.retrieval_layer import RetrievalState
+from kvexp.retrieval.retrieval_layer import RetrievalLayer
 
-EVERY = [EvictionLayer, RetrievalState, MaskedLayer, MultiLayer, Beside]
-WITH_ROWS = [EvictionLayer, RetrievalState]
+EVERY = [EvictionLayer, RetrievalLayer, MaskedLayer, MultiLayer, Beside]
+WITH_ROWS = [EvictionLayer, RetrievalLayer]
 
 
 def methods(protocol):
@@ -43,7 +43,7 @@ def test_what_only_an_object_has_is_there_too(kind):
     from kvexp.retrieval.retrieval_layer import LayerGroup
 
     budget, common = Budget(tokens=8), (0, 1, SequenceState(), MemoryTracker(1))
-    retrieves = kind is RetrievalState
+    retrieves = kind is RetrievalLayer
     layer = kind(CacheConfig(Quest() if retrieves else H2O(), budget), *common, LayerGroup() if retrieves else None)
     assert (layer.columns, layer.slots, layer.first_eviction, layer.attention_kept) == (0, None, [], None)
     assert isinstance(layer.large, list)

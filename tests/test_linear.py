@@ -18,7 +18,7 @@ from kvexp.methods import Full
 from kvexp.models import cpu_linear as module
 from kvexp.models import load_model, patch_model, random_model
 from kvexp.models.byte_tokenizer import byte_tokenizer
-from kvexp.models.cpu_linear import LEAST, PackedLinear, pack_linear, refresh_packed_weights, unpack_linear
+from kvexp.models.cpu_linear import MIN_WEIGHTS, PackedLinear, pack_linear, refresh_packed_weights, unpack_linear
 
 HERE = torch.backends.mkldnn.is_available()
 onednn = pytest.mark.skipif(not HERE, reason="torch without oneDNN")
@@ -37,7 +37,7 @@ def quick(out=OUT, inside=IN, bias=True, copied=True):
     if copied and HERE:
         with torch.no_grad():
             layer[0].refresh(1 << 40)
-        assert (layer[0]._copy is not None) is (out * inside >= LEAST)
+        assert (layer[0]._copy is not None) is (out * inside >= MIN_WEIGHTS)
     return layer[0]
 
 
@@ -121,7 +121,7 @@ def test_what_goes_the_ordinary_way(monkeypatch):
         layer = quick()
         with torch.autocast("cpu", torch.bfloat16):
             assert plainly(layer, x, monkeypatch)[1]
-        assert plainly(quick(out=LEAST // IN - 1), x, monkeypatch)[1]
+        assert plainly(quick(out=MIN_WEIGHTS // IN - 1), x, monkeypatch)[1]
         transposed, other = quick(), quick()
         transposed.weight = nn.Parameter(torch.randn(IN, OUT).t())
         other.weight = nn.Parameter(torch.randn(OUT, IN).as_subclass(Subclass), requires_grad=False)
@@ -129,7 +129,7 @@ def test_what_goes_the_ordinary_way(monkeypatch):
             assert plainly(layer, x, monkeypatch)[1]
             layer.refresh(1 << 40)  # and has no copy to be taken for it
             assert not HERE or layer._copy is None
-        assert plainly(quick(out=LEAST // IN), x, monkeypatch)[1] is not HERE
+        assert plainly(quick(out=MIN_WEIGHTS // IN), x, monkeypatch)[1] is not HERE
 
 
 def test_only_plain_linear_layers_change():
@@ -170,7 +170,7 @@ def test_copies_take_no_more_than_a_share_of_the_memory(monkeypatch):
     model = nn.Sequential(*(nn.Linear(IN, OUT) for _ in range(4)))
     pack_linear(model)
     size = model[0].weight.nbytes
-    monkeypatch.setattr(module, "available", lambda: int(2.5 * size / module.SHARE))
+    monkeypatch.setattr(module, "available", lambda: int(2.5 * size / module.MAX_MEMORY_SHARE))
     refresh_packed_weights(model)  # gradients are on: these layers take the ordinary way, and need none
     assert all(layer._copy is None for layer in model)
     with torch.no_grad():

@@ -42,35 +42,35 @@ def sight_of(count=59, padding=(0, 0, 0), alibi=False, window=None, ahead=0, dty
     columns = torch.arange(slots) - torch.tensor(padding)[:, None]
     columns = columns.masked_fill(columns < 0, -1)
     slopes = torch.arange(1, heads * groups + 1) / 7 if alibi else None
-    geometry = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes, upcast=upcast)
+    params = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes, upcast=upcast)
     own = columns[:, ahead:]
-    return AttentionInputs(query, keys, keys, columns[:, None], own, geometry, in_order=True, padded=any(padding))
+    return AttentionInputs(query, keys, keys, columns[:, None], own, params, in_column_order=True, padded=any(padding))
 
 
-def sums(sight, method, how, rows_left=0, **options):
-    view = method.view
-    weights = naive.row_weights(view, sight.query_positions, rows_left)
-    taus = torch.full((sight.query.shape[3],), view.tau[0])
-    seeds = torch.arange(5, 5 + sight.query.shape[0])
-    return how(sight, view, weights, taus, seeds, 3, **options)
+def sums(inputs, method, how, rows_left=0, **options):
+    spec = method.score_spec
+    weights = naive.row_weights(spec, inputs.query_positions, rows_left)
+    taus = torch.full((inputs.query.shape[3],), spec.tau[0])
+    seeds = torch.arange(5, 5 + inputs.query.shape[0])
+    return how(inputs, spec, weights, taus, seeds, 3, **options)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_tiles_are_naive(method, world):
     """Tolerance: logits up to 20 at 2**-24 each, through exp, over 118 rows that add up; ten times what was seen."""
-    sight = sight_of(**WORLDS[world])
-    expected = sums(sight, METHODS[method], naive.column_sums)
+    inputs = sight_of(**WORLDS[world])
+    expected = sums(inputs, METHODS[method], naive.column_sums)
     for block in (1, 7, 64, None):
-        got = sums(sight, METHODS[method], tiles.columns, block=block)
+        got = sums(inputs, METHODS[method], tiles.tiled_column_sums, block=block)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
 def test_half_precision_rounds_products_as_the_truth_does():
     """A product that lies between two numbers of bfloat16 may be summed up to either: one part in 2**8 of a logit."""
-    sight = sight_of(dtype=torch.bfloat16)
-    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), naive.column_sums)
-    rounded, got = sums(sight, H2O(), naive.column_sums), sums(sight, H2O(), tiles.columns, block=7)
+    inputs = sight_of(dtype=torch.bfloat16)
+    exact = sums(replace(inputs, query=inputs.query.float(), keys=inputs.keys.float()), H2O(), naive.column_sums)
+    rounded, got = sums(inputs, H2O(), naive.column_sums), sums(inputs, H2O(), tiles.tiled_column_sums, block=7)
     assert (got - rounded).abs().max() < 0.05 * (rounded - exact).abs().max()
 
 
@@ -78,7 +78,7 @@ def test_a_row_is_the_same_in_any_company():
     """To the bit: neighbours and padding decide neither the tiles nor what is in them."""
     padded = sight_of(padding=(0, 19, 41))
     for method in METHODS.values():
-        together = sums(padded, method, tiles.columns, block=None)
+        together = sums(padded, method, tiles.tiled_column_sums, block=None)
         for row, pad in enumerate((0, 19, 41)):
             alone = AttentionInputs(
                 padded.query[row : row + 1, :, :, pad:],
@@ -86,37 +86,37 @@ def test_a_row_is_the_same_in_any_company():
                 padded.keys[row : row + 1, :, pad:],
                 padded.positions[row : row + 1, :, pad:],
                 padded.query_positions[row : row + 1, pad:],
-                padded.geometry,
-                in_order=True,
+                padded.params,
+                in_column_order=True,
                 padded=False,
             )
-            view = method.view
-            weights = naive.row_weights(view, alone.query_positions, 0)
-            taus = torch.full((59 - pad,), view.tau[0])
-            got = tiles.columns(alone, view, weights, taus, torch.tensor([5 + row]), 3, None)
+            spec = method.score_spec
+            weights = naive.row_weights(spec, alone.query_positions, 0)
+            taus = torch.full((59 - pad,), spec.tau[0])
+            got = tiles.tiled_column_sums(alone, spec, weights, taus, torch.tensor([5 + row]), 3, None)
             assert torch.equal(together[row, :, pad:], got[0])
             assert (together[row, :, :pad] == 0).all()
 
 
 def test_heads_go_in_pieces_where_a_tile_cannot_hold_them(monkeypatch):
-    sight = sight_of()
+    inputs = sight_of()
     for size, least in ((1 << 9, 1), (1 << 12, 1), (1 << 9, 64)):
-        monkeypatch.setattr(tiles, "TILE", size)
-        monkeypatch.setattr(tiles, "LEAST", least)
+        monkeypatch.setattr(tiles, "MAX_TILE_LOGITS", size)
+        monkeypatch.setattr(tiles, "MIN_PRODUCT_ROWS", least)
         for method in (H2O(), Keyformer(), Keyformer(fresh=False)):
-            expected = sums(sight, method, naive.column_sums)
-            got = sums(sight, method, tiles.columns, block=None)
+            expected = sums(inputs, method, naive.column_sums)
+            got = sums(inputs, method, tiles.tiled_column_sums, block=None)
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-5)
 
 
 def test_a_chunk_that_nothing_observes_adds_nothing():
-    assert (sums(sight_of(ahead=7), SnapKV(window=5), tiles.columns, rows_left=5, block=None) == 0).all()
+    assert (sums(sight_of(ahead=7), SnapKV(window=5), tiles.tiled_column_sums, rows_left=5, block=None) == 0).all()
 
 
 @pytest.mark.parametrize(("count", "tiled"), [(31, False), (300, True)])
 def test_short_prompts_are_observed_at_once_and_long_ones_in_tiles(count, tiled, monkeypatch):
     called = []
-    monkeypatch.setattr(tiles, "columns", lambda *_: called.append(1) or torch.zeros(()))
+    monkeypatch.setattr(tiles, "tiled_column_sums", lambda *_: called.append(1) or torch.zeros(()))
     sums(sight_of(count), H2O(), blocked.column_sums)
     assert bool(called) == tiled
 
@@ -127,15 +127,15 @@ def test_recorded_noise_never_comes_in_tiles():
     class Recorded(Noise):
         pass
 
-    assert tiles.suited(sight_of(), AttentionScoreSpec(noise=Noise()))
-    assert not tiles.suited(sight_of(), AttentionScoreSpec(noise=Recorded()))
+    assert tiles.supports(sight_of(), AttentionScoreSpec(noise=Noise()))
+    assert not tiles.supports(sight_of(), AttentionScoreSpec(noise=Recorded()))
 
 
 def test_slots_out_of_order_and_float64_never_come_in_tiles():
-    sight = sight_of()
-    assert not tiles.suited(sight_of(dtype=torch.float64), H2O().view)
-    assert not tiles.suited(replace(sight, in_order=False), H2O().view)
-    assert not tiles.suited(replace(sight, visible=torch.ones(3, 3, 59, dtype=torch.bool)), H2O().view)
+    inputs = sight_of()
+    assert not tiles.supports(sight_of(dtype=torch.float64), H2O().score_spec)
+    assert not tiles.supports(replace(inputs, in_column_order=False), H2O().score_spec)
+    assert not tiles.supports(replace(inputs, visible=torch.ones(3, 3, 59, dtype=torch.bool)), H2O().score_spec)
 
 
 def test_a_softmax_may_be_written_over_its_logits():

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvexp.errors import ConfigError
-from kvexp.retrieval.background import Later
-from kvexp.retrieval.block_cache import BlockCache, CacheSpec
-from kvexp.retrieval.copy_streams import Lanes, lanes_of, on_host
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.offload import Memory
-from kvexp.retrieval.offload_config import Layout
+from kvexp.retrieval.background import BackgroundTask
+from kvexp.retrieval.block_cache import BlockCache, BlockCacheConfig
+from kvexp.retrieval.copy_streams import CopyStreams, empty_host, get_streams
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.offload import OffloadedKV
+from kvexp.retrieval.offload_config import OffloadConfig
 from kvexp.retrieval.policies import LFU, LRU
-from kvexp.retrieval.resident import Near
+from kvexp.retrieval.resident import ResidentKV
 
 HEADS, DIM, VALUE = 3, 5, 7
 TOKEN = (DIM + VALUE) * 4  # bytes of a key and a value in one head
@@ -28,8 +28,8 @@ def marked(batch, count, dim):
 
 def memory(lengths, sinks=2, local=(1, 3), columns=11, **layout):
     keys, values = marked(len(lengths), columns, DIM), -marked(len(lengths), columns, VALUE)
-    plan = Layout(sinks, list(local)[: len(lengths)], layout.pop("room", columns), **layout)
-    return keys, values, Memory(keys, values, list(lengths), plan)
+    plan = OffloadConfig(sinks, list(local)[: len(lengths)], layout.pop("room", columns), **layout)
+    return keys, values, OffloadedKV(keys, values, list(lengths), plan)
 
 
 def test_slots_are_positions_whatever_the_padding():
@@ -44,7 +44,7 @@ def test_slots_are_positions_whatever_the_padding():
 
 def test_sinks_and_window_stay_near_and_in_order():
     keys, _, held = memory((11, 6))
-    (first, _, at), (last, _, window) = held.near.read(held.lengths)
+    (first, _, at), (last, _, window) = held.resident.read(held.lengths)
     assert at.tolist() == [[0, 1], [0, 1]]
     assert window.tolist() == [[-1, -1, 9, 10], [2, 3, 4, 5]]  # one past token and the newest; three and the newest
     assert torch.equal(first[1], keys[1][:, [5, 6]])
@@ -76,11 +76,11 @@ def test_every_token_is_where_it_should_be(lengths, local, sinks, new):
         got = held.fetch(slots)[0][row]
         for p in range(n):
             assert torch.equal(got[:, p], truth[row][p])
-        for k, _, positions in held.near.read(held.lengths):
+        for k, _, positions in held.resident.read(held.lengths):
             for place, p in enumerate(positions[row].tolist()):
                 if p >= 0:
                     assert torch.equal(k[row, :, place], truth[row][p])
-        both = [p for part in held.near.read(held.lengths) for p in part[2][row].tolist() if p >= 0]
+        both = [p for part in held.resident.read(held.lengths) for p in part[2][row].tolist() if p >= 0]
         assert sorted(both) == sorted(set(range(min(sinks, n))) | set(range(max(sinks, n - 1 - past), n)))
 
 
@@ -96,24 +96,24 @@ def test_room_grows_and_nothing_is_lost():
 def test_bytes_are_counted():
     """3 heads x 48 bytes per token: 17 tokens out; 3 heads x 4 rows in, then one more token out."""
     _, _, held = memory((11, 6))
-    assert [row.out for row in held.traffic] == [11 * HEADS * TOKEN, 6 * HEADS * TOKEN]
+    assert [row.d2h for row in held.traffic] == [11 * HEADS * TOKEN, 6 * HEADS * TOKEN]
     held.fetch(torch.tensor([[[2, 3, 4]] * HEADS, [[3, -1, -1]] * HEADS]))
-    assert [row.into for row in held.traffic] == [3 * HEADS * TOKEN, HEADS * TOKEN]
+    assert [row.h2d for row in held.traffic] == [3 * HEADS * TOKEN, HEADS * TOKEN]
     held.add(torch.zeros(2, HEADS, 1, DIM), torch.zeros(2, HEADS, 1, VALUE))
-    assert held.traffic[0].out == 12 * HEADS * TOKEN
+    assert held.traffic[0].d2h == 12 * HEADS * TOKEN
     held.all_keys()
-    assert held.traffic[0].into == 3 * HEADS * TOKEN + 12 * HEADS * DIM * 4
+    assert held.traffic[0].h2d == 3 * HEADS * TOKEN + 12 * HEADS * DIM * 4
     held.components(torch.zeros(2, HEADS, 2, dtype=torch.int64))
-    assert held.traffic[1].into == HEADS * TOKEN + 7 * HEADS * (DIM + 2) * 4
-    assert held.home_bytes == 2 * 12 * HEADS * TOKEN or held.home_bytes > 2 * 12 * HEADS * TOKEN  # room to grow
-    assert held.near_bytes == 2 * (2 + 4) * HEADS * TOKEN
+    assert held.traffic[1].h2d == HEADS * TOKEN + 7 * HEADS * (DIM + 2) * 4
+    assert held.host_bytes == 2 * 12 * HEADS * TOKEN or held.host_bytes > 2 * 12 * HEADS * TOKEN  # room to grow
+    assert held.resident_bytes == 2 * (2 + 4) * HEADS * TOKEN
 
 
 def test_nothing_is_counted_where_nothing_leaves():
-    _, _, held = memory((11, 6), offload=False, cache=CacheSpec(4, 2))
+    _, _, held = memory((11, 6), offload=False, cache=BlockCacheConfig(4, 2))
     held.fetch(torch.tensor([[[2, 3, 4]] * HEADS, [[3, -1, -1]] * HEADS]))
     held.all_keys()
-    assert [(row.out, row.into) for row in held.traffic] == [(0, 0), (0, 0)]
+    assert [(row.d2h, row.h2d) for row in held.traffic] == [(0, 0), (0, 0)]
     assert held.cache is None
 
 
@@ -124,12 +124,12 @@ def test_components_are_gathered():
 
 
 def test_rows_move_together():
-    keys, _, held = memory((11, 6), cache=CacheSpec(4, 2))
+    keys, _, held = memory((11, 6), cache=BlockCacheConfig(4, 2))
     held.fetch(torch.tensor([[[4, 5]] * HEADS, [[2, -1]] * HEADS]))
-    other = held.picked(torch.tensor([1, 0, 1]))
+    other = held.index_rows(torch.tensor([1, 0, 1]))
     held.add(torch.zeros(2, HEADS, 1, DIM), torch.zeros(2, HEADS, 1, VALUE))  # the first goes its own way
     assert other.lengths == [6, 11, 6]
-    assert other.layout.local == [3, 1, 3]
+    assert other.config.local == [3, 1, 3]
     k, _ = other.fetch(torch.tensor([[[3]] * HEADS, [[4]] * HEADS, [[0]] * HEADS]))
     assert torch.equal(k[0, :, 0], keys[1][:, 8])
     assert torch.equal(k[1, :, 0], keys[0][:, 4])
@@ -143,36 +143,36 @@ def test_rows_move_together():
 
 def test_blocks_hit_from_the_step_after_and_are_counted():
     """Blocks of two after two sinks: 2 3 | 4 5 | 6 7 | 8 ..., the window starts at 9. Capacity: two blocks."""
-    keys, _, held = memory((11,), local=(1,), cache=CacheSpec(tokens=4, block=2, policy="lfu", per_step=2))
+    keys, _, held = memory((11,), local=(1,), cache=BlockCacheConfig(tokens=4, block=2, policy="lfu", per_step=2))
     row = held.traffic[0]
     held.fetch(torch.tensor([[[4, 5, 6]] * HEADS]))
-    assert (row.asked, row.hits) == (3 * HEADS, 0)
+    assert (row.lookups, row.hits) == (3 * HEADS, 0)
     # Three rows per head, then blocks 4 5 and 6 7 come to the device.
-    assert row.into == 3 * HEADS * TOKEN + 2 * 2 * HEADS * TOKEN
+    assert row.h2d == 3 * HEADS * TOKEN + 2 * 2 * HEADS * TOKEN
     k, _ = held.fetch(torch.tensor([[[7, 4, 8]] * HEADS]))
-    assert (row.asked, row.hits) == (6 * HEADS, 2 * HEADS)
+    assert (row.lookups, row.hits) == (6 * HEADS, 2 * HEADS)
     assert torch.equal(k[0], keys[0][:, [7, 4, 8]])
 
 
 def test_a_block_that_may_still_change_stays_out():
     """In PQCache's release the half filled last block is cached, and what comes into it later is read stale."""
-    keys, _, held = memory((11,), local=(1,), cache=CacheSpec(tokens=8, block=2, per_step=4))
+    keys, _, held = memory((11,), local=(1,), cache=BlockCacheConfig(tokens=8, block=2, per_step=4))
     held.fetch(torch.tensor([[[8]] * HEADS]))  # block 8 9, of which 9 is still in the window
-    assert held.cache.policies[0].places == {}
+    assert held.cache.policies[0].slots == {}
     held.add(torch.full((1, HEADS, 1, DIM), 7.0), torch.zeros(1, HEADS, 1, VALUE))
     held.add(torch.full((1, HEADS, 1, DIM), 8.0), torch.zeros(1, HEADS, 1, VALUE))
     held.fetch(torch.tensor([[[8]] * HEADS]))
-    assert held.cache.policies[0].places == {3: 0}
+    assert held.cache.policies[0].slots == {3: 0}
     k, _ = held.fetch(torch.tensor([[[8, 9]] * HEADS]))
     assert torch.equal(k[0], keys[0][:, [8, 9]])
     assert held.traffic[0].hits == 2 * HEADS
 
 
 def test_heads_share_blocks_and_the_most_wanted_come_first():
-    _, _, held = memory((11,), local=(1,), cache=CacheSpec(tokens=2, block=2, per_step=1))
+    _, _, held = memory((11,), local=(1,), cache=BlockCacheConfig(tokens=2, block=2, per_step=1))
     slots = torch.tensor([[[2, 4, 5], [4, 6, 7], [4, 5, 7]]])  # block 0: 1, block 1: 5, block 2: 3
     held.fetch(slots)
-    assert held.cache.policies[0].places == {1: 0}
+    assert held.cache.policies[0].slots == {1: 0}
 
 
 @settings(max_examples=30, deadline=None)
@@ -185,7 +185,7 @@ def test_heads_share_blocks_and_the_most_wanted_come_first():
 )
 def test_what_comes_out_of_the_cache_is_what_was_stored(data, policy, block, tokens, per_step):
     """Long runs of fetches and new tokens: never a stale or foreign row, and at most the capacity is held."""
-    _, _, held = memory((11, 7), cache=CacheSpec(tokens, block, policy, per_step))
+    _, _, held = memory((11, 7), cache=BlockCacheConfig(tokens, block, policy, per_step))
     for step in range(12):
         held.add(torch.full((2, HEADS, 1, DIM), -10.0 - step), torch.full((2, HEADS, 1, VALUE), 10.0 + step))
         slots = torch.tensor(
@@ -198,7 +198,7 @@ def test_what_comes_out_of_the_cache_is_what_was_stored(data, policy, block, tok
         index = slots[..., None]
         assert torch.equal(k, held.keys.gather(2, index.expand(-1, -1, -1, DIM)))
         assert torch.equal(v, held.values.gather(2, index.expand(-1, -1, -1, VALUE)))
-        for places in (p.places for p in held.cache.policies):
+        for places in (p.slots for p in held.cache.policies):
             assert len(places) <= tokens // block
             assert len(set(places.values())) == len(places)
     assert held.cache.keys.shape[2] <= tokens // block * block
@@ -211,31 +211,31 @@ def test_policies_by_hand():
         lfu.insert(block)
     for block in (1, 2, 3, 4, 2, 5):
         lru.insert(block)
-    assert set(lfu.places) == {1, 3, 4}
-    assert lfu.places[4] == 1, "in the place of 2"
-    assert set(lru.places) == {2, 4, 5}
+    assert set(lfu.slots) == {1, 3, 4}
+    assert lfu.slots[4] == 1, "in the place of 2"
+    assert set(lru.slots) == {2, 4, 5}
 
 
 def test_a_cache_of_less_than_a_block_is_refused():
     with pytest.raises(ConfigError, match="cache_tokens=0 for no cache"):
-        CacheSpec(tokens=127)
+        BlockCacheConfig(tokens=127)
 
 
 # -- the index and the rest --------------------------------------------------------------------------------------------
 
 
 def test_an_index_grows_writes_and_moves_with_the_rows():
-    index = Index()
-    index.put("codes", torch.zeros(2, HEADS, 4, 2, dtype=torch.uint8), per=1)
-    index.put("pages", torch.zeros(2, HEADS, 2, DIM), per=3)
-    index.put("sum", torch.arange(2.0)[:, None])
+    index = KVIndex()
+    index.register("codes", torch.zeros(2, HEADS, 4, 2, dtype=torch.uint8), per=1)
+    index.register("pages", torch.zeros(2, HEADS, 2, DIM), per=3)
+    index.register("sum", torch.arange(2.0)[:, None])
     index.notes["exact"] = [True, False]
     index.write("codes", [3, 80], torch.full((2, HEADS, 2), 9))
     assert index["codes"].shape[2] > 80 and index["pages"].shape[2] * 3 > 80
     assert index["codes"].dtype == torch.uint8
     assert (index["codes"][0, :, 3] == 9).all() and (index["codes"][1, :, 80] == 9).all()
     assert index["codes"].sum() == 2 * HEADS * 2 * 9
-    other = index.picked(torch.tensor([1, 1, 0]))
+    other = index.index_rows(torch.tensor([1, 1, 0]))
     assert other.notes == {"exact": [False, False, True]}
     assert other["sum"][:, 0].tolist() == [1, 1, 0]
     index.write("codes", [0, 0], torch.full((2, HEADS, 2), 5))
@@ -243,10 +243,10 @@ def test_an_index_grows_writes_and_moves_with_the_rows():
 
 
 def test_on_a_cpu_nothing_is_shipped_but_it_is_counted_apart():
-    index = Index()
-    index.lanes = lanes_of(torch.device("cpu"), False)
-    index.put("codes", torch.zeros(1, HEADS, 4, 2, dtype=torch.uint8), per=1, home=torch.device("cpu"))
-    index.put("centroids", torch.zeros(1, HEADS, 4))
+    index = KVIndex()
+    index.copy_streams = get_streams(torch.device("cpu"), False)
+    index.register("codes", torch.zeros(1, HEADS, 4, 2, dtype=torch.uint8), per=1, home=torch.device("cpu"))
+    index.register("centroids", torch.zeros(1, HEADS, 4))
     index.prefetch()
     assert index.nbytes(ship=True) == HEADS * 8
     assert index.nbytes(ship=False) == HEADS * 16
@@ -260,18 +260,18 @@ def test_memory_that_cannot_be_pinned_is_ordinary_and_noted(monkeypatch):
 
     real = torch.empty
     monkeypatch.setattr(torch, "empty", refuse)
-    tensor, pinned = on_host((2, 3), torch.zeros(1), torch.device("cpu"), pinned=True)
+    tensor, pinned = empty_host((2, 3), torch.zeros(1), torch.device("cpu"), pinned=True)
     assert tensor.shape == (2, 3)
     assert not pinned
 
 
 def test_later_runs_once_and_raises_what_it_raised():
     calls = []
-    job = Later(lambda: calls.append(1), beside=False)
+    job = BackgroundTask(lambda: calls.append(1), run_async=False)
     assert not job.done and not calls
     job.wait(), job.wait()
     assert job.done and calls == [1]
-    beside = Later(lambda: calls.append(2), beside=True)
+    beside = BackgroundTask(lambda: calls.append(2), run_async=True)
     beside.wait()
     assert calls == [1, 2]
 
@@ -279,11 +279,11 @@ def test_later_runs_once_and_raises_what_it_raised():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Later(fail, beside=True).wait()
+        BackgroundTask(fail, run_async=True).wait()
 
 
 def test_near_needs_no_sinks():
-    near = Near(marked(1, 4, DIM), marked(1, 4, VALUE), [4], 0, [0])
+    near = ResidentKV(marked(1, 4, DIM), marked(1, 4, VALUE), [4], 0, [0])
     (first, _, at), (last, _, window) = near.read([4])
     assert first.shape[2] == at.shape[1] == 0
     assert window.tolist() == [[3]]
@@ -292,7 +292,7 @@ def test_near_needs_no_sinks():
 
 def test_a_lookup_before_anything_came_in_finds_nothing():
     keys = marked(1, 9, DIM)
-    cache = BlockCache(CacheSpec(4, 2), 1, keys, keys, torch.device("cpu"))
+    cache = BlockCache(BlockCacheConfig(4, 2), 1, keys, keys, torch.device("cpu"))
     assert (cache.lookup(torch.tensor([[[1, 2, -1]] * HEADS])) == -1).all()
 
 
@@ -307,14 +307,16 @@ def apart(monkeypatch):
     """
     from kvexp.retrieval import offload
 
-    monkeypatch.setattr(offload, "leaves", lambda layout, device: layout.offload)
-    monkeypatch.setattr(offload, "lanes_of", lambda device, apart: Lanes(torch.device("cpu", 0), streams=False))
+    monkeypatch.setattr(offload, "should_offload", lambda config, device: config.offload)
+    monkeypatch.setattr(
+        offload, "get_streams", lambda device, offloaded: CopyStreams(torch.device("cpu", 0), streams=False)
+    )
     return monkeypatch
 
 
 def test_tokens_arrive_late_and_are_there_when_they_are_read(apart):
-    keys, _, held = memory((11, 6), cache=CacheSpec(4, 2))
-    assert held.apart
+    keys, _, held = memory((11, 6), cache=BlockCacheConfig(4, 2))
+    assert held.offloaded
     held.add(torch.full((2, HEADS, 1, DIM), 7.0), torch.zeros(2, HEADS, 1, VALUE))
     assert (held.keys[0, :, 11] != 7).any(), "on its way"
     k, _ = held.fetch(torch.tensor([[[11, 4, 5]] * HEADS, [[6, 2, -1]] * HEADS]))
@@ -326,9 +328,9 @@ def test_tokens_arrive_late_and_are_there_when_they_are_read(apart):
 
 
 def test_a_shipped_index_is_written_at_home_at_the_next_step(apart):
-    index = Index()
-    index.lanes = Lanes(torch.device("cpu", 0), streams=False)
-    index.put("codes", torch.zeros(1, HEADS, 4, 2, dtype=torch.uint8), per=1, home=torch.device("cpu"))
+    index = KVIndex()
+    index.copy_streams = CopyStreams(torch.device("cpu", 0), streams=False)
+    index.register("codes", torch.zeros(1, HEADS, 4, 2, dtype=torch.uint8), per=1, home=torch.device("cpu"))
     before = index["codes"]
     index.write("codes", [2], torch.full((1, HEADS, 2), 3))
     assert (before[0, :, 2] == 0).all()
@@ -351,11 +353,11 @@ def test_every_method_chooses_the_same_with_its_tokens_elsewhere(apart, beams):
     for name, method in METHODS.items():
         away = generate(model, PROMPTS[:2], method, SCARCE, decoding=decoding)
         with apart.context() as here:
-            here.setattr(offload, "leaves", lambda layout, device: False)
-            here.setattr(offload, "lanes_of", lanes_of)
+            here.setattr(offload, "should_offload", lambda config, device: False)
+            here.setattr(offload, "get_streams", get_streams)
             near = generate(model, PROMPTS[:2], method, SCARCE, decoding=decoding)
         assert away.tokens == near.tokens, name
-        assert away.cache.kept(1) == near.cache.kept(1), name
+        assert away.cache.kept_positions(1) == near.cache.kept_positions(1), name
         for a, b in zip(receipts(away.cache), receipts(near.cache), strict=True):
             assert (a.attention_kept is None) == method.offload, "the keys are elsewhere"
             assert a.retrieval["moved_bytes"] == b.retrieval["moved_bytes"], name

@@ -11,7 +11,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, generate
 from kvexp.methods import H2O
 from kvexp.models import EvictionCache, is_patched, patch_model, patched, unpatch_model
-from kvexp.models.attention_hook import NAME
+from kvexp.models.attention_hook import ATTN_IMPLEMENTATION
 
 FAMILIES = ["llama", "gpt2", "gptj", "mpt", "opt"]
 IDS = tokens(5, 2, 11)
@@ -61,7 +61,7 @@ def test_it_is_what_it_was(family):
     before, wanted = attributes(model), logits(model)
     assert patch_model(model) is model
     assert is_patched(model) and not any(module.training for module in model.modules())
-    assert attributes(model) != before and model.config._attn_implementation == NAME
+    assert attributes(model) != before and model.config._attn_implementation == ATTN_IMPLEMENTATION
     torch.testing.assert_close(logits(model), wanted, atol=1e-5, rtol=1e-4)
     generate(model, IDS.tolist(), H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(3, eos=None))
     assert unpatch_model(model) is model and not is_patched(model)
@@ -74,7 +74,7 @@ def test_it_is_what_it_was(family):
 def test_the_implementation_it_had_comes_back():
     model = fresh("llama", "sdpa")
     with patched(model):
-        assert model.config._attn_implementation == model.model.config._attn_implementation == NAME
+        assert model.config._attn_implementation == model.model.config._attn_implementation == ATTN_IMPLEMENTATION
     assert model.config._attn_implementation == model.model.config._attn_implementation == "sdpa"
 
 

@@ -84,7 +84,10 @@ class Export:
             cache = EvictionCache(model, method, budget, positions="original", **how)
             model(self[f"{case}/ids"], past_key_values=cache)
             for layer, row, head in np.ndindex(*want.shape[:3]):
-                got, wanted = cache.kept(layer)[row][head], want[layer, row, head].nonzero().flatten().tolist()
+                got, wanted = (
+                    cache.kept_positions(layer)[row][head],
+                    want[layer, row, head].nonzero().flatten().tolist(),
+                )
                 if got != wanted:
                     bad.append(f"ratio {ratio} layer {layer} row {row} head {head}: {sorted(set(got) ^ set(wanted))}")
         return bad

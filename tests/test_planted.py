@@ -11,7 +11,7 @@ import kvexp.methods
 from kvexp.core import Budget, EvictionContext, Method
 from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
-from kvexp.generate.loglikelihood import continuation_logprobs, forward
+from kvexp.generate.loglikelihood import continuation_logprobs, forward_last
 from kvexp.methods import (
     A2SF,
     H2O,
@@ -96,7 +96,7 @@ def ask(plant: Plant, method: Method, budget: Budget | None, batch: int = 1) -> 
         plant.model,
         method,
         budget if method.evicts else None,
-        mode="mask" if method.needs_mask else "overwrite",
+        mode="mask" if method.simulation_only else "overwrite",
         positions="original" if learned else None,  # streaming_llm cannot renumber learned positions
         max_new_tokens=len(plant.steps),
         seeds=list(range(batch)),
@@ -104,11 +104,11 @@ def ask(plant: Plant, method: Method, budget: Budget | None, batch: int = 1) -> 
     ids = torch.tensor([plant.prompt]).expand(batch, -1)
     mask = torch.ones_like(ids)
     with torch.inference_mode():
-        logits = forward(plant.model, ids, mask, cache)
+        logits = forward_last(plant.model, ids, mask, cache)
         for step in plant.steps:
-            held = [set(row[plant.head]) for row in cache.kept(plant.layer)]
+            held = [set(row[plant.head]) for row in cache.kept_positions(plant.layer)]
             mask = torch.cat([mask, mask[:, :1]], dim=1)
-            logits = forward(plant.model, torch.full((batch, 1), step), mask, cache)
+            logits = forward_last(plant.model, torch.full((batch, 1), step), mask, cache)
     return logits, held
 
 
@@ -120,14 +120,14 @@ def margin(logits: Tensor, answer: int) -> float:
 
 
 @dataclass(frozen=True)
-class Chosen(Method):
+class Selection(Method):
     """Keeps (or gives up) these positions first: the controls that show which slots matter."""
 
     these: tuple[int, ...] = ()
     keep: bool = True
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        chosen = torch.isin(now.positions, torch.tensor(self.these))
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        chosen = torch.isin(ctx.positions, torch.tensor(self.these))
         return (chosen == self.keep).float()
 
 
@@ -143,10 +143,10 @@ def test_the_vital_slots_decide_and_no_other(name: str, layout: str) -> None:
     right, held = ask(plant, Full(), None)
     assert margin(right[0], plant.answer) > 0.25
     assert held[0] == set(range(before))
-    alone, held = ask(plant, Chosen(plant.vital), few)
+    alone, held = ask(plant, Selection(plant.vital), few)
     assert held[0] == set(plant.vital)
     assert margin(alone[0], plant.answer) > 0.25
-    without, held = ask(plant, Chosen(plant.vital, keep=False), most)
+    without, held = ask(plant, Selection(plant.vital, keep=False), most)
     assert held[0] == set(range(before)) - set(plant.vital)
     assert margin(without[0], plant.answer) < -0.25
 
@@ -158,7 +158,7 @@ def test_each_method_keeps_what_its_score_says(method: str, name: str, layout: s
     passes = TABLE[method][1].replace(" ", "")[list(PLANTS).index(name)] == "+"
     logits, held = ask(plant, TABLE[method][0], BUDGET)
     assert (WORDS[int(logits[0].argmax())] == WORDS[plant.answer]) == passes
-    if not TABLE[method][0].needs_mask:  # a simulation holds everything
+    if not TABLE[method][0].simulation_only:  # a simulation holds everything
         assert bool(held[0] & set(plant.vital)) == passes
         decoded = len(plant.steps) - 1  # two methods do not evict while decoding
         assert len(held[0]) == {"full": len(plant.prompt) + decoded, "snapkv": 11 + decoded}.get(method, 11)
@@ -207,8 +207,8 @@ def test_each_kv_head_keeps_its_own() -> None:
         cache = EvictionCache(plant.model, method, BUDGET)
         ids = torch.tensor([plant.prompt])
         with torch.inference_mode():
-            forward(plant.model, ids, torch.ones_like(ids), cache)
-        held[method.name] = [16 in head for head in cache.kept(0)[0]]
+            forward_last(plant.model, ids, torch.ones_like(ids), cache)
+        held[method.name] = [16 in head for head in cache.kept_positions(0)[0]]
     assert held == {"h2o": [False, True], "spatten": [True, True]}
 
 

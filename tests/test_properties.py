@@ -76,7 +76,7 @@ seeds = st.integers(0, 10_000)
 lengths = st.lists(st.integers(1, 19), min_size=3, max_size=3)  # of prompts, one token included
 
 
-def layers_of(name: str) -> int:
+def num_layers(name: str) -> int:
     return 2 if "shared" in name or name == "spatten" else 1
 
 
@@ -91,7 +91,7 @@ def core(
 
 
 def draw_streams(name: str, seed: int, count: int, batch: int = 2) -> Streams:
-    return Streams.random(seed, count, layers=layers_of(name), batch=batch, heads=2, group=3, dtype=torch.float32)
+    return Streams.random(seed, count, layers=num_layers(name), batch=batch, heads=2, group=3, dtype=torch.float32)
 
 
 def same(
@@ -254,7 +254,7 @@ def test_a_padded_row_generates_what_it_generates_alone(name: str, family: str, 
 
 def kept_of(run: Generation) -> list[list[list[list[int]]]]:
     """[row][layer][head] positions."""
-    layers = [run.cache.kept(i) for i in range(len(run.cache.layers))]
+    layers = [run.cache.kept_positions(i) for i in range(len(run.cache.layers))]
     return [[layer[row] for layer in layers] for row in range(len(layers[0]))]
 
 
@@ -408,7 +408,7 @@ def test_several_tokens_at_once_are_one_by_one_while_nothing_is_evicted(
         for _ in range(2)
     )
     slow = feed(one, tiny(family), prompt, new, mask=mask)
-    fast = feed(many.several_tokens(), tiny(family), prompt, new, mask=mask, width=width)
+    fast = feed(many.allow_multi_token_steps(), tiny(family), prompt, new, mask=mask, width=width)
     close(fast.logits, slow.logits[::width])
     assert fast.kept == slow.kept[::width]
 
@@ -442,7 +442,7 @@ def more(cache: EvictionCache, mask: Tensor, new: Tensor) -> Fed:
                 position_ids=mask.sum(1, keepdim=True) - 1,
             )  # fmt: skip
             logits.append(output.logits[:, -1])
-            kept.append([cache.kept(i) for i in range(2)])
+            kept.append([cache.kept_positions(i) for i in range(2)])
     return Fed(logits, kept, cache)
 
 
@@ -532,7 +532,7 @@ def test_beams_that_share_a_score_stay_together(name: str, mode: str) -> None:
             assert beams.kept[step][layer] == [alone.kept[step][layer][i // 3] for i in range(6)]
     with torch.inference_mode():
         cache.reorder_cache(torch.tensor([1, 2, 0, 3, 3, 4]))
-    assert [cache.kept(layer) for layer in range(2)] == beams.kept[-1]
+    assert [cache.kept_positions(layer) for layer in range(2)] == beams.kept[-1]
 
 
 # -- symmetries --------------------------------------------------------------------------------------------------------
@@ -645,9 +645,9 @@ def test_two_thousand_steps_hold_no_more_memory_than_fifty(name: str, mode: str)
             ids = last.argmax(-1, keepdim=True)
             if step in (53, 1009, 2002):
                 marks.append(live_tensor_bytes())
-                buffers.add(tuple(tuple(t.shape) for s in cache.states for t in s.slots.tensors.values()))  # type: ignore[union-attr]
+                buffers.add(tuple(tuple(t.shape) for s in cache.layer_states for t in s.slots.tensors.values()))  # type: ignore[union-attr]
     # As many tensors; the table of coming temperatures ends with the schedule, so that they may become smaller.
     assert marks[0][0] == marks[1][0] == marks[2][0] and marks[0][1] >= marks[1][1] >= marks[2][1]
     assert len(buffers) == 1
     assert cache.get_seq_length() == 37 + 2002
-    assert all(len(head) == 12 for head in cache.kept(1)[0])
+    assert all(len(head) == 12 for head in cache.kept_positions(1)[0])

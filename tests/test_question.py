@@ -8,7 +8,16 @@ from tiny import CONFIGS, later, prompts_of, tiny
 
 from kvexp.core import Budget, Cadence
 from kvexp.errors import ConfigError
-from kvexp.generate import GenerationParams, ask, continuation_logprobs, forward, generate, judge, prefill, receipts
+from kvexp.generate import (
+    GenerationParams,
+    continuation_logprobs,
+    forward_last,
+    generate,
+    generate_from_context,
+    prefill,
+    receipts,
+    score_continuations,
+)
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache
 
@@ -35,7 +44,7 @@ def slow(model, context, question, method, budget, new, cadence=None):
         logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
         if step >= len(question) - 1:
             answer.append(int(logits.argmax()))
-    return answer, [cache.kept(i) for i in range(2)]
+    return answer, [cache.kept_positions(i) for i in range(2)]
 
 
 @pytest.mark.parametrize("kind", ["greedy", "beams"])
@@ -72,7 +81,7 @@ def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
             answer, kept = slow(model, context, question, method, SMALL, new, cadence)
             assert made.tokens[row] == answer, method.name
             for layer in (0, 1):
-                held = made.cache.kept(layer)[row]
+                held = made.cache.kept_positions(layer)[row]
                 assert [set(head) for head in held] == [set(head) for head in kept[layer][0]], method.name
         whole = [c + q for c, q in zip(CONTEXTS, QUESTIONS, strict=True)]
         differs += generate(model, whole, method, SMALL, decoding=GenerationParams(new), seeds=4).tokens != made.tokens
@@ -107,7 +116,7 @@ def test_the_context_may_come_in_chunks():
     whole = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7))
     parts = generate(model, CONTEXTS, H2O(), SMALL, questions=QUESTIONS, decoding=GenerationParams(7, prefill_chunk=5))
     assert whole.tokens == parts.tokens
-    assert whole.cache.kept(1) == parts.cache.kept(1)
+    assert whole.cache.kept_positions(1) == parts.cache.kept_positions(1)
 
 
 def test_a_budget_is_the_contexts_and_question_tokens_are_decode_steps():
@@ -170,13 +179,13 @@ def test_a_fork_answers_as_a_context_of_its_own(method, mode, kind):
     shared = prefill(
         model, CONTEXTS, method, SMALL, seeds=[5, 6, 7], max_new_tokens=30, num_beams=decoding.num_beams, mode=mode
     )
-    before = [shared.cache.kept(layer) for layer in (0, 1)]
+    before = [shared.cache.kept_positions(layer) for layer in (0, 1)]
     seeds = [11, 12, 13, 14]
     for rows, width in (([2, 0, 0, 1], 5), ([1, 1], 3)):
         questions = later(8, len(rows), width).tolist()
-        forked = ask(model, shared.fork(rows), questions, decoding=decoding, seeds=seeds[: len(rows)])
+        forked = generate_from_context(model, shared.fork(rows), questions, decoding=decoding, seeds=seeds[: len(rows)])
         for place, row in enumerate(rows):
-            alone = ask(
+            alone = generate_from_context(
                 model,
                 prefill(
                     model,
@@ -194,7 +203,7 @@ def test_a_fork_answers_as_a_context_of_its_own(method, mode, kind):
             )
             assert forked.tokens[place] == alone.tokens[0]
             assert receipts(forked.cache)[place].kept_digest == receipts(alone.cache)[0].kept_digest
-    assert [shared.cache.kept(layer) for layer in (0, 1)] == before
+    assert [shared.cache.kept_positions(layer) for layer in (0, 1)] == before
 
 
 @pytest.mark.parametrize("method", [Full(), H2O()], ids=lambda m: m.name)
@@ -204,7 +213,9 @@ def test_a_fork_costs_what_a_context_of_its_own_costs(method):
 
     def cost(rows):
         context = prefill(model, CONTEXTS[:1], method, budget, max_new_tokens=7)
-        made = ask(model, context.fork(rows), [QUESTIONS[0]] * len(rows), decoding=GenerationParams(7))
+        made = generate_from_context(
+            model, context.fork(rows), [QUESTIONS[0]] * len(rows), decoding=GenerationParams(7)
+        )
         return [(r.kv_bytes, r.peak_kv_bytes, r.slots) for r in receipts(made.cache)]
 
     assert len({*cost([0]), *cost([0, 0, 0])}) == 1
@@ -214,7 +225,7 @@ def test_choices_judged_from_forks_are_those_judged_alone():
     model, choices = tiny("gptj"), [[50], [51, 52, 53], [54, 55]]
     for method in (H2O(), Keyformer()):
         context = prefill(model, CONTEXTS[:1], method, SMALL, seeds=3, max_new_tokens=9)
-        forked = judge(model, context.fork([0, 0, 0]), choices, [QUESTIONS[0]] * 3, max_new_tokens=8)
+        forked = score_continuations(model, context.fork([0, 0, 0]), choices, [QUESTIONS[0]] * 3, max_new_tokens=8)
         for choice, found in zip(choices, forked, strict=True):
             alone = continuation_logprobs(
                 *(model, CONTEXTS[:1], [choice], method, SMALL), questions=QUESTIONS[:1], seeds=3, max_new_tokens=8
@@ -226,7 +237,9 @@ def test_times_of_an_answer_count_the_prefill_it_shares():
     model = tiny("llama")
     shared = prefill(model, CONTEXTS[:1], Full(), max_new_tokens=12)
     shared.seconds = 1000.0
-    timing = ask(model, shared.fork([0]), QUESTIONS[:1], decoding=GenerationParams(7, eos=None)).timing
+    timing = generate_from_context(
+        model, shared.fork([0]), QUESTIONS[:1], decoding=GenerationParams(7, eos=None)
+    ).timing
     assert 1000 < timing.ttft_s < timing.tt2t_s < 1100
     assert 0 < timing.tpot_s < 100
 
@@ -254,9 +267,9 @@ def test_contexts_that_cannot_go_on():
     model = tiny("llama")
     context = prefill(model, CONTEXTS, H2O(), Budget(kv_ratio=0.3, of="sequence"), max_new_tokens=10)
     with pytest.raises(ConfigError, match="resolved for max_new_tokens=10, and 12"):
-        ask(model, context, QUESTIONS, decoding=GenerationParams(7))
+        generate_from_context(model, context, QUESTIONS, decoding=GenerationParams(7))
     with pytest.raises(ConfigError, match="prefilled for num_beams=1, not for 3"):
-        ask(model, context, QUESTIONS, decoding=GenerationParams(7, num_beams=3))
+        generate_from_context(model, context, QUESTIONS, decoding=GenerationParams(7, num_beams=3))
 
 
 def test_a_forward_of_a_context_alone_is_a_prefill():
@@ -264,4 +277,4 @@ def test_a_forward_of_a_context_alone_is_a_prefill():
     context = prefill(model, CONTEXTS, H2O(), SMALL, max_new_tokens=3)
     assert context.lengths == [37, 23, 31]
     cache = EvictionCache(model, H2O(), SMALL, prompt_tokens=37)
-    torch.testing.assert_close(context.logits, forward(model, context.ids, context.mask, cache), rtol=0, atol=0)
+    torch.testing.assert_close(context.logits, forward_last(model, context.ids, context.mask, cache), rtol=0, atol=0)

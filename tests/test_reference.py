@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Method, Rule]] = {
     "h2o": (H2O(), replace(SUM, recent_ratio=HALF)),
     "h2o_few_recent": (H2O(recent_ratio=0.2), replace(SUM, recent_ratio=FIFTH)),
     "h2o_all_recent": (H2O(recent_ratio=1.0), replace(SUM, recent_ratio=Fraction(1))),
-    "h2o_mask": (H2O(impl="mask"), replace(SUM, recent_ratio=HALF, limbo=True)),
+    "h2o_mask": (H2O(impl="mask"), replace(SUM, recent_ratio=HALF, hidden_next_step=True)),
     "h2o_damping": (H2ODamping(), replace(SUM, recent_ratio=FIFTH, damping=0.9)),
     "h2o_damping_0": (H2ODamping(damping=0.0), replace(SUM, recent_ratio=FIFTH, damping=0.0)),
     "h2o_damping_1": (H2ODamping(damping=1.0), replace(SUM, recent_ratio=FIFTH)),
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Method, Rule]] = {
             decode_evicts=False,
         ),
     ),
-    "knorm": (KNorm(), Rule(birth=norm)),
+    "knorm": (KNorm(), Rule(initial_score=norm)),
     "random": (Random(), Rule()),
     "spatten": (SpAtten(), replace(SUM, pool_heads=True, across_layers=True)),
     "ideal": (Ideal(), Rule(per_query=True)),
@@ -106,7 +106,7 @@ ONLY_MASK = ("h2o_mask", "a2sf_full_rows", "ideal")
 PAIRS = [(name, mode) for name in CASES for mode in MODES if mode == "mask" or name not in ONLY_MASK]
 
 
-def layers_of(rule: Rule) -> int:
+def num_layers(rule: Rule) -> int:
     return 2 if rule.across_layers else 1
 
 
@@ -119,11 +119,11 @@ def streams_of(layers: int) -> Streams:
 
 def noise_of(method: Method, layers: int, row: int, count: int) -> Any:
     """[L][H * G][N][N] for one row: an input of both sides."""
-    view = method.view
-    if view is None or view.noise is None:
+    spec = method.score_spec
+    if spec is None or spec.noise is None:
         return None
     places, seeds = torch.arange(count)[None], torch.tensor([SEEDS[row]])
-    draws = [view.noise.draw(seeds, i, HEADS * GROUP, places, places[:, None]) for i in range(layers)]
+    draws = [spec.noise.draw(seeds, i, HEADS * GROUP, places, places[:, None]) for i in range(layers)]
     return [torch.broadcast_to(d, (1, HEADS * GROUP, count, count))[0].double().tolist() for d in draws]
 
 
@@ -132,15 +132,15 @@ def births_of(method: Method, rule: Rule, layers: int, row: int, count: int) -> 
     if not isinstance(method, Random):
         return rule
     keys, places = torch.zeros(1, HEADS, count, DIM), torch.arange(count)[None]
-    table = [method.birth(keys, places, torch.tensor([SEEDS[row]]), i)[0].tolist() for i in range(layers)]
-    return replace(rule, birth=lambda layer, head, p, _: float(table[layer][head][p]))
+    table = [method.initial_score(keys, places, torch.tensor([SEEDS[row]]), i)[0].tolist() for i in range(layers)]
+    return replace(rule, initial_score=lambda layer, head, p, _: float(table[layer][head][p]))
 
 
 def truth(
     method: Method, rule: Rule, world: World, row: int, widths: tuple[int, ...], streams: Streams | None = None
 ) -> list[list[Step]]:
     """The reference for one row, without its padding. widths: of the padded batch."""
-    layers, missing = layers_of(rule), widths[0] - LENGTHS[row]
+    layers, missing = num_layers(rule), widths[0] - LENGTHS[row]
     streams = streams or streams_of(layers)
     count = sum(widths) - missing
     q, k, v = (t[:, row, :, missing : sum(widths)].double().tolist() for t in (streams.q, streams.k, streams.v))
@@ -172,7 +172,7 @@ def truth_of(name: str, row: int, widths: tuple[int, ...], **world: Any) -> list
 
 def check(name: str, mode: str, widths: tuple[int, ...], budget: int, dtype: torch.dtype, **world: Any) -> None:
     method, rule = CASES[name]
-    streams = streams_of(layers_of(rule))
+    streams = streams_of(num_layers(rule))
     streams = Streams(*(t.to(dtype) for t in (streams.q, streams.k, streams.v)))
     streams, mask = streams.padded([widths[0] - n for n in LENGTHS])
     cadence = Cadence(world.get("at_prefill", True), world.get("every", 1))
@@ -285,10 +285,10 @@ def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[
     plain = streams_of(1)
     missing = [max(LENGTHS) - n for n in LENGTHS]
     streams = Streams(*(turned(t, missing, frequencies, interleaved) for t in (plain.q, plain.k)), plain.v)
-    geometry = AttentionParams(SCALE, rotation=RoPE(torch.tensor(frequencies), interleaved))
+    params = AttentionParams(SCALE, rope=RoPE(torch.tensor(frequencies), interleaved))
     plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, "renumbered")  # type: ignore[arg-type]
     streams, mask = streams.padded(missing)
-    seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
+    seen = run_core(plan, streams, widths, params=params, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(
         SCALE, 7, max_new_tokens=NEW, renumbered=True, rotate=lambda x, p: turn(x, p, frequencies, interleaved)
     )
@@ -306,9 +306,9 @@ def test_alibi(name: str, place: str, mode: str, widths: tuple[int, ...]) -> Non
     method, rule = CASES[name]
     slopes = [0.5 / (1 + i) for i in range(HEADS * GROUP)]
     plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
-    streams, mask = streams_of(layers_of(rule)).padded([0, 4])
-    geometry = AttentionParams(SCALE, alibi=torch.tensor(slopes))
-    seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
+    streams, mask = streams_of(num_layers(rule)).padded([0, 4])
+    params = AttentionParams(SCALE, alibi=torch.tensor(slopes))
+    seen = run_core(plan, streams, widths, params=params, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, 7, max_new_tokens=NEW, alibi=torch.tensor(slopes).tolist(), renumbered=place == "renumbered")
     for row in range(2):
         compare(seen, row, truth(method, rule, world, row, widths), out=1e-6, score=1e-5 if rule.attention else None)
@@ -323,8 +323,8 @@ def test_sliding_window(name: str, budget: int, mode: str, widths: tuple[int, ..
     method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])
     plan = CacheConfig(method, Budget(tokens=budget), Cadence(), mode, "original")  # type: ignore[arg-type]
-    geometry = AttentionParams(SCALE, sliding_window=11)
-    seen = run_core(plan, streams, widths, geometry=geometry, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
+    params = AttentionParams(SCALE, sliding_window=11)
+    seen = run_core(plan, streams, widths, params=params, mask=mask, max_new_tokens=NEW, seeds=SEEDS)
     world = World(SCALE, budget, max_new_tokens=NEW, sliding_window=11)
     for row in range(2):
         compare(seen, row, truth(method, rule, world, row, widths), out=1e-5, score=1e-5 if rule.attention else None)

@@ -10,11 +10,11 @@ from tiny import CONFIGS, LAYERS, Streams, feed, later, prompts_of, stock, tiny
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, MemoryTracker, SequenceState
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate, prefill, receipts
-from kvexp.generate.api import ask as answer
+from kvexp.generate.api import generate_from_context as answer
 from kvexp.methods import H2OC, Full
 from kvexp.models import EvictionCache
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
-from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalLayer
 
 # Small enough for prompts of a few tokens; block caches of two blocks, so that they fill and are emptied again.
 METHODS = {
@@ -80,7 +80,7 @@ def test_a_sliding_window_limits_what_can_be_chosen(name, window):
     same(generate(model, PROMPTS, METHODS[name], AMPLE, **options), generate(model, PROMPTS, Full(), **options))
     few = generate(model, PROMPTS[:1], METHODS[name], SCARCE, **options)
     newest = LENGTHS[0] + 5 - 1
-    for head in few.cache.kept(0)[0]:
+    for head in few.cache.kept_positions(0)[0]:
         middle = [p for p in head if 2 <= p < newest - 3]
         assert all(p > newest - window for p in middle)
 
@@ -100,7 +100,7 @@ def test_a_query_attends_to_exactly_the_budget(family, name):
                 assert len(head) == len(set(head)) == 9
                 assert set(range(method.n_sinks)) | set(range(newest - local + 1, newest + 1)) <= set(head)
                 assert all(0 <= p <= newest for p in head)
-    assert cache.states[0].first_eviction == [1]
+    assert cache.layer_states[0].first_eviction == [1]
 
 
 def test_whole_blocks_come_on_top_where_that_is_asked_for():
@@ -128,7 +128,9 @@ def test_a_row_is_the_same_alone_and_in_company(family, name):
     for row, prompt in enumerate(PROMPTS):
         alone = generate(model, [prompt], METHODS[name], SCARCE, decoding=decoding)
         assert alone.tokens[0] == batch.tokens[row]
-        assert [alone.cache.kept(i)[0] for i in range(LAYERS)] == [batch.cache.kept(i)[row] for i in range(LAYERS)]
+        assert [alone.cache.kept_positions(i)[0] for i in range(LAYERS)] == [
+            batch.cache.kept_positions(i)[row] for i in range(LAYERS)
+        ]
         mine = receipts(alone.cache)[0]
         assert mine.attention_kept == pytest.approx(company[row].attention_kept, abs=1e-5)
         for key in ("attended", "moved_bytes", "fetched_bytes", "cache_hit_rate", "kmeans_iterations", "notes"):
@@ -172,7 +174,7 @@ def test_several_tokens_at_once_are_the_same_tokens(name):
     model, ids, new = tiny("llama"), torch.tensor(PROMPTS[:1]), later(5, 1, 12)
     one, three = (EvictionCache(model, METHODS[name], SCARCE, max_new_tokens=12) for _ in "ab")
     single = feed(one, model, ids, new)
-    triple = feed(three.several_tokens(), model, ids, new, width=3)
+    triple = feed(three.allow_multi_token_steps(), model, ids, new, width=3)
     torch.testing.assert_close(single.logits[-1], triple.logits[-1], atol=1e-4, rtol=0)
     assert single.kept[-1] == triple.kept[-1]
 
@@ -187,7 +189,7 @@ def test_contexts_fork_and_answer_questions(name):
     for row, question in enumerate(questions):
         alone = generate(model, [PROMPTS[1]], METHODS[name], SCARCE, questions=[question], decoding=decoding)
         assert two.tokens[row] == alone.tokens[0]
-        assert two.cache.kept(1)[row] == alone.cache.kept(1)[0]
+        assert two.cache.kept_positions(1)[row] == alone.cache.kept_positions(1)[0]
     again = answer(model, context, questions[:1], decoding=decoding)
     assert again.tokens[0] == two.tokens[0], "the context was not touched by its fork"
 
@@ -209,9 +211,9 @@ def test_layers_choose_in_step():
     """In PQCache's release layers above the first keep the oldest window token too long and miss a candidate."""
     cache = EvictionCache(tiny("llama"), METHODS["pqcache"], Budget(tokens=9), max_new_tokens=8)
     feed(cache, tiny("llama"), torch.tensor(PROMPTS[:1]), later(5, 1, 8))
-    for state in cache.states:
+    for state in cache.layer_states:
         assert state.memory.lengths == [LENGTHS[0] + 8]
-        _, (_, _, window) = state.memory.near.read(state.memory.lengths)
+        _, (_, _, window) = state.memory.resident.read(state.memory.lengths)
         assert window[0].tolist() == list(range(LENGTHS[0] + 8 - 4, LENGTHS[0] + 8))
 
 
@@ -255,18 +257,22 @@ def test_receipts_count_what_would_move():
     method = Oracle(n_sinks=2, recent_ratio=0.5)
     streams = Streams.random(1, 23)
     time = SequenceState(prompt_columns=20, max_new_tokens=3)
-    state = RetrievalState(CacheConfig(method, Budget(tokens=9)), 0, 1, time, ledger := MemoryTracker(1), LayerGroup())
+    state = RetrievalLayer(
+        CacheConfig(method, Budget(tokens=9)), 0, 1, time, memory_tracker := MemoryTracker(1), LayerGroup()
+    )
     for rows in (slice(0, 20), *(slice(t, t + 1) for t in range(20, 23))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
         state.forward(q, k, v, AttentionParams(7**-0.5), None)
     for row in state.memory.traffic:
-        assert row.out == 23 * 432
+        assert row.d2h == 23 * 432
         # Every key at every step (3 heads of 7 doubles), and 3 tokens chosen per head and step (9 - 2 - 1 - 3).
-        assert row.into == (21 + 22 + 23) * 3 * 7 * 8 + 3 * 3 * 3 * 18 * 8
-        assert (row.asked, row.hits) == (27, 0)
-    assert ledger.offloaded_bytes == 2 * 23 * 432
-    assert ledger.bytes == 2 * (2 + 4) * 432  # sinks, window and current token, for both rows
-    assert ledger.peak_bytes == ledger.bytes + 2 * 20 * 432  # at the end of the prompt, before it is sent home
+        assert row.h2d == (21 + 22 + 23) * 3 * 7 * 8 + 3 * 3 * 3 * 18 * 8
+        assert (row.lookups, row.hits) == (27, 0)
+    assert memory_tracker.offloaded_bytes == 2 * 23 * 432
+    assert memory_tracker.bytes == 2 * (2 + 4) * 432  # sinks, window and current token, for both rows
+    assert (
+        memory_tracker.peak_bytes == memory_tracker.bytes + 2 * 20 * 432
+    )  # at the end of the prompt, before it is sent home
 
 
 def test_a_cache_on_the_device_moves_nothing():
@@ -298,7 +304,7 @@ def test_the_share_of_the_search_is_the_papers():
     """m b bits of 16 x 128: 0.586 % < 1/128; SparQ's one component and InfLLM's one key in 128 are 1/128."""
     pairs = ((PQCache(), 2 * 6 / 16 / 128), (SparQ(), 1 / 128), (InfLLM(), 1 / 128), (Oracle(), 1.0), (Quest(), 1 / 8))
     for method, share in pairs:
-        assert method.search_bits(128) / (16 * 128) == share
+        assert method.index_bits_per_token(128) / (16 * 128) == share
 
 
 def test_attention_kept_is_oracles_at_most():
@@ -316,7 +322,7 @@ def test_h2o_c_is_given_more():
             tiny("gptj"), prompts_of(9, [130]), method, Budget(tokens=20), decoding=GenerationParams(3, eos=None)
         )
         assert receipts(out.cache)[0].slots == slots - 1  # the last slot is the coming token's
-        held = out.cache.kept(0)[0][0]
+        held = out.cache.kept_positions(0)[0][0]
         assert set(range(4)) <= set(held)
 
 

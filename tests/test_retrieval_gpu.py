@@ -10,7 +10,7 @@ from kvexp.core import Budget
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.models import EvictionCache, random_model
 from kvexp.retrieval import Oracle, PQCache
-from kvexp.retrieval.kmeans import lloyd, starting_rows
+from kvexp.retrieval.kmeans import init_rows, lloyd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -23,7 +23,7 @@ def test_cpu_and_gpu_choose_the_same(family, name, beams):
     cpu, gpu = (generate(on(d, family), PROMPTS, method, SCARCE, decoding=decoding) for d in ("cpu", "cuda"))
     assert cpu.tokens == gpu.tokens
     for layer in range(2):
-        assert cpu.cache.kept(layer) == gpu.cache.kept(layer)
+        assert cpu.cache.kept_positions(layer) == gpu.cache.kept_positions(layer)
     for ours, theirs in zip(receipts(cpu.cache), receipts(gpu.cache), strict=True):
         for key in ("attended", "moved_bytes", "fetched_bytes", "cache_hit_rate", "kmeans_iterations"):
             assert ours.retrieval[key] == pytest.approx(theirs.retrieval[key]), "what a CPU says would move does move"
@@ -44,11 +44,11 @@ def test_offloading_changes_nothing(family):
 
 def test_everything_but_the_near_is_in_pinned_memory():
     out = generate(on("cuda", "llama"), PROMPTS, METHODS["pqcache"], SCARCE, decoding=GenerationParams(5, eos=None))
-    for state in out.cache.states:
+    for state in out.cache.layer_states:
         assert state.memory.keys.device.type == state.memory.values.device.type == "cpu"
         assert state.memory.keys.is_pinned() and state.memory.pinned
-        assert state.memory.near.ring[0].device.type == "cuda"
-        assert state.known.entries["codes"].tensor.is_pinned()
+        assert state.memory.resident.recent_ring[0].device.type == "cuda"
+        assert state.kv_index.entries["codes"].tensor.is_pinned()
 
 
 @pytest.mark.parametrize("where", ["cpu", "model"])
@@ -68,7 +68,7 @@ def test_two_runs_are_identical_wherever_keys_are_clustered(where):
 
 def test_clusters_are_those_of_the_cpu():
     points = torch.randn(6, 1500, 32, generator=torch.Generator().manual_seed(2))
-    start = starting_rows(1500, 64, 4321)
+    start = init_rows(1500, 64, 4321)
     cpu, gpu = lloyd(points, start, 10), lloyd(points.cuda(), start, 10)
     assert (cpu.labels == gpu.labels.cpu()).float().mean() > 0.999  # sums round differently, borders may tip
     torch.testing.assert_close(cpu.centroids, gpu.centroids.cpu(), atol=1e-2, rtol=0)
@@ -86,7 +86,7 @@ def test_memory_stays_flat_in_the_length_of_the_prompt():
             model, prompt, PQCache(cache_tokens=512), Budget(tokens=200), decoding=GenerationParams(8, eos=None)
         )
         held[length] = torch.cuda.memory_allocated() - before
-        index[length] = sum(state.known.entries["codes"].tensor.nbytes for state in out.cache.states)
+        index[length] = sum(state.kv_index.entries["codes"].tensor.nbytes for state in out.cache.layer_states)
         assert receipts(out.cache)[0].retrieval["offloaded_bytes"] > 8 * receipts(out.cache)[0].kv_bytes / 4
         del out
     assert held[4000] - held[1000] < 2 * index[4000] + 2**20
@@ -97,9 +97,9 @@ def test_pinned_memory_stays_pinned(beams):
     """Rows that beams pick, and room that was not foreseen."""
     model, method = on("cuda", "llama"), METHODS["pqcache"]
     out = generate(model, PROMPTS, method, SCARCE, decoding=GenerationParams(5, num_beams=beams, eos=None))
-    for state in out.cache.states:
+    for state in out.cache.layer_states:
         assert state.memory.keys.is_pinned() and state.memory.values.is_pinned() and state.memory.pinned
-        assert state.known.entries["codes"].tensor.is_pinned() and state.known.pinned
+        assert state.kv_index.entries["codes"].tensor.is_pinned() and state.kv_index.pinned
 
 
 def test_room_that_was_not_foreseen():
@@ -113,7 +113,7 @@ def test_room_that_was_not_foreseen():
             for token in later(5, 1, 70).to(device).split(1, dim=1):
                 made.append(model(token, past_key_values=cache, use_cache=True).logits[:, -1])
         found.append(torch.cat(made).cpu())
-        assert device == "cpu" or cache.states[0].memory.keys.is_pinned()
+        assert device == "cpu" or cache.layer_states[0].memory.keys.is_pinned()
     torch.testing.assert_close(found[0], found[1], atol=1e-3, rtol=0)
 
 
@@ -126,9 +126,9 @@ def test_cached_blocks_hold_what_home_holds(policy):
     method = PQCache(cache_tokens=256, cache_block=32, cache_policy=policy, cache_blocks_per_step=8)
     out = generate(model, prompts, method, Budget(kv_ratio=0.2), decoding=GenerationParams(40, eos=None))
     torch.cuda.synchronize()
-    for state in out.cache.states:
+    for state in out.cache.layer_states:
         memory, cache = state.memory, state.memory.cache
-        memory.settle()
+        memory.flush()
         for row, held in enumerate(cache.policies):
             assert held.places
             for block, place in held.places.items():
@@ -148,8 +148,8 @@ def test_clustering_waits_for_no_computation():
             torch.cuda._sleep(20_000_000_000 if turn else 1)  # about ten seconds, behind the prompt on its stream
             end = torch.cuda.Event()
             end.record()
-            for state in cache.states:
-                state.building.wait()
+            for state in cache.layer_states:
+                state.index_job.wait()
             if turn:
                 assert not end.query(), "the index was waiting for the device"
         torch.cuda.synchronize()
@@ -179,7 +179,7 @@ def test_oracle_in_half_precision_keeps_nearly_the_same():
         )
         for dtype in (torch.float32, torch.bfloat16)
     )
-    pairs = zip(exact.cache.kept(0)[0], rough.cache.kept(0)[0], strict=True)
+    pairs = zip(exact.cache.kept_positions(0)[0], rough.cache.kept_positions(0)[0], strict=True)
     shared = [len(set(a) & set(b)) / len(a) for a, b in pairs]
     assert sum(shared) / len(shared) >= 0.8
     assert len(PROMPTS[0]) == LENGTHS[0]

@@ -13,7 +13,7 @@ from tiny import Streams
 from kvexp.core import AttentionParams, Budget, CacheConfig, MemoryTracker, SequenceState
 from kvexp.retrieval import InfLLM, Oracle, PQCache, Quest, SparQ
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalLayer
 
 PROMPT, STEPS, DIM, GROUP, HEADS = 29, 11, 6, 5, 3
 LONG = 31  # steps: pages and blocks that begin while decoding are chosen from, and rings come round
@@ -22,16 +22,16 @@ SCALE = DIM**-0.5
 
 def run(
     method: Retrieval, streams: Streams, tokens: int, prompt: int = PROMPT, slopes: torch.Tensor | None = None
-) -> tuple[list, list, RetrievalState]:
+) -> tuple[list, list, RetrievalLayer]:
     """Attended positions [step][row][head], outputs [step], and the state, of one layer without padding."""
     total = streams.q.shape[3]
     time = SequenceState(prompt_columns=prompt, max_new_tokens=total - prompt)
-    state = RetrievalState(CacheConfig(method, Budget(tokens=tokens)), 0, 1, time, MemoryTracker(1), LayerGroup())
+    state = RetrievalLayer(CacheConfig(method, Budget(tokens=tokens)), 0, 1, time, MemoryTracker(1), LayerGroup())
     kept, outs = [], []
     for rows in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, total))):
         q, k, v = (x[0, :, :, rows] for x in (streams.q, streams.k, streams.v))
         outs.append(state.forward(q, k, v, AttentionParams(SCALE, alibi=slopes), None))
-        kept.append(state.kept())
+        kept.append(state.kept_positions())
     return kept[1:], outs[1:], state
 
 
@@ -201,7 +201,7 @@ def test_pqcache(combine, cluster):
     method, tokens = PQCache(n_sinks=2, m=2, b=2, combine=combine, cluster=cluster, cache_tokens=0), 13
     streams = Streams.random(8, PROMPT + STEPS, dim=DIM)
     kept, _, state = run(method, streams, tokens)
-    centroids, codes = state.known["centroids"], state.known["codes"]
+    centroids, codes = state.kv_index["centroids"], state.kv_index["codes"]
     for row in range(2):
         for head in range(HEADS):
             tables = centroids[row, head].tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import CONFIGS, prompts_of, tiny
 
-import kvexp.core.decode.cross_layer as ladder
+import kvexp.core.decode.cross_layer as cross_layer
 import kvexp.core.eviction_layer as layer
 import kvexp.core.observe.noise as noise
 from kvexp.core import Budget
@@ -48,15 +48,15 @@ def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
     """(short, general, how often the short step was taken)."""
     model, rows = tiny(family, **changes), prompts_of(3, lengths)
     decoding, seeds = GenerationParams(14, eos=None), list(range(len(lengths)))
-    taken, original = [], layer.fast_step.ready
+    taken, original = [], layer.fast_step.can_fast_decode
 
     def counted(*arguments):
         taken.append(original(*arguments))
         return taken[-1]
 
-    monkeypatch.setattr(layer.fast_step, "ready", counted)
+    monkeypatch.setattr(layer.fast_step, "can_fast_decode", counted)
     short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
-    monkeypatch.setattr(layer.fast_step, "ready", lambda *_: False)
+    monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
     general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
     return short, general, sum(taken)
 
@@ -64,7 +64,7 @@ def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
 def scores(cache: EvictionCache):
     """Score by layer, row, head and position."""
     found = {}
-    for number, state in enumerate(cache.states):
+    for number, state in enumerate(cache.layer_states):
         places, values = state.slots.positions.tolist(), state.slots.score.tolist()
         for b, heads in enumerate(places):
             for h, slots in enumerate(heads):
@@ -136,14 +136,14 @@ def test_rows_that_have_not_filled_their_budget(monkeypatch):
 def test_gathering_and_hiding_agree_with_it(method):
     model, rows, decoding = tiny("llama"), prompts_of(3, (40, 33, 40)), GenerationParams(14, eos=None)
     each = [generate(model, rows, method, HALF, decoding=decoding, mode=m) for m in ("overwrite", "compact", "mask")]
-    kept = [[generation.cache.kept(number) for number in range(2)] for generation in each]
+    kept = [[generation.cache.kept_positions(number) for number in range(2)] for generation in each]
     assert kept[0] == kept[1] == kept[2]
     assert each[0].tokens == each[1].tokens == each[2].tokens
 
 
 def test_noise_is_hashed_anew_when_the_steps_ahead_are_used_up(monkeypatch):
     """Four at a time, so that thirteen steps need it three times; rows of several lengths."""
-    monkeypatch.setattr(noise, "AHEAD", 4)
+    monkeypatch.setattr(noise, "STEPS_AHEAD", 4)
     short, general, taken = both("llama", Keyformer(), HALF, ROWS["padded"], monkeypatch)
     assert taken == 13 * 2
     alike(short, general)
@@ -158,15 +158,21 @@ def test_all_layers_keep_their_books_together_once_each_has_taken_a_step():
     joint = []
     for step in range(5):
         decode_step(model, token, torch.tensor([[40], [33]]) + step, cache)
-        joint.append(cache.states[0].ladder.joint)
+        joint.append(cache.layer_states[0].cross_layer_buffers.merged)
     assert joint == [False, True, True, True, True]
-    first, second = (state.held().positions for state in cache.states)
+    first, second = (state.require_slots().positions for state in cache.layer_states)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     copied = cache.fork([1, 0])
-    assert not copied.states[0].ladder.joint and copied.states[0].ladder is copied.states[1].ladder
-    assert copied.states[0].ladder is not cache.states[0].ladder and cache.states[0].ladder.joint
+    assert (
+        not copied.layer_states[0].cross_layer_buffers.merged
+        and copied.layer_states[0].cross_layer_buffers is copied.layer_states[1].cross_layer_buffers
+    )
+    assert (
+        copied.layer_states[0].cross_layer_buffers is not cache.layer_states[0].cross_layer_buffers
+        and cache.layer_states[0].cross_layer_buffers.merged
+    )
     cache.batch_select_indices(torch.tensor([1]))
-    assert not cache.states[0].ladder.joint
+    assert not cache.layer_states[0].cross_layer_buffers.merged
 
 
 @torch.no_grad()
@@ -177,7 +183,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
     made = []
     for general in (False, True):
         if general:
-            monkeypatch.setattr(layer.fast_step, "ready", lambda *_: False)
+            monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
         cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
         places, logits = torch.tensor([[40], [33], [40]]), []
         for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
@@ -187,7 +193,7 @@ def test_rows_selected_between_steps(method, monkeypatch):
                 places = places + 1
             cache.batch_select_indices(torch.tensor(picked))
             places = places[picked]
-        made.append((logits, [cache.kept(number) for number in range(2)]))
+        made.append((logits, [cache.kept_positions(number) for number in range(2)]))
     for one, other in zip(made[0][0], made[1][0], strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
     assert made[0][1] == made[1][1]
@@ -197,11 +203,11 @@ def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
     """Each layer keeps its own books: the numbers are the same to the bit."""
     model, rows = tiny("llama"), prompts_of(3, (40, 33))
     decoding, each = GenerationParams(14, eos=None), []
-    for most in (ladder.MOST, 0):
-        monkeypatch.setattr(ladder, "MOST", most)
+    for most in (cross_layer.MAX_MERGED_SLOTS, 0):
+        monkeypatch.setattr(cross_layer, "MAX_MERGED_SLOTS", most)
         each.append(generate(model, rows, Keyformer(), HALF, decoding=decoding, seeds=[1, 2], keep_logits=True))
     together, apart = each
-    assert [one.cache.states[0].ladder.joint for one in each] == [True, False]
+    assert [one.cache.layer_states[0].cross_layer_buffers.merged for one in each] == [True, False]
     assert torch.equal(torch.stack(together.logits), torch.stack(apart.logits))
     assert scores(together.cache) == scores(apart.cache)
 
@@ -210,7 +216,7 @@ def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
 def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkeypatch):
     """The first layer holds more than the second."""
     short, general, taken = both("llama", method, Budget(kv_ratio=0.5, pyramid=0.4), ROWS["padded"], monkeypatch)
-    assert taken > 13 and not short.cache.states[0].ladder.joint
+    assert taken > 13 and not short.cache.layer_states[0].cross_layer_buffers.merged
     alike(short, general)
 
 
@@ -225,5 +231,5 @@ def test_caches_that_decode_together_keep_one_set_of_books():
     places = torch.tensor([[40], [33]] * len(variants))
     for step in range(4):
         decode_step(model, places % 50 + 1, places + step, cache)
-    each = [[stack.ladder for _, stack in layer.state._stacks] for layer in cache.layers]
-    assert each[0] == each[1] and len(each[0]) == 2 and all(ladder.joint for ladder in each[0])
+    each = [[stack.buffers for _, stack in layer.state._stacks] for layer in cache.layers]
+    assert each[0] == each[1] and len(each[0]) == 2 and all(cross_layer.merged for cross_layer in each[0])

@@ -13,16 +13,16 @@ from kvexp.errors import ConfigError
 from kvexp.generate import (
     CacheConfig,
     GenerationParams,
-    ask,
-    ask_together,
     decode,
     generate,
+    generate_from_context,
+    generate_from_contexts,
     prefill,
     prefill_together,
     receipts,
 )
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, SnapKV, StreamingLLM, Window
-from kvexp.models.batched_cache import MultiMethodCache, grouped
+from kvexp.models.batched_cache import MultiMethodCache, bin_by_length
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 
 HALF, FIFTH = Budget(kv_ratio=0.5), Budget(kv_ratio=0.2)
@@ -114,28 +114,28 @@ def test_questions_share_the_context_too():
     many = prefill_together(model, PROMPTS, VARIANTS[:9], max_new_tokens=11, seeds=SEEDS)
     for rows in ([0, 1, 2], [2, 2, 0]):
         asked = [questions[row] for row in rows]
-        joint = ask_together(model, [c.fork(rows) for c in many], asked, decoding=decoding, seeds=SEEDS)
+        joint = generate_from_contexts(model, [c.fork(rows) for c in many], asked, decoding=decoding, seeds=SEEDS)
         for variant, generation in zip(VARIANTS, joint, strict=False):
             own = prefill(model, PROMPTS, variant, max_new_tokens=11, seeds=SEEDS)
-            same(ask(model, own.fork(rows), asked, decoding=decoding, seeds=SEEDS), generation)
+            same(generate_from_context(model, own.fork(rows), asked, decoding=decoding, seeds=SEEDS), generation)
 
 
 def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
-    model, widths, original = tiny("llama"), [], module.forward
+    model, widths, original = tiny("llama"), [], module.forward_last
 
     def counted(model, ids, *rest):
         widths.append(tuple(ids.shape))
         return original(model, ids, *rest)
 
-    monkeypatch.setattr(module, "forward", counted)
+    monkeypatch.setattr(module, "forward_last", counted)
     later = CacheConfig(H2O(), HALF, cadence=Cadence(at_prefill=False, every=2))
     contexts = prefill_together(model, PROMPTS, [later] * 3, max_new_tokens=5)
     assert widths == [(3, 40)]
-    first, *others = (c.cache.states[0].slots for c in contexts)
+    first, *others = (c.cache.layer_states[0].slots for c in contexts)
     for slots in others:  # nothing is evicted from the prompt yet: one buffer serves all
         assert slots.keys.data_ptr() == first.keys.data_ptr()
     decode(model, contexts, GenerationParams(5, eos=None), [0, 0, 0], None, start=0.0)
-    own = {c.cache.states[0].slots.keys.untyped_storage().data_ptr() for c in contexts}
+    own = {c.cache.layer_states[0].slots.keys.untyped_storage().data_ptr() for c in contexts}
     assert len(own) in (1, 3)  # parts of one common buffer, or each its own: never the prompt's
     assert first.keys.untyped_storage().data_ptr() in own
 
@@ -158,13 +158,13 @@ def test_buffers_are_common_where_little_is_wasted(monkeypatch):
         return Slots(keys, keys.clone(), torch.zeros(2, 3, count, dtype=torch.int64), torch.zeros(2, 3, count))
 
     held = {4: slots(10), 7: slots(40), 8: slots(10), 9: slots(38)}
-    assert grouped(held) == [[7, 9, 4, 8]]
+    assert bin_by_length(held) == [[7, 9, 4, 8]]
     monkeypatch.setattr(
-        "kvexp.models.batched_cache.WASTE", 2 * 2 * 3 * 2 * 8 * 4 + 1
+        "kvexp.models.batched_cache.MAX_PAD_BYTES", 2 * 2 * 3 * 2 * 8 * 4 + 1
     )  # two slots of a cache, and rounding
-    assert grouped(held) == [[7, 9], [4, 8]]
-    monkeypatch.setattr("kvexp.models.batched_cache.WASTE", 0)
-    assert grouped(held) == [[7], [9], [4, 8]]
+    assert bin_by_length(held) == [[7, 9], [4, 8]]
+    monkeypatch.setattr("kvexp.models.batched_cache.MAX_PAD_BYTES", 0)
+    assert bin_by_length(held) == [[7], [9], [4, 8]]
 
 
 def test_what_cannot_be_shared_is_refused():
@@ -186,9 +186,9 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
     model, decoding = tiny("llama"), GenerationParams(9, eos=None)
     context = prefill(model, PROMPTS, method, HALF, max_new_tokens=12, seeds=SEEDS)
     for row in (1, 0):
-        taken = ask(model, context.fork([row]), [[5, 6, 7]], decoding=decoding, keep_logits=True)
+        taken = generate_from_context(model, context.fork([row]), [[5, 6, 7]], decoding=decoding, keep_logits=True)
         own = prefill(model, PROMPTS[row : row + 1], method, HALF, max_new_tokens=12, seeds=SEEDS[row : row + 1])
-        alone = ask(model, own, [[5, 6, 7]], decoding=decoding, keep_logits=True)
+        alone = generate_from_context(model, own, [[5, 6, 7]], decoding=decoding, keep_logits=True)
         assert taken.tokens == alone.tokens
         torch.testing.assert_close(torch.stack(taken.logits), torch.stack(alone.logits), atol=1e-4, rtol=0)
 
@@ -196,7 +196,7 @@ def test_a_row_taken_out_of_a_padded_batch_goes_on_as_alone(method):
 @pytest.mark.parametrize("waste", [0, 8 << 20])
 def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
     """Layer 0 of a pyramid overwrites from a later step on than layer 1: the others' books must not be torn apart."""
-    monkeypatch.setattr("kvexp.models.batched_cache.WASTE", waste)
+    monkeypatch.setattr("kvexp.models.batched_cache.MAX_PAD_BYTES", waste)
     late = [CacheConfig(H2O(), Budget(tokens=tokens, pyramid=0.5)) for tokens in (30, 31, 33, 33)]
     variants = [CacheConfig(H2O(), FIFTH), CacheConfig(A2SF(alpha=0.3), FIFTH), *late, CacheConfig(Keyformer(), FIFTH)]
     model, decoding = tiny("llama"), GenerationParams(24, eos=None)

@@ -46,24 +46,24 @@ def sight_of(
     if disagree:  # as after an eviction
         seen = torch.stack([columns, columns.flip(1)], dim=1)
     slopes = torch.arange(1, heads * groups + 1, device=DEVICE) / 7 if alibi else None
-    geometry = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes)
+    params = AttentionParams(dim**-0.5, sliding_window=window, alibi=slopes)
     return AttentionInputs(
         query.transpose(1, 2).unflatten(1, (heads, groups)),  # strided, as models hand it in
         keys,
         keys,
         seen.to(DEVICE),
         columns[:, ahead:].to(DEVICE),
-        geometry,
-        in_order=not disagree,
+        params,
+        in_column_order=not disagree,
         padded=True,
     )
 
 
-def sums(sight, method, how):
-    view = method.view
-    weights = naive.row_weights(view, sight.query_positions, 0)
-    taus = torch.full((sight.query.shape[3],), view.tau[0], device=DEVICE)
-    return accumulate.column_sums_by(how, sight, view, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
+def sums(inputs, method, how):
+    spec = method.score_spec
+    weights = naive.row_weights(spec, inputs.query_positions, 0)
+    taus = torch.full((inputs.query.shape[3],), spec.tau[0], device=DEVICE)
+    return accumulate.column_sums_by(how, inputs, spec, weights, taus, torch.tensor([5, 6], device=DEVICE), 3, 0, None)
 
 
 def same(got, expected):
@@ -75,16 +75,16 @@ def same(got, expected):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_kernels_are_naive(method, world):
-    sight = sight_of(**WORLDS[world])
-    same(sums(sight, METHODS[method], "triton"), sums(sight, METHODS[method], "naive"))
+    inputs = sight_of(**WORLDS[world])
+    same(sums(inputs, METHODS[method], "triton"), sums(inputs, METHODS[method], "naive"))
 
 
 @installed
 @pytest.mark.parametrize("method", ["h2o", "keyformer", "snapkv"])
 @pytest.mark.parametrize("count", [1, 17, 63, 64, 65, 130])
 def test_awkward_lengths(count, method):
-    sight = sight_of(count, heads=1, groups=2, dim=7)
-    same(sums(sight, METHODS[method], "triton"), sums(sight, METHODS[method], "naive"))
+    inputs = sight_of(count, heads=1, groups=2, dim=7)
+    same(sums(inputs, METHODS[method], "triton"), sums(inputs, METHODS[method], "naive"))
 
 
 @installed
@@ -93,17 +93,17 @@ def test_half_precision_rounds_products_as_the_truth_does(dtype):
     """A product between two numbers of the dtype may be summed up to either; the rounding itself is far larger."""
     if not GPU and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies bfloat16 wrongly: it takes the bits for whole numbers")
-    sight = sight_of(dtype=dtype)
-    rounded = sums(sight, H2O(), "naive")
-    error = (sums(sight, H2O(), "triton") - rounded).abs().max()
-    exact = sums(replace(sight, query=sight.query.float(), keys=sight.keys.float()), H2O(), "naive")
+    inputs = sight_of(dtype=dtype)
+    rounded = sums(inputs, H2O(), "naive")
+    error = (sums(inputs, H2O(), "triton") - rounded).abs().max()
+    exact = sums(replace(inputs, query=inputs.query.float(), keys=inputs.keys.float()), H2O(), "naive")
     assert error < 0.1 * (exact - rounded).abs().max()
 
 
 @installed
 def test_two_runs_agree_to_the_bit():
-    sight = sight_of(130, padding=(0, 5))
-    assert torch.equal(sums(sight, Keyformer(), "triton"), sums(sight, Keyformer(), "triton"))
+    inputs = sight_of(130, padding=(0, 5))
+    assert torch.equal(sums(inputs, Keyformer(), "triton"), sums(inputs, Keyformer(), "triton"))
 
 
 @installed
@@ -118,13 +118,19 @@ def test_three_tokens_by_hand():
     """Logits 0 and ln 2 only: rows (1), (1/3, 2/3), (1/4, 1/2, 1/4)."""
     keys = torch.tensor([[0.0], [math.log(2)], [0.0]], device=DEVICE)[None, None]
     at = torch.arange(3, device=DEVICE)[None]
-    sight = AttentionInputs(
-        torch.ones(1, 1, 1, 3, 1, device=DEVICE), keys, keys, at[:, None], at, AttentionParams(1.0), in_order=True
+    inputs = AttentionInputs(
+        torch.ones(1, 1, 1, 3, 1, device=DEVICE),
+        keys,
+        keys,
+        at[:, None],
+        at,
+        AttentionParams(1.0),
+        in_column_order=True,
     )
     seeds, taus = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.ones(3, device=DEVICE)
     for method, columns in ((H2O(), [19 / 12, 7 / 6, 1 / 4]), (A2SF(alpha=0.5), [2 / 3, 5 / 6, 1 / 4])):
-        weights = naive.row_weights(method.view, at, 0)
-        got = accumulate.column_sums_by("triton", sight, method.view, weights, taus, seeds, 0, 0, None)
+        weights = naive.row_weights(method.score_spec, at, 0)
+        got = accumulate.column_sums_by("triton", inputs, method.score_spec, weights, taus, seeds, 0, 0, None)
         torch.testing.assert_close(got[0, 0].cpu(), torch.tensor(columns))
 
 
@@ -150,9 +156,9 @@ def test_what_the_kernels_refuse(monkeypatch):
 @pytest.mark.parametrize("method", ["h2o", "keyformer", "a2sf"])
 def test_long_prompts_on_a_gpu(method):
     """4096 tokens of the 7B shape in bfloat16: the kernels against blocks of rows, relative to the largest score."""
-    sight = sight_of(4096, heads=32, groups=1, dim=128, dtype=torch.bfloat16)
-    expected = sums(sight, METHODS[method], "blocked")
-    assert (sums(sight, METHODS[method], "triton") - expected).abs().max() < 2e-3 * expected.max()
+    inputs = sight_of(4096, heads=32, groups=1, dim=128, dtype=torch.bfloat16)
+    expected = sums(inputs, METHODS[method], "blocked")
+    assert (sums(inputs, METHODS[method], "triton") - expected).abs().max() < 2e-3 * expected.max()
 
 
 def test_nothing_else_imports_the_kernels():

@@ -43,10 +43,10 @@ def pair(family, method, budget, lengths, monkeypatch, new=8, **changes):
         return original(self, *arguments)
 
     monkeypatch.setattr(triton_decode.FusedDecodeAttention, "__call__", counted)
-    monkeypatch.setattr(triton_decode, "asked", lambda states: True)  # and the prompt in the eager way, for speed
+    monkeypatch.setattr(triton_decode, "requested", lambda states: True)  # and the prompt in the eager way, for speed
     options = {"decoding": decoding, "seeds": seeds, "keep_logits": True}
     kernels = generate(model, rows, method, budget, **options)
-    monkeypatch.setattr(triton_decode, "asked", lambda states: False)
+    monkeypatch.setattr(triton_decode, "requested", lambda states: False)
     return kernels, generate(model, rows, method, budget, **options), len(steps)
 
 
@@ -86,7 +86,7 @@ def test_rows_that_have_not_filled_their_budget(monkeypatch):
 @installed
 @pytest.mark.parametrize("tokens", [63, 64, 65, 130])
 def test_slots_that_fill_tiles_and_parts_unevenly(tokens, monkeypatch):
-    monkeypatch.setattr(triton_decode, "PARTS", 2)
+    monkeypatch.setattr(triton_decode, "MAX_KV_SPLITS", 2)
     kernels, eager, steps = pair("llama", Keyformer(), Budget(tokens=tokens), (140,), monkeypatch, new=4)
     assert steps == 3 * 2
     alike(kernels, eager)
@@ -101,7 +101,7 @@ def test_a_stack_of_every_kind_of_row(monkeypatch):
     model = model.to("cuda") if GPU else model
     made = []
     for kernels in (True, False):
-        monkeypatch.setattr(triton_decode, "asked", lambda states, kernels=kernels: kernels)
+        monkeypatch.setattr(triton_decode, "requested", lambda states, kernels=kernels: kernels)
         contexts = prefill_together(model, rows, variants, max_new_tokens=9, seeds=[4, 5])
         made.append(decode(model, contexts, GenerationParams(9, eos=None), [4, 5], None, start=0.0))
     for one, other in zip(*made, strict=True):
@@ -125,5 +125,5 @@ def test_what_the_kernels_leave_to_the_eager_step():
         generation = generate(
             tiny("llama"), prompts_of(3, (40,)), method, HALF, decoding=GenerationParams(2, eos=None), **plan
         )
-        assert triton_decode.able(list(generation.cache.states)) == able
-        assert (StackedLayer([generation.cache.states[0]]).fused is not None) == able
+        assert triton_decode.supported(list(generation.cache.layer_states)) == able
+        assert (StackedLayer([generation.cache.layer_states[0]]).fused is not None) == able

@@ -52,7 +52,7 @@ class KeyDiff(Method):
     def recent(self, budget):
         return self.recent_tokens
 
-    def birth(self, keys, positions, seeds, layer):
+    def initial_score(self, keys, positions, seeds, layer):
         unit = torch.nn.functional.normalize(keys.float(), dim=-1)
         return -self.alpha * (unit * unit.mean(2, keepdim=True)).sum(-1)
 '''
@@ -303,19 +303,25 @@ def test_two_classes_of_one_name(command, folder):
 
 
 HOOKS = {
-    "birth": (
+    "initial_score": (
         "torch.zeros(keys.shape[0], 1, keys.shape[2])",
-        r"birth must return .* \[B, H, Q\] = \[1, 3, 30\], got .*1, 1",
+        r"initial_score must return .* \[B, H, Q\] = \[1, 3, 30\], got .*1, 1",
     ),
-    "rank": ("now.score.sum(1)", r"rank must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 30\]"),
-    "rank of": ("now.score.tolist()", r"rank must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list"),
+    "priority": (
+        "ctx.score.sum(1)",
+        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 30\]",
+    ),
+    "priority of": (
+        "ctx.score.tolist()",
+        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", HOOKS)
 def test_a_hook_of_another_shape_is_named(case):
     made, said = HOOKS[case]
-    arguments = {"birth": "self, keys, positions, seeds, layer", "rank": "self, now"}[case.split()[0]]
+    arguments = {"initial_score": "self, keys, positions, seeds, layer", "priority": "self, ctx"}[case.split()[0]]
     scope = {"torch": torch, "Method": Method}
     exec(f"class Odd(Method):\n    def {case.split()[0]}({arguments}):\n        return {made}\n", scope)
     with pytest.raises(ConfigError, match="Odd." + said):
@@ -323,7 +329,10 @@ def test_a_hook_of_another_shape_is_named(case):
 
 
 DECLARED = {
-    "view": ("def view(self): return None", "Odd.view must be a property .* that gives an AttentionScoreSpec or None"),
+    "score_spec": (
+        "def score_spec(self): return None",
+        "Odd.score_spec must be a property .* that gives an AttentionScoreSpec or None",
+    ),
     "sinks": ("def sinks(self): return 2", "Odd.sinks must be a property .* that gives a whole number, got <bound"),
     "field": ("recent = 3", "Odd.recent must be a method recent.self, budget. .*, got 3; call the field otherwise"),
     "recent": (
@@ -500,7 +509,7 @@ def unit(keys):
 class MyMethod(Method):
     alpha: float = 0.3
 
-    def birth(self, keys, positions, seeds, layer):
+    def initial_score(self, keys, positions, seeds, layer):
         return SIGN * self.alpha * (unit(keys) * unit(keys).mean(2, keepdim=True)).sum(-1)
 """
 
@@ -600,7 +609,7 @@ def test_what_a_cells_class_holds_of_a_function_around_it_counts():
 def test_a_class_without_a_name_is_called_as_its_class():
     class Plain(Method):
         @property
-        def view(self):
+        def score_spec(self):
             return AttentionScoreSpec()
 
     class Named(Plain):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvexp.core import AttentionParams, CacheConfig, EvictionLayer, MemoryTracker, SequenceState
 from kvexp.core.cross_layer_score import CrossLayerScore
-from kvexp.generate.loglikelihood import forward
+from kvexp.generate.loglikelihood import forward_last
 from kvexp.models import EvictionCache, patch_model
 
 VOCAB = 61
@@ -157,11 +157,11 @@ class Seen:
 def scores_of(state: EvictionLayer) -> list[list[dict[int, float]]]:
     """Score by position of what a layer still holds."""
     assert state.slots is not None
-    used = state.slots.used
+    used = state.slots.length
     positions, score = state.slots.positions[:, :, :used].tolist(), state.slots.score[:, :, :used].tolist()
     return [
         [{p: score[b][h][s] for s, p in enumerate(positions[b][h]) if p in set(kept)} for h, kept in enumerate(row)]
-        for b, row in enumerate(state.kept())
+        for b, row in enumerate(state.kept_positions())
     ]
 
 
@@ -170,7 +170,7 @@ def run_core(
     streams: Streams,
     widths: Sequence[int],
     *,
-    geometry: AttentionParams | None = None,
+    params: AttentionParams | None = None,
     mask: Tensor | None = None,
     max_new_tokens: int | None = None,
     seeds: int | Sequence[int] = 0,
@@ -178,12 +178,12 @@ def run_core(
 ) -> Seen:
     """Feed streams through LayerStates, widths[i] columns per forward. prompt: its columns (None: widths[0])."""
     count, total = streams.q.shape[0], sum(widths)
-    timeline = SequenceState(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
-    timeline.several_tokens_allowed = True
-    view = config.method.view
-    shared = CrossLayerScore(timeline) if view is not None and view.across_layers else None
-    states = [EvictionLayer(config, i, count, timeline, MemoryTracker(count), shared) for i in range(count)]
-    geometry = geometry or AttentionParams(streams.q.shape[-1] ** -0.5)
+    sequence = SequenceState(prompt_columns=prompt, max_new_tokens=max_new_tokens or total, seeds=seeds)
+    sequence.multi_token_steps_allowed = True
+    spec = config.method.score_spec
+    shared = CrossLayerScore(sequence) if spec is not None and spec.across_layers else None
+    states = [EvictionLayer(config, i, count, sequence, MemoryTracker(count), shared) for i in range(count)]
+    params = params or AttentionParams(streams.q.shape[-1] ** -0.5)
     seen = Seen([], [], [], states)
     start = 0
     for width in widths:
@@ -192,12 +192,12 @@ def run_core(
         seen.out.append(
             [
                 state.forward(
-                    streams.q[i, :, :, part], streams.k[i, :, :, part], streams.v[i, :, :, part], geometry, padding
+                    streams.q[i, :, :, part], streams.k[i, :, :, part], streams.v[i, :, :, part], params, padding
                 )
                 for i, state in enumerate(states)
             ]
         )
-        seen.kept.append([state.kept() for state in states])
+        seen.kept.append([state.kept_positions() for state in states])
         seen.score.append([scores_of(state) for state in states])
         start += width
     return seen
@@ -233,9 +233,9 @@ def feed(
     fed = Fed([], [], cache)
     while at < ids.shape[1]:
         to = min(at + (chunk or columns), columns) if at < columns else min(at + width, ids.shape[1])
-        logits = forward(model, ids[:, at:to], mask[:, :to], cache)
+        logits = forward_last(model, ids[:, at:to], mask[:, :to], cache)
         if to >= columns:
             fed.logits.append(logits)
-            fed.kept.append([cache.kept(layer) for layer in range(len(cache.layers))])
+            fed.kept.append([cache.kept_positions(layer) for layer in range(len(cache.layers))])
         at = to
     return fed

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.lm_eval.row_mask_protocol import rule_of
+from kvexp.lm_eval.row_mask_protocol import mask_fn_of
 from kvexp.methods import Full
 from kvexp.models import RowMaskCache
 
@@ -20,10 +20,10 @@ def attention(model: Any, ids: Sequence[int], method: Method, budget: Budget | N
 
     One forward (arXiv:2407.20485, its 2024 code): deeper layers read what the mask left of the shallower ones.
     """
-    cache = RowMaskCache(model, rule_of(method, budget, "local", len(ids), seed=0))
+    cache = RowMaskCache(model, mask_fn_of(method, budget, "local", len(ids), seed=0))
     device = model.get_input_embeddings().weight.device
     model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
-    found = [(state.mask, state.probabilities) for state in cache.states]
+    found = [(state.mask, state.probabilities) for state in cache.layer_states]
     return [(mask[0].cpu(), rows[0].float().cpu()) for mask, rows in found if mask is not None and rows is not None]
 
 

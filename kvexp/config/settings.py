@@ -172,8 +172,8 @@ def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
 
 def _check(settings: Settings) -> None:
     """What can be wrong without a model or data at hand."""
-    view = settings.method.view
-    if settings.batch_size > 1 and view is not None and view.batch == "sum_all":
+    spec = settings.method.score_spec
+    if settings.batch_size > 1 and spec is not None and spec.batch == "sum_all":
         raise ConfigError(
             f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
             "of all prompts of a batch"

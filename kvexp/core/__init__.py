@@ -1,7 +1,9 @@
 """The eviction core: tensors in, tensors out; imports torch and nothing else.
 
-Axis letters in every docstring: B batch rows, H kv heads, G query heads per kv head, Q queries of this forward,
-S slots, N kept, D head dim, T prompt tokens, L layers.
+Axis letters in every docstring: B batch rows, H kv heads, G query heads per kv head, Q queries of one forward, S slots,
+C slots allocated (S of them in use), N slots kept, D head dimension of queries and keys, Dv of values, T prompt tokens,
+L layers, R rows of several caches stacked for one decode step, V vocabulary, n a number said in the text.
+"Columns" are the tokens of a padded batch, padding included.
 """
 
 from kvexp.core.attention import AttentionParams, RoPE

@@ -8,22 +8,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvexp.core.select import LAST
+from kvexp.core.select import INT64_MAX
+from kvexp.deprecation import OldName
 
-ROWS = 256  # query rows attended at a time when a mask has to be materialised
-FEW, WIDE = 8, 128  # queries up to which, and widths of a head from which, `products` exchanges its factors
+QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
+SWAP_MAX_QUERIES, SWAP_MIN_HEAD_DIM = 8, 128  # `qk_matmul` swaps its factors up to so many queries, from this width on
 
 
 @dataclass(frozen=True)
 class RoPE:
-    """A model's RoPE, enough to move a cached key: inv_freq [R] over the first 2R dims, interleaved or in halves."""
+    """A model's rotary position embedding (RoPE): what it takes to move a cached key to another position.
+
+    inv_freq [n]: inverse frequencies, over the first 2n of a head's D dimensions. interleaved: dimensions are paired as
+    (0, 1), (2, 3) … (GPT-J); else as (0, n), (1, n + 1) … (Llama).
+    """
 
     inv_freq: Tensor
     interleaved: bool
 
-    def shift(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys [B, H, S, D] as if their positions had grown by `by` [B, H, S] (may be negative)."""
-        angle = by.to(torch.float32)[..., None] * self.inv_freq.to(keys.device, torch.float32)
+    def rotate_by(self, keys: Tensor, delta: Tensor) -> Tensor:
+        """Keys [B, H, S, D] rotated as if their positions had grown by delta [B, H, S], which may be negative."""
+        angle = delta.to(torch.float32)[..., None] * self.inv_freq.to(keys.device, torch.float32)
         cos, sin = angle.cos(), angle.sin()
         width = 2 * angle.shape[-1]
         turned, rest = keys[..., :width].float(), keys[..., width:]
@@ -35,29 +40,34 @@ class RoPE:
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return torch.cat((turned.to(keys.dtype), rest), dim=-1)
 
+    shift = OldName("rotate_by")
+
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How a layer's logits are made: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
+    """How a layer computes its logits: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
 
     sliding_window: a query sees only this many newest positions. upcast: logits in float32 whatever the model's dtype
-    (GPT-J). rotation: the model's RoPE, needed only where positions are renumbered.
+    (GPT-J). rope: the model's RoPE, needed only where positions are renumbered.
     """
 
     scale: float
     sliding_window: int | None = None
     alibi: Tensor | None = None  # [H * G] slopes
     upcast: bool = False
-    rotation: RoPE | None = None
+    rope: RoPE | None = None
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """One forward's view of the slots.
+    """Queries, keys, values and position ids of one forward, from which its logits and masks follow.
 
-    query [B, H, G, Q, D]; keys, values [B, H, S, D]; positions [B, H or 1, S]; query_positions [B, Q];
-    visible [B, H, S] bool or None (mask mode); places: positions that ALiBi and RoPE see, if renumbered;
-    in_order: slots are the columns 0..S-1 in order, so row i of a prompt needs only the first S - Q + i + 1.
+    query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv].
+    positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
+    visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
+    rope_positions: the positions that RoPE and ALiBi see where survivors are renumbered; None: the position ids.
+    in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
+    padded: whether some row has padding; False spares the mask.
     """
 
     query: Tensor
@@ -65,78 +75,87 @@ class AttentionInputs:
     values: Tensor
     positions: Tensor
     query_positions: Tensor
-    geometry: AttentionParams
+    params: AttentionParams
     visible: Tensor | None = None
-    places: tuple[Tensor, Tensor] | None = None  # slots [B, H, S], queries [B, H, Q]
-    in_order: bool = False
+    rope_positions: tuple[Tensor, Tensor] | None = None  # slots [B, H, S], queries [B, H, Q]
+    in_column_order: bool = False
     padded: bool = True
 
-    def allowed(self, rows: slice, slots: int, *, everything: bool = False) -> Tensor:
-        """[B, H or 1, rows, slots] bool. A padded query row may see all (its output is unused but must be finite)."""
+    def mask(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
+        """Which slots each query row sees: [B, H or 1, rows, slots] bool.
+
+        include_evicted: also slots that a simulation has evicted. A padded query row sees every slot: its output is
+        unused but must be finite.
+        """
         query, key = self.query_positions[:, None, rows, None], self.positions[:, :, None, :slots]
         ok = (key >= 0) & (key <= query)
-        if self.geometry.sliding_window is not None:
-            if self.places is None:
-                ok = ok & (key > query - self.geometry.sliding_window)
+        if self.params.sliding_window is not None:
+            if self.rope_positions is None:
+                ok = ok & (key > query - self.params.sliding_window)
             else:  # renumbered survivors are as near as their places
                 ok = ok & (
-                    self.places[0][:, :, None, :slots] > self.places[1][:, :, rows, None] - self.geometry.sliding_window
+                    self.rope_positions[0][:, :, None, :slots]
+                    > self.rope_positions[1][:, :, rows, None] - self.params.sliding_window
                 )
-        if self.visible is not None and not everything:
+        if self.visible is not None and not include_evicted:
             ok = ok & self.visible[:, :, None, :slots]
         return ok | (query < 0)
 
-    def bias(self, rows: slice, slots: int) -> Tensor | None:
-        """ALiBi term [B, H, G, rows, slots] or None."""
-        slopes = self.geometry.alibi
+    def alibi_bias(self, rows: slice, slots: int) -> Tensor | None:
+        """The ALiBi term of the logits, [B, H, G, rows, slots]; None for models without ALiBi."""
+        slopes = self.params.alibi
         if slopes is None:
             return None
-        if self.places is None:
+        if self.rope_positions is None:
             key, query = self.positions[:, :, None, :slots], self.query_positions[:, None, rows, None]
         else:
-            key, query = self.places[0][:, :, None, :slots], self.places[1][:, :, rows, None]
+            key, query = self.rope_positions[0][:, :, None, :slots], self.rope_positions[1][:, :, rows, None]
         heads, groups = self.query.shape[1:3]
         return slopes.view(1, heads, groups, 1, 1).to(key.device) * (key - query)[:, :, None].to(
             torch.float32
         )  # whole numbers: exact
 
-    def logits(self, rows: slice, slots: int, *, everything: bool = False) -> Tensor:
-        """Masked logits [B, H, G, rows, slots] in float32 (or float64), -inf where a row does not look."""
+    def logits(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
+        """Logits [B, H, G, rows, slots] in float32 (float64 for a float64 model), -inf where `mask` is False."""
         query, keys = self.query[..., rows, :], self.keys[:, :, :slots]
-        if self.geometry.upcast:
+        if self.params.upcast:
             query, keys = query.float(), keys.float()
         b, h, g, q, d = query.shape
-        x = products(query.reshape(b, h, g * q, d), keys).view(b, h, g, q, slots)
-        x = (x if x.dtype == torch.float64 else x.float()) * self.geometry.scale
-        bias = self.bias(rows, slots)
+        x = qk_matmul(query.reshape(b, h, g * q, d), keys).view(b, h, g, q, slots)
+        x = (x if x.dtype == torch.float64 else x.float()) * self.params.scale
+        bias = self.alibi_bias(rows, slots)
         x = x if bias is None else x + bias
-        return x.masked_fill_(~self.allowed(rows, slots, everything=everything)[:, :, None], -torch.inf)
+        return x.masked_fill_(~self.mask(rows, slots, include_evicted=include_evicted)[:, :, None], -torch.inf)
 
-    def reach(self, rows: slice) -> int:
-        """How many slots the last of these rows can possibly see."""
+    def kv_len(self, rows: slice) -> int:
+        """How many slots, from the first on, the last of these query rows can possibly see."""
         total, count = self.keys.shape[2], self.query.shape[3]
-        return total - count + rows.stop if self.in_order else total
+        return total - count + rows.stop if self.in_column_order else total
 
 
-def attend_prompt(sight: AttentionInputs) -> Tensor:
-    """Attention output [B, H, G, Q, D] through SDPA: whole when causality is all there is, else in blocks of rows."""
-    count, geometry = sight.query.shape[3], sight.geometry
-    whole = sight.in_order and not sight.padded and sight.keys.shape[2] == count and sight.visible is None
-    if whole and geometry.alibi is None and (geometry.sliding_window or count) >= count:
-        return _sdpa(sight, slice(0, count), count, causal=True)
-    blocks = (slice(a, min(a + ROWS, count)) for a in range(0, count, ROWS))
-    return torch.cat([_sdpa(sight, rows, sight.reach(rows)) for rows in blocks], dim=3)
+def sdpa_attention(inputs: AttentionInputs) -> Tensor:
+    """Attention output [B, H, G, Q, Dv] by torch's scaled_dot_product_attention.
+
+    In one call where a causal mask is all it takes, else in blocks of QUERY_BLOCK rows with their masks.
+    """
+    count, params = inputs.query.shape[3], inputs.params
+    whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
+    if whole and params.alibi is None and (params.sliding_window or count) >= count:
+        return _sdpa(inputs, slice(0, count), count, causal=True)
+    blocks = (slice(a, min(a + QUERY_BLOCK, count)) for a in range(0, count, QUERY_BLOCK))
+    return torch.cat([_sdpa(inputs, rows, inputs.kv_len(rows)) for rows in blocks], dim=3)
 
 
-def _sdpa(sight: AttentionInputs, rows: slice, slots: int, *, causal: bool = False) -> Tensor:
-    query, keys, values = sight.query[..., rows, :], sight.keys[:, :, :slots], sight.values[:, :, :slots]
+def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = False) -> Tensor:
+    """Attention output [B, H, G, rows, Dv] of some query rows over the first `slots` slots; causal: without a mask."""
+    query, keys, values = inputs.query[..., rows, :], inputs.keys[:, :, :slots], inputs.values[:, :, :slots]
     b, h, g, q, d = query.shape
-    if sight.geometry.upcast:
+    if inputs.params.upcast:
         query, keys, values = query.float(), keys.float(), values.float()
     mask: Tensor | None = None
     if not causal:
-        mask = sight.allowed(rows, slots)[:, :, None]
-        bias = sight.bias(rows, slots)
+        mask = inputs.mask(rows, slots)[:, :, None]
+        bias = inputs.alibi_bias(rows, slots)
         if bias is not None:
             mask = bias.masked_fill(~mask, -torch.inf).to(query.dtype)
         if mask.shape[1] != 1 or bias is not None:
@@ -149,54 +168,62 @@ def _sdpa(sight: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fal
         values,
         attn_mask=mask,
         is_causal=causal,
-        scale=sight.geometry.scale,
+        scale=inputs.params.scale,
         enable_gqa=g > 1,
     )
-    return out.view(b, h, g, q, values.shape[-1]).to(sight.values.dtype)
+    return out.view(b, h, g, q, values.shape[-1]).to(inputs.values.dtype)
 
 
-def products(query: Tensor, keys: Tensor) -> Tensor:
-    """[B, H, N, D] x [B, H, S, D] -> [B, H, N, S].
+def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
+    """Dot products of queries [B, H, n, D] and keys [B, H, S, D]: [B, H, n, S].
 
-    On a CPU the product of few queries with wide heads is not bound by memory; with the factors exchanged it is, and
-    takes half the time (measured: docs/decisions/speed.md).
+    On a CPU the product of few queries with wide heads takes half the time with its factors swapped
+    (measured: docs/decisions/speed.md).
     """
     count, width = query.shape[-2:]
-    if query.device.type == "cpu" and count <= FEW and width >= WIDE:
+    if query.device.type == "cpu" and count <= SWAP_MAX_QUERIES and width >= SWAP_MIN_HEAD_DIM:
         return torch.matmul(keys, query.transpose(-1, -2)).transpose(-1, -2).contiguous()
     return torch.matmul(query, keys.transpose(-1, -2))
 
 
-def attend_with(probabilities: Tensor, values: Tensor) -> Tensor:
-    """[B, H, G, Q, S] float32 probabilities x values [B, H, S, D] -> [B, H, G, Q, D] in the values' dtype."""
+def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Probabilities [B, H, G, Q, S] float32 times values [B, H, S, Dv]: output [B, H, G, Q, Dv] in the values'
+    dtype.
+    """
     b, h, g, q, s = probabilities.shape
     out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
     return out.view(b, h, g, q, values.shape[-1])
 
 
-def renumbered(sight: AttentionInputs, positions: Tensor) -> AttentionInputs:
-    """Give survivors the positions 0..n-1 in their order, for RoPE (by turning keys) and ALiBi."""
-    live = positions >= 0 if sight.visible is None else (positions >= 0) & sight.visible
-    place = positions.masked_fill(~live, LAST).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
-    query = sight.query_positions[:, None, :, None]
-    query_place = (live[:, :, None] & (positions[:, :, None] < query)).sum(-1)
-    keys = sight.keys
-    rotation = sight.geometry.rotation
-    if rotation is not None:
+def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
+    """The same inputs with survivors at positions 0, 1, 2 … in their order, for RoPE (by rotating keys) and ALiBi.
+
+    positions [B, H, S]: original position ids, -1 for dead slots.
+    """
+    live = positions >= 0 if inputs.visible is None else (positions >= 0) & inputs.visible
+    new_positions = positions.masked_fill(~live, INT64_MAX).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
+    query = inputs.query_positions[:, None, :, None]
+    new_query_positions = (live[:, :, None] & (positions[:, :, None] < query)).sum(-1)
+    keys = inputs.keys
+    rope = inputs.params.rope
+    if rope is not None:
         # Only differences matter: move each key by its own change of place less the query's.
         # The last query is never padding.
-        moved = query_place[:, :, -1:] - sight.query_positions[:, None, -1:]
-        keys = rotation.shift(keys, torch.where(live, place - positions - moved, 0))
-    return replace(sight, keys=keys, places=(place, query_place))
+        moved = new_query_positions[:, :, -1:] - inputs.query_positions[:, None, -1:]
+        keys = rope.rotate_by(keys, torch.where(live, new_positions - positions - moved, 0))
+    return replace(inputs, keys=keys, rope_positions=(new_positions, new_query_positions))
 
 
-def newest_logits(query: Tensor, keys: Tensor, where: Tensor, newest: Tensor, geometry: AttentionParams) -> Tensor:
-    """Of one newest query per row [R, H, G, 1, D]: [R, H, G, 1, S] float32 (or float64), nothing masked."""
-    if geometry.upcast:
+def decode_logits(query: Tensor, keys: Tensor, positions: Tensor, newest: Tensor, params: AttentionParams) -> Tensor:
+    """Logits of one new token per row, unmasked: query [R, H, G, 1, D], keys [R, H, S, D] -> [R, H, G, 1, S] float32.
+
+    positions [R, H, S] and newest [R, 1, 1]: position ids of slots and queries, for ALiBi. Float64 stays float64.
+    """
+    if params.upcast:
         query, keys = query.float(), keys.float()
-    x = products(query[..., 0, :], keys)
-    x = (x if x.dtype == torch.float64 else x.float()) * geometry.scale
-    if geometry.alibi is not None:
-        slopes = geometry.alibi.view(1, *x.shape[1:3], 1).to(x.device)
-        x = x + slopes * (where - newest)[:, :, None].to(torch.float32)
+    x = qk_matmul(query[..., 0, :], keys)
+    x = (x if x.dtype == torch.float64 else x.float()) * params.scale
+    if params.alibi is not None:
+        slopes = params.alibi.view(1, *x.shape[1:3], 1).to(x.device)
+        x = x + slopes * (positions - newest)[:, :, None].to(torch.float32)
     return x[..., None, :]

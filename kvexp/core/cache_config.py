@@ -1,4 +1,4 @@
-"""What a cache does: a method, its budget, and when and how slots are dropped; from configuration to every layer."""
+"""The configuration of a cache: a method, its budget, and when and how slots are dropped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CacheConfig:
     def of(
         cls, method: Method | CacheConfig, budget: Budget | None = None, **options: Unpack[CacheOptions]
     ) -> CacheConfig:
-        """A configuration as it is given, or made of a method, a budget and options; ConfigError for both at once."""
+        """A given configuration, or one made of a method, a budget and options; ConfigError for both at once."""
         if not isinstance(method, CacheConfig):
             return cls(method, budget, **options)
         if budget is not None or options:
@@ -74,7 +74,7 @@ class CacheConfig:
         if not isinstance(self.cadence, Cadence):
             raise ConfigError(f"cadence must be a Cadence such as Cadence(every=8), got {self.cadence!r}")
         _check_declarations(method)
-        simulated = method.needs_mask or (method.view is not None and method.view.over == "full")
+        simulated = method.simulation_only or (method.score_spec is not None and method.score_spec.over == "full")
         if self.mode == "auto":
             object.__setattr__(self, "mode", "mask" if simulated else "overwrite")
         if self.positions is None:
@@ -89,7 +89,7 @@ class CacheConfig:
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         self._check_cadence()
-        if method.needs_mask and self.mode != "mask":
+        if method.simulation_only and self.mode != "mask":
             raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
         if simulated and self.mode != "mask":
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
@@ -106,7 +106,7 @@ class CacheConfig:
                 "evict_every alone"
             )
         plain = ("overwrite", "original", Cadence())
-        if method.keeps_everything and (self.mode, self.positions, cadence) != plain:
+        if method.full_cache and (self.mode, self.positions, cadence) != plain:
             raise ConfigError(
                 f"method {method.name} keeps everything and chooses anew for every token: leave cache.mode, "
                 "cache.positions, cache.evict_at_prefill and cache.evict_every alone"
@@ -114,7 +114,7 @@ class CacheConfig:
 
     @property
     def renumbered(self) -> bool:
-        """Whether survivors get the positions they have in the cache."""
+        """Whether survivors get the positions 0, 1, 2 … in place of their original ones."""
         return self.positions == "renumbered"
 
     @property
@@ -124,13 +124,13 @@ class CacheConfig:
 
 
 def _check_declarations(method: Method) -> None:
-    """ConfigError where a class declares with a method what is read as a property, or the other way round."""
+    """ConfigError where a method class has a method for what must be a property, or the other way round."""
     name = type(method).__qualname__
-    view: object = method.view
-    if view is not None and not isinstance(view, AttentionScoreSpec):
+    spec: object = method.score_spec
+    if spec is not None and not isinstance(spec, AttentionScoreSpec):
         raise ConfigError(
-            f"{name}.view must be a property (@property) that gives an AttentionScoreSpec or None, got a "
-            f"{type(view).__name__}"
+            f"{name}.score_spec must be a property (@property) that gives an AttentionScoreSpec or None, got a "
+            f"{type(spec).__name__}"
         )
     sinks: object = method.sinks
     if not isinstance(sinks, int):

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvexp.core.budget import Budget
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.method import EvictionContext, Method, checked
-from kvexp.core.select import keepers, victims
+from kvexp.core.select import select_evict, select_keep
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
 
@@ -21,17 +21,25 @@ PROTECTING = ("n_sinks", "recent_ratio", "protect_recent", "window")  # settings
 
 @dataclass
 class ResolvedBudget:
-    """The integers of one layer: slots k, kept between steps, protected; per batch row, host list and tensor [B]."""
+    """The budget of one layer as integers per batch row, each as a list on the host and as an int64 tensor [B].
+
+    slots: the budget k; keep: slots kept after an eviction (k - 1 where the token being generated counts); recent:
+    newest tokens that are protected at an eviction.
+    """
 
     slots: list[int]
-    kept: list[int]
+    keep: list[int]
     recent: list[int]
     slots_t: Tensor
-    kept_t: Tensor
+    keep_t: Tensor
     recent_t: Tensor
 
     @classmethod
-    def of(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
+    def from_slots(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
+        """The integers for budgets of so many slots, one per batch row.
+
+        ConfigError where the method needs more slots.
+        """
         # The token being generated is one of the recent ones where it is one of the budget.
         windows = [window(method, k, counts_self=counts_self) for k in slots]
         recents = [max(recent - 1, 0) if counts_self else recent for recent in windows]
@@ -40,7 +48,7 @@ class ResolvedBudget:
         return cls(slots, kept, recents, *tensors)
 
     @classmethod
-    def resolved(
+    def from_config(
         cls,
         config: CacheConfig,
         lengths: Sequence[int],
@@ -50,28 +58,32 @@ class ResolvedBudget:
         layers: int,
         device: Any,
     ) -> ResolvedBudget:
-        """What the configuration's budget grants a layer for prompts of these lengths; `new`: max_new_tokens."""
+        """The configuration's budget for prompts of these lengths. padded: prompt columns; new: max_new_tokens."""
         budget, method = config.budget, config.method
         assert budget is not None
         slots = granted(method, budget, lengths, padded, new, layer, layers)
-        return cls.of(method, slots, counts_self=budget.counts_self, device=device)
+        return cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
+        """Keep, repeat or reorder batch rows; same_prompts: only among beams of a sample, of equal budget."""
         if not same_prompts:
             self.slots = [self.slots[i] for i in rows.tolist()]
-            self.kept = [self.kept[i] for i in rows.tolist()]
+            self.keep = [self.keep[i] for i in rows.tolist()]
             self.recent = [self.recent[i] for i in rows.tolist()]
         rows = rows.to(self.slots_t.device)
-        self.slots_t, self.kept_t, self.recent_t = self.slots_t[rows], self.kept_t[rows], self.recent_t[rows]
+        self.slots_t, self.keep_t, self.recent_t = self.slots_t[rows], self.keep_t[rows], self.recent_t[rows]
 
 
 def granted(
     method: Method, budget: Budget, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int
 ) -> list[int]:
-    """Slots per kv head of one layer for prompts of so many tokens; `new`: max_new_tokens. ConfigError where they
-    cannot hold what the method protects."""
+    """Slots per kv head of one layer, per prompt of so many tokens, as the method takes the budget.
+
+    padded: columns of the prompt; new: max_new_tokens. ConfigError where the slots cannot hold what the method
+    protects.
+    """
     slots = budget.resolve(lengths, padded, new, layer, layers)
-    slots = [method.allowance(k, length) for k, length in zip(slots, lengths, strict=True)]
+    slots = [method.effective_budget(k, length) for k, length in zip(slots, lengths, strict=True)]
     for k in slots:
         window(method, k, counts_self=budget.counts_self)
     return slots
@@ -89,7 +101,7 @@ def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: 
 
 
 def window(method: Method, slots: int, *, counts_self: bool) -> int:
-    """The newest tokens that are protected; ConfigError where the slots cannot hold them and the sinks."""
+    """How many of the newest tokens are protected; ConfigError where the slots cannot hold these and the sinks."""
     recent = method.recent(slots)
     if not isinstance(recent, int):
         raise ConfigError(
@@ -106,37 +118,56 @@ def window(method: Method, slots: int, *, counts_self: bool) -> int:
     return recent
 
 
-def protected(method: Method, now: EvictionContext, quota: ResolvedBudget) -> Tensor:
-    """[B, H, S] bool: sinks and the recent window. By mask, never by adding a large number to a score."""
-    positions = now.positions
-    recent = positions > (now.newest - quota.recent_t)[:, None, None]
+def protected_mask(method: Method, ctx: EvictionContext, resolved: ResolvedBudget) -> Tensor:
+    """[B, H, S] bool: the slots of sinks and of the recent window, which are never evicted."""
+    positions = ctx.positions
+    recent = positions > (ctx.newest - resolved.recent_t)[:, None, None]
     return (positions >= 0) & (recent | (positions < method.sinks))
 
 
-def ranked(method: Method, now: EvictionContext, sliding_window: int | None) -> Tensor:
-    """The method's rank, with slots that a sliding window has already passed put last, and NaN never first."""
-    made = checked(method.rank(now), now.positions.shape, method, "rank", "[B, H, S]")
-    rank = made.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+def masked_priority(method: Method, ctx: EvictionContext, sliding_window: int | None) -> Tensor:
+    """The method's priority [B, H, S], with NaN as -inf, and slots behind the model's sliding window as -inf.
+
+    ConfigError where the method returns no tensor of that shape.
+    """
+    made = checked(method.priority(ctx), ctx.positions.shape, method, "priority", "[B, H, S]")
+    priority = made.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if sliding_window is not None:
-        rank = rank.masked_fill(now.age() + 1 >= sliding_window, -torch.inf)
-    return rank
+        priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
+    return priority
 
 
 class EvictionBackend:
-    """How slots are dropped. As it stands here a mode keeps no state and appends every newcomer."""
+    """How evicted slots are dropped, and where new tokens are written. This base appends new tokens and holds no state.
 
-    full = False  # after the last eviction every row held as many tokens as its budget allows: dead is what is closed
-    dense = False  # and nothing was closed: dead were only the slots for the next newcomers
+    at_budget: after the last eviction every row held as many tokens as its budget allows, so dead slots are those
+    outside the budget. no_padding_slots: besides, no slot was outside a row's budget.
+    """
 
-    def place(self) -> Tensor | None:
-        """The slot [B, H, 1] that the next single newcomer takes, or None: append."""
+    at_budget = False
+    no_padding_slots = False
+
+    def next_slot(self) -> Tensor | None:
+        """The slot [B, H, 1] that the next single token is written to; None: it is appended."""
         return None
 
-    def loosen(self) -> None:
-        """Several tokens come at once: they are appended, and the next eviction gathers again."""
+    def reset_layout(self) -> None:
+        """Give up the fixed layout, because several tokens come at once: they are appended, and the next eviction
+        compacts.
+        """
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
-        """Bring every row down to its quota. rank, guard, limbo [B, H, S]."""
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        """Evict until every row holds `resolved.keep` tokens.
+
+        priority [B, H, S] float32, higher is kept; protected [B, H, S] bool; hidden_next_step: see `Method`.
+        """
         raise NotImplementedError
 
     def select_rows(self, rows: Tensor) -> None:
@@ -144,97 +175,129 @@ class EvictionBackend:
 
 
 class InPlace(EvictionBackend):
-    """Fixed capacity: kept slots plus `every` free ones that newcomers fill; then as many are freed. No gather, no cat.
+    """Fixed capacity: the kept slots and `every` free ones, which new tokens fill; then as many are freed. Nothing
+    moves.
 
-    Until the first row runs out of budget, slots simply grow; that moment gathers once, into the fixed layout.
+    Until the first row exceeds its budget, slots grow; the first eviction compacts once, into the fixed layout.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every = every
-        self.free: Tensor | None = None  # [B, H, every] slots for the next newcomers
-        self.closed: Tensor | None = None  # [B, 1, P] slots beyond a row's own budget
-        self.cursor = 0
+        self.free_slots: Tensor | None = None  # [B, H, every] slots for the next tokens
+        self.out_of_budget: Tensor | None = None  # [B, 1, C] bool: slots beyond a row's own budget
+        self.num_used = 0
 
-    def place(self) -> Tensor | None:
-        if self.free is None or self.cursor >= self.free.shape[-1]:
+    def next_slot(self) -> Tensor | None:
+        if self.free_slots is None or self.num_used >= self.free_slots.shape[-1]:
             return None
-        self.cursor += 1
-        return self.free[..., self.cursor - 1 : self.cursor]
+        self.num_used += 1
+        return self.free_slots[..., self.num_used - 1 : self.num_used]
 
     @property
-    def steady(self) -> bool:
-        """Is exactly one slot per head free, so that the next token fits and the next eviction frees one again?"""
-        return self.every == 1 and self.free is not None and self.closed is not None and self.cursor == 0
+    def is_steady(self) -> bool:
+        """Whether exactly one slot per head is free: the next token fits, and the next eviction frees one again."""
+        return self.every == 1 and self.free_slots is not None and self.out_of_budget is not None and self.num_used == 0
 
-    def take(self) -> Tensor:
-        """`place`, of a steady cache."""
-        assert self.free is not None
-        self.cursor += 1
-        return self.free
+    def pop_free(self) -> Tensor:
+        """The free slots [B, H, 1], taken, of a backend that `is_steady`."""
+        assert self.free_slots is not None
+        self.num_used += 1
+        return self.free_slots
 
-    def give(self, free: Tensor) -> None:
-        """These slots [B, H, every] are free for the next newcomers."""
-        self.free, self.cursor = free, 0
+    def set_free(self, free: Tensor) -> None:
+        """Let the next tokens be written to these slots [B, H, every]."""
+        self.free_slots, self.num_used = free, 0
 
-    def loosen(self) -> None:
-        self.free = self.closed = None
+    def reset_layout(self) -> None:
+        self.free_slots = self.out_of_budget = None
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
-        if self.free is not None and self.closed is not None and slots.used == self.closed.shape[-1]:
-            self.give(victims(rank, slots.positions, guard, self.closed, self.free.shape[-1]))
-            slots.kill(self.free)
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        if (
+            self.free_slots is not None
+            and self.out_of_budget is not None
+            and slots.length == self.out_of_budget.shape[-1]
+        ):
+            self.set_free(
+                select_evict(priority, slots.positions, protected, self.out_of_budget, self.free_slots.shape[-1])
+            )
+            slots.invalidate(self.free_slots)
             return
         if self.every is None:
-            gather(slots, rank, guard, quota, 0)
+            compact(slots, priority, protected, resolved, 0)
             return
         # Room for the longest row, even if that row has not filled its budget yet.
-        gather(slots, rank, guard, quota, max(max(quota.kept) - slots.used, 0) + self.every)
-        places = torch.arange(slots.used, device=rank.device)
-        self.closed = places >= (quota.kept_t + self.every)[:, None, None]
-        first = quota.kept_t[:, None, None]
-        self.free = (first + torch.arange(self.every, device=rank.device)).expand(-1, rank.shape[1], -1).contiguous()
-        self.cursor = 0
+        compact(slots, priority, protected, resolved, max(max(resolved.keep) - slots.length, 0) + self.every)
+        index = torch.arange(slots.length, device=priority.device)
+        self.out_of_budget = index >= (resolved.keep_t + self.every)[:, None, None]
+        first = resolved.keep_t[:, None, None]
+        self.free_slots = (
+            (first + torch.arange(self.every, device=priority.device)).expand(-1, priority.shape[1], -1).contiguous()
+        )
+        self.num_used = 0
 
     def select_rows(self, rows: Tensor) -> None:
-        if self.free is not None and self.closed is not None:
-            rows = rows.to(self.free.device)
-            self.free, self.closed = self.free[rows], self.closed[rows]
+        if self.free_slots is not None and self.out_of_budget is not None:
+            rows = rows.to(self.free_slots.device)
+            self.free_slots, self.out_of_budget = self.free_slots[rows], self.out_of_budget[rows]
 
 
 class Compacting(EvictionBackend):
-    """Gather the kept slots, in order of position, at every eviction: slow, obvious."""
+    """Copy the kept slots into new buffers, in order of position, at every eviction: slow, and obviously right."""
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
-        gather(slots, rank, guard, quota, 0)
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        compact(slots, priority, protected, resolved, 0)
 
 
 class Mask(EvictionBackend):
-    """Simulate: nothing is dropped, evicted slots are no longer visible and their score is -inf for good."""
+    """Simulation: nothing is dropped; evicted slots are no longer visible and their score is -inf for good."""
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
-        score, positions = slots.score[:, :, : slots.used], slots.positions[:, :, : slots.used]
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        score, positions = slots.score[:, :, : slots.length], slots.positions[:, :, : slots.length]
         assert slots.visible is not None
-        visible = slots.visible[:, :, : slots.used]
+        visible = slots.visible[:, :, : slots.length]
         candidates = score > -torch.inf
-        if limbo is not None:
-            candidates = candidates & ~limbo
+        if hidden_next_step is not None:
+            candidates = candidates & ~hidden_next_step
         eligible = positions.masked_fill(~candidates, -1)
-        index, keep = keepers(rank, eligible, guard & candidates, quota.kept_t, min(max(quota.kept), slots.used))
+        index, keep = select_keep(
+            priority, eligible, protected & candidates, resolved.keep_t, min(max(resolved.keep), slots.length)
+        )
         visible.zero_()
         visible.scatter_(-1, index, keep)
-        stays = visible if limbo is None else visible | (limbo & (score > -torch.inf))
+        stays = visible if hidden_next_step is None else visible | (hidden_next_step & (score > -torch.inf))
         score.masked_fill_(~stays, -torch.inf)
 
 
-def gather(slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, spare: int) -> None:
-    """Keep every row's best slots in order of position, with `spare` dead slots behind the longest row."""
-    widest = min(max(quota.kept), slots.used)
-    index, keep = keepers(rank, slots.positions[:, :, : slots.used], guard, quota.kept_t, widest)
-    slots.gather(index, keep, spare)
+def compact(slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int) -> None:
+    """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind."""
+    max_keep = min(max(resolved.keep), slots.length)
+    index, keep = select_keep(priority, slots.positions[:, :, : slots.length], protected, resolved.keep_t, max_keep)
+    slots.gather(index, keep, reserve)
 
 
-def mode_of(name: str, every: int | None) -> EvictionBackend:
-    """The mode called `name`; `every` is the cadence in decode steps."""
+def make_backend(name: str, every: int | None) -> EvictionBackend:
+    """The backend of cache.mode=name; every: decode steps between evictions, None for never."""
     if name == "overwrite":
         return InPlace(every)
     return Compacting() if name == "compact" else Mask()

@@ -1,16 +1,22 @@
-"""One layer's cache: store the newcomers, attend, observe, evict. The only caller of everything else in the core."""
+"""The eviction cache of one layer: store the new tokens, attend, update the score, evict."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt, attend_with, renumbered
+from kvexp.core.attention import (
+    AttentionInputs,
+    AttentionParams,
+    apply_probs,
+    sdpa_attention,
+    with_renumbered_positions,
+)
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.eviction_backend import InPlace, ResolvedBudget, mode_of, protected, ranked
+from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.observe import accumulate
@@ -18,14 +24,22 @@ from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
+from kvexp.deprecation import OldName
 from kvexp.errors import CacheError
 
-# Column sums of a prompt by what was observed and how, for caches that share it.
-Columns = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
+# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
+PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
 
 
 class EvictionLayer:
-    """The cache of one attention layer, a `RowsCache`. Batch rows are independent unless the method says otherwise."""
+    """The eviction cache of one attention layer, a `RowsCache`. Rows are independent unless a method adds up their
+    scores.
+
+    config: of the whole cache; index: the layer's number, of `layers`; sequence, memory_tracker, shared, buffers:
+    common
+    to all layers of the cache. first_eviction: per row, decode tokens seen when the first slot was lost, None: not yet.
+    retained_attention [B]: see `RetainedAttention`; None until there was an eviction at the end of the prompt.
+    """
 
     _stack: fast_step.StackedLayer | None
 
@@ -34,287 +48,321 @@ class EvictionLayer:
         config: CacheConfig,
         index: int,
         layers: int,
-        timeline: SequenceState,
-        ledger: MemoryTracker,
+        sequence: SequenceState,
+        memory_tracker: MemoryTracker,
         shared: CrossLayerScore | None,
-        ladder: CrossLayerBuffers | None = None,
+        buffers: CrossLayerBuffers | None = None,
     ) -> None:
         self.config, self.index, self.layers = config, index, layers
-        self.timeline, self.ledger, self.shared = timeline, ledger, shared
-        self.ladder = CrossLayerBuffers(1) if ladder is None else ladder  # of all layers of this cache
-        self.view = config.method.view
-        self.quick = fast_step.allowed(config, shared is not None)
+        self.sequence, self.memory_tracker, self.cross_layer_score = sequence, memory_tracker, shared
+        self.cross_layer_buffers = CrossLayerBuffers(1) if buffers is None else buffers  # of all layers of this cache
+        self.score_spec = config.method.score_spec
+        self.fast_path_allowed = fast_step.supports_fast_decode(config, shared is not None)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything; the next forward starts a prompt."""
+        """Drop all slots; the next forward starts a prompt."""
         self.slots: Slots | None = None
-        self._unstack()
-        self.quota: ResolvedBudget | None = None
-        self.columns = 0
-        self.evicted = False
-        self.first_eviction: list[int | None] = []  # per batch row: decode tokens seen when it first lost one
-        self.attention_kept: Tensor | None = None  # [B], see RetainedAttention
-        self.mode = mode_of(self.config.mode, self.config.evict_every)
-        self.ledger.set(self.index, 0)
+        self._leave_fast_path()
+        self.resolved_budget: ResolvedBudget | None = None
+        self.seq_len = 0
+        self.has_evicted = False
+        self.first_eviction: list[int | None] = []  # see above
+        self.retained_attention: Tensor | None = None  # [B], see RetainedAttention
+        self.backend = make_backend(self.config.mode, self.config.evict_every)
+        self.memory_tracker.set_resident(self.index, 0)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        if fast_step.ready(self, query, padding):
-            return self._alone().forward(query, key, value, geometry)
-        self._unstack()
-        sight = self.look(query, key, value, geometry, padding)
-        out, probabilities = self.attend(sight)
-        self.finish(sight, probabilities, {})
+        if fast_step.can_fast_decode(self, query, padding):
+            return self._single_stack().forward(query, key, value, params)
+        self._leave_fast_path()
+        inputs = self.store(query, key, value, params, padding)
+        out, probabilities = self.attend(inputs)
+        self.update(inputs, probabilities, {})
         return out.flatten(1, 2)
 
-    def _alone(self) -> fast_step.StackedLayer:
-        """A stack of this cache only, made anew when its buffers have become others."""
-        if self._stack is None or self._stack.keys is not self.held().keys:
-            self._stack = fast_step.StackedLayer([self], self.ladder)
+    def _single_stack(self) -> fast_step.StackedLayer:
+        """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
+        if self._stack is None or self._stack.keys is not self.require_slots().keys:
+            self._stack = fast_step.StackedLayer([self], self.cross_layer_buffers)
         return self._stack
 
-    def _unstack(self) -> None:
+    def _leave_fast_path(self) -> None:
+        """Drop the stacked layer and the buffers merged over layers: this forward goes the general way."""
         self._stack = None
-        self.ladder.clear()
+        self.cross_layer_buffers.reset()
 
-    def look(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+    def store(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> AttentionInputs:
-        """The first part of `forward`: store the newcomers and say what they see."""
-        positions = self.join(key, padding)
-        return self._sight(self._store(key, value, positions), query, positions, geometry)
+        """The first part of `forward`: store the new tokens and return the inputs of their attention."""
+        positions = self.advance(key, padding)
+        return self._inputs(self._write_slots(key, value, positions), query, positions, params)
 
-    def finish(self, sight: AttentionInputs, probabilities: Tensor | None, seen: Columns) -> None:
-        """The last part of `forward`, after `attend`: observe and evict. seen: sums that another layer has made."""
-        slots, time = self.held(), self.timeline
-        self._score(slots, sight, probabilities, seen)
-        if self._due():
-            watched = RetainedAttention.of(sight, slots) if time.in_prompt else None
-            self._evict(slots, sight.geometry)
-            if watched is not None:
-                self.attention_kept = watched.kept(slots)
-        self.ledger.set(self.index, slots.kv_bytes, slots.take_peak_bytes())
-        time.arrive()
+    def update(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
+        """The last part of `forward`, after `attend`: update the score and evict.
+
+        probabilities [B, H, G, Q, S] of a decode step, if at hand. seen: column sums made by caches of the same
+        prefill.
+        """
+        slots, sequence = self.require_slots(), self.sequence
+        self._update_score(slots, inputs, probabilities, seen)
+        if self._should_evict():
+            before = RetainedAttention.before(inputs, slots) if sequence.in_prompt else None
+            self._evict(slots, inputs.params)
+            if before is not None:
+                self.retained_attention = before.after(slots)
+        self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
+        sequence.layer_done()
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
-    def join(self, key: Tensor, padding: Tensor | None) -> Tensor:
-        time = self.timeline
-        positions = time.join(self.columns, key.shape[0], key.shape[2], padding, key.device, self.layers)
-        self.columns = time.end
+    def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
+        """Join the forward in progress and return the position ids [B, Q] of its new tokens, -1 for padding."""
+        sequence = self.sequence
+        positions = sequence.advance(self.seq_len, key.shape[0], key.shape[2], padding, key.device, self.layers)
+        self.seq_len = sequence.seq_len
         return positions
 
-    def _born(self, key: Tensor, positions: Tensor) -> Tensor:
-        birth = self.config.method.birth(key, positions, self.timeline.seeds.to(key.device), self.index)
-        if birth is None:
+    def _initial_score(self, key: Tensor, positions: Tensor) -> Tensor:
+        """Score [B, H, Q] float32 that new tokens start with: the method's `initial_score`, or 0."""
+        initial_score = self.config.method.initial_score(key, positions, self.sequence.seeds.to(key.device), self.index)
+        if initial_score is None:
             return torch.zeros(key.shape[:3], device=key.device)
-        return checked(birth, key.shape[:3], self.config.method, "birth", "[B, H, Q]")
+        return checked(initial_score, key.shape[:3], self.config.method, "initial_score", "[B, H, Q]")
 
     @property
-    def steady(self) -> bool:
-        """Will the next real token overwrite a free slot, and its eviction free one again (decode.fast_step)?"""
-        return self.quick and isinstance(self.mode, InPlace) and self.mode.steady
+    def is_steady(self) -> bool:
+        """Whether the next token fits into a free slot and its eviction frees exactly one slot again
+        (decode.fast_step).
+        """
+        return self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
 
     @property
-    def grows(self) -> bool:
-        """Does this cache only grow, to a size that is known?"""
-        return self._room() > 0
+    def preallocated(self) -> bool:
+        """Whether this cache never evicts and its final length is known, so that it is allocated once."""
+        return self._final_length() > 0
 
-    def share(self, sight: AttentionInputs, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-        """`look` where another cache has stored this whole prompt: hold its slots until one is evicted or added."""
-        positions = self.join(key, padding)
-        if self._room():  # it will only grow: in buffers of its own from the start
-            self._store(key, value, positions)
+    def share_prefill(self, inputs: AttentionInputs, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
+        """`store` where another cache holds this prompt: share its buffers until a slot is evicted or added."""
+        positions = self.advance(key, padding)
+        if self._final_length():  # it will only grow: in buffers of its own from the start
+            self._write_slots(key, value, positions)
             return
-        self.slots = Slots.like(key, value, masked=self.config.mode == "mask")
-        self.slots.borrow(sight.keys, sight.values, positions, self._born(key, positions))
+        self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
+        self.slots.alias(inputs.keys, inputs.values, positions, self._initial_score(key, positions))
 
-    def held(self) -> Slots:
+    def require_slots(self) -> Slots:
+        """The slots; an AssertionError before the first forward."""
         assert self.slots is not None
         return self.slots
 
-    def _store(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
+    def _write_slots(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
+        """Write the new tokens to the free slot or behind the others; returns all slots."""
         if self.slots is None:
-            self.slots = Slots.like(key, value, masked=self.config.mode == "mask")
-        slots, time = self.slots, self.timeline
-        born = self._born(key, positions)
-        if key.shape[2] > 1 and not time.in_prompt:
-            self.mode.loosen()
-        place = self.mode.place() if key.shape[2] == 1 and not time.in_prompt else None
-        if place is not None:
-            slots.write(place, key, value)
-            slots.enter(place, positions, born)
+            self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
+        slots, sequence = self.slots, self.sequence
+        born = self._initial_score(key, positions)
+        if key.shape[2] > 1 and not sequence.in_prompt:
+            self.backend.reset_layout()
+        free_slot = self.backend.next_slot() if key.shape[2] == 1 and not sequence.in_prompt else None
+        if free_slot is not None:
+            slots.write(free_slot, key, value)
+            slots.set_metadata(free_slot, positions, born)
         else:
-            slots.append(key, value, positions, born, room=self._room())
+            slots.append(key, value, positions, born, reserve=self._final_length())
         return slots
 
-    def _room(self) -> int:
-        """The final size of a cache that only grows, so that it is allocated once; 0 where that is not known."""
-        time = self.timeline
-        if self.config.method.evicts or time.max_new_tokens is None or time.prompt_columns is None:
+    def _final_length(self) -> int:
+        """The final length of a cache that never evicts; 0 where it is not known or slots are evicted."""
+        sequence = self.sequence
+        if self.config.method.evicts or sequence.max_new_tokens is None or sequence.prompt_columns is None:
             return 0
-        return time.prompt_columns + time.max_new_tokens
+        return sequence.prompt_columns + sequence.max_new_tokens
 
     # -- attending ----------------------------------------------------------------------------------------------------
 
-    def _sight(self, slots: Slots, query: Tensor, positions: Tensor, geometry: AttentionParams) -> AttentionInputs:
-        b, h, s = query.shape[0], slots.keys.shape[1], slots.used
-        sight = AttentionInputs(
+    def _inputs(self, slots: Slots, query: Tensor, positions: Tensor, params: AttentionParams) -> AttentionInputs:
+        """The inputs of this forward's attention: query [B, H * G, Q, D] at positions [B, Q], over all slots in use."""
+        b, h, s = query.shape[0], slots.keys.shape[1], slots.length
+        inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
             keys=slots.keys[:, :, :s],
             values=slots.values[:, :, :s],
-            positions=slots.seen_positions(),
+            positions=slots.broadcast_positions(),
             query_positions=positions,
-            geometry=geometry,
-            visible=None if slots.visible is None or self.timeline.in_prompt else slots.visible[:, :, :s],
-            in_order=slots.aligned,
-            padded=self.timeline.padded or (self.timeline.in_prompt and not self.timeline.prompt_complete),
+            params=params,
+            visible=None if slots.visible is None or self.sequence.in_prompt else slots.visible[:, :, :s],
+            in_column_order=slots.same_order,
+            padded=self.sequence.padded or (self.sequence.in_prompt and not self.sequence.prompt_complete),
         )
-        if self.config.renumbered and self.evicted:
-            sight = renumbered(sight, slots.positions[:, :, :s].expand(b, h, s))
-        return sight
+        if self.config.renumbered and self.has_evicted:
+            inputs = with_renumbered_positions(inputs, slots.positions[:, :, :s].expand(b, h, s))
+        return inputs
 
-    def attend(self, sight: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-        """Output [B, H, G, Q, D], and the probabilities where a decode step has them anyway."""
-        method, count = self.config.method, sight.query.shape[3]
-        unobserved = self.view is None and not method.per_query
-        # SDPA is made for many queries: on a CPU, one takes it longer than the two products do.
-        if self.timeline.in_prompt or (unobserved and (count > 1 or sight.query.device.type != "cpu")):
-            return attend_prompt(sight), None
-        x = sight.logits(slice(0, count), sight.keys.shape[2])
+    def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        """Attention output [B, H, G, Q, Dv], and probabilities [B, H, G, Q, S] where a decode step computes them."""
+        method, count = self.config.method, inputs.query.shape[3]
+        unobserved = self.score_spec is None and not method.per_query
+        # For one query on a CPU, SDPA takes longer than the two matrix products.
+        if self.sequence.in_prompt or (unobserved and (count > 1 or inputs.query.device.type != "cpu")):
+            return sdpa_attention(inputs), None
+        x = inputs.logits(slice(0, count), inputs.keys.shape[2])
         if method.per_query:
-            x = self._restrict(x)
+            x = self._apply_query_mask(x)
         probabilities = torch.softmax(x, dim=-1)
-        return attend_with(probabilities, sight.values), probabilities
+        return apply_probs(probabilities, inputs.values), probabilities
 
-    def _restrict(self, x: Tensor) -> Tensor:
-        """Let the method choose, row by row, what each query of a decode step may see of x [B, H, G, Q, S]."""
-        assert self.slots is not None and self.quota is not None
+    def _apply_query_mask(self, x: Tensor) -> Tensor:
+        """Mask the logits x [B, H, G, Q, S] of a decode step, query by query, as the method's `query_mask` says."""
+        assert self.slots is not None and self.resolved_budget is not None
         full = torch.softmax(x, dim=-1).sum(2)
-        self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.slots)
-        newest = self.timeline.positions(x.device)
+        self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.slots)
+        newest = self.sequence.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
-            mask = self.config.method.attended(full[:, :, j], self._moment(self.slots, newest[:, j]))
+            mask = self.config.method.query_mask(full[:, :, j], self._context(self.slots, newest[:, j]))
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
         return torch.stack(rows, dim=3)
 
     # -- observing ----------------------------------------------------------------------------------------------------
 
-    def _score(self, slots: Slots, sight: AttentionInputs, probabilities: Tensor | None, seen: Columns) -> None:
-        view, time, config = self.view, self.timeline, self.config
-        if view is None or (not time.in_prompt and not config.method.evicts_while_decoding):
+    def _update_score(
+        self, slots: Slots, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums
+    ) -> None:
+        spec, sequence, config = self.score_spec, self.sequence, self.config
+        if spec is None or (not sequence.in_prompt and not config.method.evicts_while_decoding):
             return
-        key = (view.observed, config.observe, config.block) if time.in_prompt else None
-        columns = seen.get(key) if key is not None else None
-        if columns is None:
-            columns = accumulate.columns(config, view, sight, probabilities, time, self.index)
+        key = (spec.sums_key, config.observe, config.block) if sequence.in_prompt else None
+        sums = seen.get(key) if key is not None else None
+        if sums is None:
+            sums = accumulate.forward_column_sums(config, spec, inputs, probabilities, sequence, self.index)
         if key is not None:
-            seen[key] = columns
-        self._accumulate(slots, view, accumulate.pooled(view, columns, time), sight.query_positions)
+            seen[key] = sums
+        self._accumulate(slots, spec, accumulate.pool_sums(spec, sums, sequence), inputs.query_positions)
 
-    def _accumulate(self, slots: Slots, view: AttentionScoreSpec, columns: Tensor, query_positions: Tensor) -> None:
-        accumulate.accumulate(slots, view, columns, query_positions, self.timeline, self.shared)
+    def _accumulate(self, slots: Slots, spec: AttentionScoreSpec, sums: Tensor, query_positions: Tensor) -> None:
+        accumulate.add_to_score(slots, spec, sums, query_positions, self.sequence, self.cross_layer_score)
 
     # -- evicting -----------------------------------------------------------------------------------------------------
 
-    def _due(self) -> bool:
-        time, every = self.timeline, self.config.evict_every
-        if not self.config.method.evicts or not time.prompt_complete:
+    def _should_evict(self) -> bool:
+        """Whether this forward ends with an eviction: the cadence says so, and some row holds more than its budget."""
+        sequence, every = self.sequence, self.config.evict_every
+        if not self.config.method.evicts or not sequence.prompt_complete:
             return False
-        if self.quota is None:
-            self.quota = self._resolve()
+        if self.resolved_budget is None:
+            self.resolved_budget = self._resolve()
         if self.config.method.per_query:
             return False
-        if time.in_prompt:
+        if sequence.in_prompt:
             due = self.config.cadence.at_prefill
         else:
-            width = time.end - time.seen
-            due = every is not None and (time.steps + width) // every > time.steps // every
-        decoded = time.end - (time.prompt_columns or 0)
-        over = any(n + decoded > kept for n, kept in zip(time.prompt_lengths, self.quota.kept, strict=True))
-        return due and (over or self.evicted)
+            width = sequence.seq_len - sequence.past_len
+            due = every is not None and (sequence.decode_steps + width) // every > sequence.decode_steps // every
+        decoded = sequence.seq_len - (sequence.prompt_columns or 0)
+        over = any(
+            n + decoded > kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.keep, strict=True)
+        )
+        return due and (over or self.has_evicted)
 
     def _resolve(self) -> ResolvedBudget:
-        time = self.timeline
-        assert time.prompt_columns is not None and self.slots is not None
-        lengths, new, device = time.prompt_lengths, time.max_new_tokens, self.slots.keys.device
-        return ResolvedBudget.resolved(self.config, lengths, time.prompt_columns, new, self.index, self.layers, device)
+        """The budget in slots, from the real lengths of the prompts."""
+        sequence = self.sequence
+        assert sequence.prompt_columns is not None and self.slots is not None
+        lengths, new, device = sequence.prompt_lengths, sequence.max_new_tokens, self.slots.keys.device
+        return ResolvedBudget.from_config(
+            self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device
+        )
 
-    def _moment(self, slots: Slots, newest: Tensor) -> EvictionContext:
-        assert self.quota is not None
-        seeds = self.timeline.seeds.to(newest.device)
-        return EvictionContext(slots, self.index, self.quota.slots_t, self.quota.recent_t, newest, seeds)
+    def _context(self, slots: Slots, newest: Tensor) -> EvictionContext:
+        """What the method sees of these slots; newest [B]: position id of the newest token."""
+        assert self.resolved_budget is not None
+        seeds = self.sequence.seeds.to(newest.device)
+        return EvictionContext(
+            slots, self.index, self.resolved_budget.slots_t, self.resolved_budget.recent_t, newest, seeds
+        )
 
-    def _evict(self, slots: Slots, geometry: AttentionParams) -> None:
-        assert self.quota is not None and self.timeline.counts is not None
-        newest = self.timeline.counts.to(slots.keys.device) - 1
-        now = self._moment(slots, newest)
+    def _evict(self, slots: Slots, params: AttentionParams) -> None:
+        """Evict by the method's priority, and record the first eviction of each row."""
+        assert self.resolved_budget is not None and self.sequence.num_real is not None
+        newest = self.sequence.num_real.to(slots.keys.device) - 1
+        ctx = self._context(slots, newest)
         method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
-        window = geometry.sliding_window if self.config.positions == "original" else None
-        rank = ranked(method, now, window)
-        limbo = method.limbo(now)
-        self.mode.evict(slots, rank, protected(method, now, self.quota), self.quota, limbo)
+        window = params.sliding_window if self.config.positions == "original" else None
+        priority = masked_priority(method, ctx, window)
+        hidden_next_step = method.hidden_next_step(ctx)
+        self.backend.evict(
+            slots, priority, protected_mask(method, ctx, self.resolved_budget), self.resolved_budget, hidden_next_step
+        )
         # A row within its budget has lost nothing, whatever its neighbours lose.
         if type(method).after_eviction is not Method.after_eviction:
-            reduced = (newest + 1 > self.quota.kept_t)[:, None, None]
+            reduced = (newest + 1 > self.resolved_budget.keep_t)[:, None, None]
             slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
-        self.evicted = True
-        self.mode.full = self._full()
-        self.mode.dense = self.mode.full and slots.used == min(self.quota.kept) + (self.config.evict_every or 0)
-        self.note_losses()
+        self.has_evicted = True
+        self.backend.at_budget = self._all_at_budget()
+        self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.keep) + (
+            self.config.evict_every or 0
+        )
+        self.note_first_eviction()
 
-    def _full(self) -> bool:
-        """Do all rows hold as many tokens as their budgets allow?"""
-        assert self.quota is not None
-        time = self.timeline
-        decoded = time.end - (time.prompt_columns or 0)
-        return all(n + decoded >= kept for n, kept in zip(time.prompt_lengths, self.quota.kept, strict=True))
+    def _all_at_budget(self) -> bool:
+        """Whether every row holds as many tokens as its budget allows."""
+        assert self.resolved_budget is not None
+        sequence = self.sequence
+        decoded = sequence.seq_len - (sequence.prompt_columns or 0)
+        return all(
+            n + decoded >= kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.keep, strict=True)
+        )
 
-    def note_losses(self) -> None:
-        """Remember, row by row, when the first slot was lost."""
+    def note_first_eviction(self) -> None:
+        """Record for every row at which decode step its first slot was evicted."""
         if not self.first_eviction or None in self.first_eviction:
-            assert self.quota is not None
-            self.first_eviction = self.timeline.note_losses(self.first_eviction, self.quota.kept)
+            assert self.resolved_budget is not None
+            self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.keep)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     @property
-    def large(self) -> list[Slots | fast_step.StackedLayer | None]:
-        """What a copy of the whole cache leaves out and `take_over` brings."""
+    def heavy_buffers(self) -> list[Slots | fast_step.StackedLayer | None]:
+        """The large buffers: a copy of the cache leaves them out, and `copy_rows_from` copies the wanted rows
+        of them.
+        """
         return [self.slots, self._stack]
 
-    def take_over(self, other: EvictionLayer, rows: Tensor) -> None:
-        """Go on from these rows of another state, which stays as it is."""
+    def copy_rows_from(self, other: EvictionLayer, rows: Tensor) -> None:
+        """Copy the slots of batch rows `rows` [n] from another layer, which stays as it is."""
         if other.slots is not None:
-            self.slots = other.slots.picked(rows)
-            self.mode.select_rows(rows)
-            self.ledger.set(self.index, self.slots.kv_bytes)
+            self.slots = other.slots.index_rows(rows)
+            self.backend.select_rows(rows)
+            self.memory_tracker.set_resident(self.index, self.slots.kv_bytes)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows: keys, values, positions, score and bookkeeping together."""
-        self._unstack()
+        self._leave_fast_path()
         if self.slots is not None:
             self.slots.select_rows(rows)
-            self.mode.select_rows(rows)
-            self.ledger.set(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
-        if self.quota is not None:
-            self.quota.select_rows(rows, same_prompts=same_prompts)
+            self.backend.select_rows(rows)
+            self.memory_tracker.set_resident(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
+        if self.resolved_budget is not None:
+            self.resolved_budget.select_rows(rows, same_prompts=same_prompts)
         if not same_prompts:
             self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
-            if self.attention_kept is not None:
-                self.attention_kept = self.attention_kept[rows.to(self.attention_kept.device)]
+            if self.retained_attention is not None:
+                self.retained_attention = self.retained_attention[rows.to(self.retained_attention.device)]
 
-    def kept(self, rows: slice = slice(None)) -> list[list[list[int]]]:
-        """Position ids held, per batch row and kv head, ascending (in mask mode: those still visible)."""
+    def kept_positions(self, rows: slice = slice(None)) -> list[list[list[int]]]:
+        """Position ids of the slots held, per batch row and kv head, ascending (in mask mode: of visible slots)."""
         if self.slots is None:
             raise CacheError("this layer has not seen a prompt yet")
         slots = self.slots
-        positions = slots.positions[:, :, : slots.used]
+        positions = slots.positions[:, :, : slots.length]
         if slots.visible is not None:
-            positions = positions.masked_fill(~slots.visible[:, :, : slots.used], -1)
+            positions = positions.masked_fill(~slots.visible[:, :, : slots.length], -1)
         return [[sorted(p for p in head if p >= 0) for head in row] for row in positions[rows].tolist()]
+
+    kept = OldName("kept_positions")

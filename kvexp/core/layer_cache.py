@@ -1,6 +1,6 @@
-"""What stands behind one attention layer: the part that every kind of cache shares, and the part of those with rows.
+"""Protocols of one attention layer's cache: what every kind offers, and what kinds with batch rows offer besides.
 
-The kinds: `EvictionLayer` and `RetrievalState` (a cache of one method), `MaskedLayer` (one masked forward),
+The kinds: `EvictionLayer` and `RetrievalLayer` (a cache of one method), `MaskedLayer` (one masked forward),
 `MultiLayer` (one layer of several caches) and diagnose's `Beside` (a method's layer and the full cache's).
 """
 
@@ -15,14 +15,14 @@ from kvexp.core.slots import Slots
 
 
 class LayerCache(Protocol):
-    """What attends for one layer of a model, and holds its keys and values."""
+    """The cache of one attention layer: it holds keys and values and attends to them."""
 
     @property
-    def columns(self) -> int:
+    def seq_len(self) -> int:
         """Tokens seen so far, padding included."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """Take Q new tokens and attend.
 
@@ -34,25 +34,25 @@ class LayerCache(Protocol):
         """Keep, repeat or reorder batch rows; same_prompts: every row stays one of its own prompt (beams)."""
 
     def reset(self) -> None:
-        """Forget everything; the next forward starts a prompt."""
+        """Drop everything held; the next forward starts a prompt."""
 
 
 class RowsCache(LayerCache, Protocol):
-    """A layer's cache of one method, whose rows can be looked at and taken into another cache."""
+    """The cache of one layer under one method, whose batch rows can be inspected and copied into another cache."""
 
     slots: Slots | None
     first_eviction: list[int | None]
 
     @property
-    def attention_kept(self) -> Tensor | None:
-        """[B]: share of the last prompt query's attention whose slots survived the first eviction, if there was one."""
+    def retained_attention(self) -> Tensor | None:
+        """[B]: share of the last prompt query's attention whose slots survived the first eviction; None without one."""
 
     @property
-    def large(self) -> list[Any]:
-        """What a copy of the whole cache leaves out and `take_over` brings."""
+    def heavy_buffers(self) -> list[Any]:
+        """The large buffers: a copy of the cache leaves them out, `copy_rows_from` copies the wanted rows of them."""
 
-    def take_over(self, other: Self, rows: Tensor) -> None:
-        """Go on from these rows of another layer, which stays as it is."""
+    def copy_rows_from(self, other: Self, rows: Tensor) -> None:
+        """Copy what batch rows `rows` [n] of another layer hold; that layer stays as it is."""
 
-    def kept(self, rows: slice = ...) -> list[list[list[int]]]:
+    def kept_positions(self, rows: slice = ...) -> list[list[list[int]]]:
         """Position ids held (or last attended to), per batch row and kv head, ascending."""

@@ -1,4 +1,4 @@
-"""The papers' row-mask protocol: eviction simulated by one mask per layer and head inside a single forward."""
+"""The row-mask protocol of the papers: eviction simulated by a mask per layer and head inside one forward."""
 
 from __future__ import annotations
 
@@ -7,56 +7,58 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, attend_with
+from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
 from kvexp.errors import CacheError
 
 # (logits [B, H * G, T, T] with -inf where causality or padding forbids, layer index) -> what each row may see
-Rule = Callable[[Tensor, int], Tensor]
+MaskFn = Callable[[Tensor, int], Tensor]
 
 
 class MaskedLayer:
-    """One layer: rows 0..T-1 attend in one forward through the mask that `rule` makes of their full logits.
+    """One layer: rows 0..T-1 attend in one forward through a mask made of their full logits.
 
-    A `LayerCache` that keeps nothing: a second forward is refused. `mask` and `probabilities`
-    [B, H * G, T, T] stay for inspection. `kv_bytes`: of all keys and values, which a simulation holds.
+    mask_fn: (logits [B, H * G, T, T], layer number) -> bool mask of the same shape. A `LayerCache` that keeps
+    nothing: a
+    second forward is a CacheError. mask, probabilities [B, H * G, T, T]: left for inspection. kv_bytes: of all keys and
+    values.
     """
 
-    def __init__(self, rule: Rule, index: int) -> None:
-        self.rule, self.index = rule, index
-        self.columns = self.kv_bytes = 0
+    def __init__(self, mask_fn: MaskFn, index: int) -> None:
+        self.mask_fn, self.index = mask_fn, index
+        self.seq_len = self.kv_bytes = 0
         self.mask: Tensor | None = None
         self.probabilities: Tensor | None = None
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Beams would be continued, and a text is judged in one forward."""
+        """Always a CacheError: beams continue a text, and this layer takes a text in one forward."""
         raise CacheError("the row-mask protocol judges a text in one forward: beams cannot be reordered")
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
-        """As `LayerCache.forward`, for the whole text at once."""
-        if self.columns:
+        """Attend with all tokens of a text at once; arguments and result as in `LayerCache.forward`."""
+        if self.seq_len:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
         b, h, count = key.shape[:3]
-        self.columns, self.kv_bytes = count, key.nbytes + value.nbytes
+        self.seq_len, self.kv_bytes = count, key.nbytes + value.nbytes
         columns = torch.arange(count, device=key.device).expand(b, count)
         if padding is not None:
             columns = torch.where(padding.to(torch.bool), columns, -1)
-        sight = AttentionInputs(
+        inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
             keys=key,
             values=value,
             positions=columns[:, None],
             query_positions=columns,
-            geometry=geometry,
+            params=params,
         )
-        x = sight.logits(slice(0, count), count)
-        self.mask = self.rule(x.flatten(1, 2), self.index)
+        x = inputs.logits(slice(0, count), count)
+        self.mask = self.mask_fn(x.flatten(1, 2), self.index)
         x = x.masked_fill(~self.mask.view_as(x), -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
         self.probabilities = probabilities.flatten(1, 2)
-        return attend_with(probabilities, value).flatten(1, 2)
+        return apply_probs(probabilities, value).flatten(1, 2)
 
     def reset(self) -> None:
-        """Ready for another text."""
-        self.columns = 0
+        """Forget the text; another one may follow."""
+        self.seq_len = 0

@@ -1,17 +1,20 @@
-"""The ledger: bytes that are resident, now and at the peak, and offloaded, per layer and in all."""
+"""Byte accounting of a cache: keys and values resident on the device and offloaded, per layer and in all."""
 
 from __future__ import annotations
 
 
 class MemoryTracker:
-    """Counts key and value bytes of all layers as buffers come and go. Python integers only: no host sync."""
+    """Key and value bytes of all layers, now and at the peak. Python integers only: no host sync.
+
+    bytes, peak_bytes: of all layers together; layer_bytes, layer_peak_bytes, layer_offloaded_bytes: by layer.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.reset()
 
     def reset(self) -> None:
-        """Nothing is held, and nothing ever was."""
+        """Set all numbers to 0, the peaks too."""
         layers = self.layers
         self.layer_bytes = [0] * layers
         self.layer_peak_bytes = [0] * layers
@@ -19,23 +22,26 @@ class MemoryTracker:
         self.peak_bytes = 0
         self.layer_offloaded_bytes = [0] * layers
 
-    def set(self, layer: int, now: int, transient: int = 0) -> None:
-        """Layer `layer` holds `now` bytes; on the way there it held `transient` bytes at once."""
+    def set_resident(self, layer: int, now: int, transient: int = 0) -> None:
+        """Layer `layer` holds `now` bytes on the device, and held `transient` bytes at once since the last call."""
         self.bytes += now - self.layer_bytes[layer]
         self.layer_bytes[layer] = now
         top = max(now, transient)
         self.layer_peak_bytes[layer] = max(self.layer_peak_bytes[layer], top)
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
 
-    def note(self, layer: int, *, offloaded: int) -> None:
-        """Layer `layer` keeps so many bytes off the device; on a CPU, these are the bytes that would be."""
+    def set_offloaded(self, layer: int, *, offloaded: int) -> None:
+        """Layer `layer` keeps so many bytes in CPU memory beside the device; on a CPU, bytes that would be
+        offloaded.
+        """
         self.layer_offloaded_bytes[layer] = offloaded
 
     @property
     def offloaded_bytes(self) -> int:
+        """Bytes offloaded by all layers."""
         return sum(self.layer_offloaded_bytes)
 
-    def peak_of(self, other: MemoryTracker, samples: int, among: int) -> None:
-        """Take over the peaks of another ledger of `among` samples, as the share of `samples`."""
+    def scale_peak_from(self, other: MemoryTracker, samples: int, among: int) -> None:
+        """Set the peaks to the share that `samples` samples have in another tracker's peaks of `among` samples."""
         self.layer_peak_bytes = [peak * samples // among for peak in other.layer_peak_bytes]
         self.peak_bytes = other.peak_bytes * samples // among

@@ -1,4 +1,4 @@
-"""What an eviction method is: a frozen description that ranks slots. All state is the core's `score` tensor."""
+"""What an eviction method is: a frozen description that gives slots a priority. All state is the core's `score`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,31 @@ from torch import Tensor
 
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
+from kvexp.deprecation import OldName, deprecated_names, keep_old_hooks
 from kvexp.errors import ConfigError
+
+RENAMED = {
+    "view": "score_spec",
+    "birth": "initial_score",
+    "rank": "priority",
+    "ranks_by_score": "priority_is_score",
+    "allowance": "effective_budget",
+    "attended": "query_mask",
+    "limbo": "hidden_next_step",
+    "needs_mask": "simulation_only",
+    "alters_prompt": "modifies_prefill",
+    "keeps_everything": "full_cache",
+    "keeps_newest": "is_window",
+}  # old names of a method's hooks, which work for one release
 
 
 @dataclass(frozen=True)
 class EvictionContext:
-    """What a method may look at when it ranks: one layer's slots after a forward.
+    """What a method may look at when it orders slots: one layer's slots after a forward.
 
-    budget [B]: slots per kv head of each row; recent [B]: how many of the newest tokens in the cache are protected (one
-    less than the method's window where the budget counts the coming token); newest [B]: position id of the newest
-    token; seeds [B]. Tensors of shape [B, H, S] come from `positions` and `score`.
+    slots: keys, values, positions, scores; layer: its number; budget [B]: slots per kv head; recent [B]: how many of
+    the newest tokens in the cache are protected (one less than the method's window where the budget counts the coming
+    token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise.
     """
 
     slots: Slots
@@ -31,95 +46,109 @@ class EvictionContext:
 
     @property
     def positions(self) -> Tensor:
-        """[B, H, S] int64, -1 for dead slots."""
-        return self.slots.positions[:, :, : self.slots.used]
+        """Position ids [B, H, S] int64 of all slots in use, -1 for dead slots."""
+        return self.slots.positions[:, :, : self.slots.length]
 
     @property
     def score(self) -> Tensor:
-        """[B, H, S] float32."""
-        return self.slots.score[:, :, : self.slots.used]
+        """Scores [B, H, S] float32 of all slots in use."""
+        return self.slots.score[:, :, : self.slots.length]
 
     def age(self) -> Tensor:
-        """[B, H, S]: 0 for the newest token, 1 for the one before."""
+        """Age [B, H, S] int64 of every slot in tokens: 0 for the newest token, 1 for the one before."""
         return self.newest[:, None, None] - self.positions
 
-    def leaving(self) -> Tensor:
-        """[B, H, S] bool: the token that has just left the recent window."""
+    def just_left_window(self) -> Tensor:
+        """[B, H, S] bool: the slot of the token that has just left the recent window."""
         return self.age() == self.recent[:, None, None]
+
+    leaving = OldName("just_left_window")
 
 
 @dataclass(frozen=True)
 class Method:
-    """Base of every eviction method. Subclasses declare a `view` or override `birth` and `rank`.
+    """Base of every eviction method. Subclasses declare a `score_spec`, or override `initial_score` and `priority`.
 
-    keep = sinks U recent window U top of rank. `recent` counts the token being generated where the budget does.
+    keep = sinks U recent window U the slots of highest priority. `recent` counts the token being generated where the
+    budget does. A method remembers nothing: the core accumulates, moves and drops the scores.
     """
 
     name: ClassVar[str] = ""
-    evicts: ClassVar[bool] = True  # False: nothing is ever dropped (the baseline)
+    evicts: ClassVar[bool] = True  # False: no slot is ever dropped (the baseline)
     evicts_while_decoding: ClassVar[bool] = True
-    keeps_everything: ClassVar[bool] = False  # the budget counts what is attended to; nothing is dropped
-    keeps_newest: ClassVar[bool] = False  # its sinks and the newest tokens, in every row and head, and nothing else
-    per_query: ClassVar[bool] = False  # each query chooses for itself from everything seen; nothing is dropped
+    full_cache: ClassVar[bool] = False  # retrieval: nothing is dropped, the budget counts attended slots
+    is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
+    per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
 
     def __init_subclass__(cls, **options: Any) -> None:
         """A class that says no name is called as its class."""
         super().__init_subclass__(**options)
+        keep_old_hooks(cls, RENAMED)
         if "name" not in vars(cls):
             cls.name = cls.__name__
 
     @property
-    def view(self) -> AttentionScoreSpec | None:
-        """What to accumulate from attention; None: nothing."""
+    def score_spec(self) -> AttentionScoreSpec | None:
+        """The attention statistic that the core accumulates as score; None: no attention is observed."""
         return None
 
     @property
-    def needs_mask(self) -> bool:
-        """Does this variant exist only as a simulation that drops nothing (mode=mask)?"""
+    def simulation_only(self) -> bool:
+        """Whether this variant exists only as a simulation that drops nothing (cache.mode=mask)."""
         return self.per_query
 
     @property
-    def alters_prompt(self) -> bool:
-        """Do prompt tokens attend otherwise than in the model, so that the prefill serves no other method?"""
+    def modifies_prefill(self) -> bool:
+        """Whether prompt tokens attend otherwise than in the model, so that no other method can share the prefill."""
         return False
 
     @property
     def sinks(self) -> int:
-        """First real tokens that are never evicted."""
+        """How many of the first real tokens are never evicted."""
         return 0
 
     def recent(self, budget: int) -> int:
-        """Newest tokens that are never evicted, out of a budget of so many slots."""
+        """How many of the newest tokens are never evicted, for a budget of `budget` slots."""
         return 0
 
-    def allowance(self, budget: int, tokens: int) -> int:
-        """Slots really granted where the budget says `budget` for a prompt of `tokens` (H2O(C) is given more)."""
+    def effective_budget(self, budget: int, tokens: int) -> int:
+        """The slots granted for a configured budget of `budget` slots and a prompt of `tokens` (H2O(C) is given
+        more).
+        """
         return budget
 
-    def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
-        """Score [B, H, Q] float32 of new slots with keys [B, H, Q, D] at positions [B, Q]; None: zero."""
+    def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
+        """Score [B, H, Q] float32 that new tokens start with; None: 0.
+
+        keys [B, H, Q, D]; positions [B, Q], -1 for padding; seeds [B]; layer: its number.
+        """
         return None
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        """[B, H, S] float32, higher is kept longer. Protection of sinks and recents is the core's business."""
-        return now.score
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        """Priority [B, H, S] float32 of every slot, higher is kept longer; the core protects sinks and recent
+        window.
+        """
+        return ctx.score
 
     @property
-    def ranks_by_score(self) -> bool:
-        """Is `rank` the score itself?"""
-        return type(self).rank is Method.rank
+    def priority_is_score(self) -> bool:
+        """Whether `priority` is the score itself."""
+        return type(self).priority is Method.priority
 
     def after_eviction(self, score: Tensor) -> Tensor:
-        """The score of the survivors once a reduction has happened."""
+        """The scores [B, H, S] of rows from which slots have just been evicted, given the scores before."""
         return score
 
-    def limbo(self, now: EvictionContext) -> Tensor | None:
-        """Mask mode: slots [B, H, S] that stay in memory but are not seen in the next step (H2O's released mask)."""
+    def hidden_next_step(self, ctx: EvictionContext) -> Tensor | None:
+        """Mask mode: slots [B, H, S] bool that the next step does not see but later ones may (H2O's released mask)."""
         return None
 
-    def attended(self, probabilities: Tensor, now: EvictionContext) -> Tensor | None:
-        """Mask mode: the slots [B, H, S] this very query may see, given its full row [B, H, S]; None: all visible."""
+    def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor | None:
+        """Mask mode: the slots [B, H, S] bool that one query attends to, given its full attention; None: all visible.
+
+        probabilities [B, H, S]: the query's softmax over everything seen, summed over the query heads of a kv head.
+        """
         return None
 
 
@@ -137,6 +166,10 @@ def checked(made: Tensor, shape: tuple[int, ...] | torch.Size, method: Method, h
     return made
 
 
-def newest_first(now: EvictionContext) -> Tensor:
-    """Rank by position: the newest tokens stay."""
-    return now.positions.to(torch.float32)
+def recency(ctx: EvictionContext) -> Tensor:
+    """Priority [B, H, S] float32 by position: the newest tokens stay."""
+    return ctx.positions.to(torch.float32)
+
+
+keep_old_hooks(Method, RENAMED)
+__getattr__ = deprecated_names(__name__, {"newest_first": ("recency", recency)})

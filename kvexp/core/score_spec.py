@@ -1,4 +1,4 @@
-"""What a method wants to know about attention, as a declaration: the core chooses how to compute it."""
+"""The attention statistic that a method scores slots by, as a declaration: the core chooses how to compute it."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ class AttentionScoreSpec:
             raise ConfigError(f"score_batch must be per_sample, per_beam or sum_all, got {self.batch!r}")
 
     def check_lengths(self, prompt_lengths: Sequence[int]) -> None:
-        """ConfigError if rows of these prompts cannot be added up."""
+        """ConfigError where the scores of rows with prompts of these lengths cannot be added up."""
         if self.batch == "sum_all" and len(set(prompt_lengths)) > 1:
             raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
 
     @property
-    def plain(self) -> bool:
-        """True when the observed rows are the attention probabilities themselves."""
+    def is_plain(self) -> bool:
+        """Whether the observed probabilities are the attention probabilities themselves: no tau, no noise."""
         return self.tau == (1.0, 1.0) and self.noise is None and self.over == "survivors"
 
     @property
-    def observed(self) -> AttentionScoreSpec:
-        """What of it decides the column sums of prompt rows: the rest is done to the sums."""
+    def sums_key(self) -> AttentionScoreSpec:
+        """The fields that decide a prompt's column sums, as a key: methods of equal key share the sums."""
         start = self.tau[0]
         return replace(self, tau=(start, start), pool_heads=False, across_layers=False, batch="per_beam")
 
     def tau_at(self, step: int, max_new_tokens: int | None) -> float:
-        """tau of the query row of decode step `step` (0: a prompt row)."""
+        """tau of the query row of decode step `step`; 0 is a prompt row. ConfigError past the schedule's end."""
         start, end = self.tau
         if start == end or step == 0:
             return start
@@ -81,7 +81,7 @@ class AttentionScoreSpec:
         return start + step * (end - start) / max_new_tokens
 
     def taus(self, steps: list[int], max_new_tokens: int | None, device: torch.device) -> Tensor:
-        """[Q] float32 tau of consecutive query rows, made on the device so that nothing waits for a copy."""
+        """tau [Q] float32 of query rows at consecutive steps, made on the device so that no copy is waited for."""
         first, last = (self.tau_at(step, max_new_tokens) for step in (steps[0], steps[-1]))
         if first == last:
             return torch.full((len(steps),), first, device=device)

@@ -1,65 +1,68 @@
-"""The one place where slots are chosen. Ties are broken by position (newer is kept), never by slot order."""
+"""Selection of slots by priority, for keeping and for evicting. Ties are broken by position (the newer is kept)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-LAST = torch.iinfo(torch.int64).max
+INT64_MAX = torch.iinfo(torch.int64).max
 
 
-def order(rank: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
-    """Slot indices [B, H, S], best to keep first: protected, then by rank, then newer first; dead slots last.
+def keep_order(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
+    """Slot indices [B, H, S] in the order of keeping: protected, then by priority, then newer first; dead slots last.
 
-    rank [B, H, S] float32; positions [B, H, S], -1 dead; protected [B, H, S] bool.
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool.
     """
-    rank = rank.masked_fill(protected, torch.inf).masked_fill(positions < 0, -torch.inf)
+    priority = priority.masked_fill(protected, torch.inf).masked_fill(positions < 0, -torch.inf)
     index = positions.argsort(dim=-1, descending=True, stable=True)
-    best = rank.gather(-1, index).argsort(dim=-1, descending=True, stable=True)
-    # A slot ranked -inf on purpose still goes before a dead one: dead positions (-1) sort last among equals.
-    return index.gather(-1, best)
+    topk_slots = priority.gather(-1, index).argsort(dim=-1, descending=True, stable=True)
+    # A live slot of priority -inf is kept before a dead one: dead positions (-1) sort last among equals.
+    return index.gather(-1, topk_slots)
 
 
-def keepers(rank: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, widest: int) -> tuple[Tensor, Tensor]:
-    """The best `keep` [B] slots of every row, sorted by position, padded to `widest`.
+def select_keep(
+    priority: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, max_keep: int
+) -> tuple[Tensor, Tensor]:
+    """The first keep [B] slots of every row in `keep_order`, sorted by position, padded to `max_keep`.
 
-    Returns index [B, H, widest] and which of them count, [B, H, widest] bool.
+    Returns their indices [B, H, max_keep], and [B, H, max_keep] bool: False for padding.
     """
-    index = order(rank, positions, protected)[..., :widest]
+    index = keep_order(priority, positions, protected)[..., :max_keep]
     chosen = torch.arange(index.shape[-1], device=index.device) < keep[:, None, None]
     chosen = chosen & (positions.gather(-1, index) >= 0)
-    place = positions.gather(-1, index).masked_fill(~chosen, LAST).argsort(dim=-1, stable=True)
-    return index.gather(-1, place), chosen.gather(-1, place)
+    order = positions.gather(-1, index).masked_fill(~chosen, INT64_MAX).argsort(dim=-1, stable=True)
+    return index.gather(-1, order), chosen.gather(-1, order)
 
 
-def victims(rank: Tensor, positions: Tensor, protected: Tensor, closed: Tensor, count: int) -> Tensor:
-    """The `count` slots of every head to hand to newcomers: empty ones first, then the lowest ranked, older first.
+def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
+    """The `count` slots of every head to free: dead ones first, then the lowest priority, among equals the older.
 
-    closed [B, 1, S] bool: slots beyond a row's budget, never handed out. Returns [B, H, count].
+    out_of_budget [B, 1, S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
     """
-    rank = rank.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
-    rank = rank.masked_fill(closed.expand_as(rank), torch.inf)
+    priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
+    priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)
     if count == 1:
-        # argmin of (rank, position) without a sort; a closed slot can tie with a protected one at +inf, never win.
-        lowest = rank == rank.amin(dim=-1, keepdim=True)
-        return positions.masked_fill(~lowest, LAST).argmin(dim=-1, keepdim=True)
+        # argmin of (priority, position) without a sort. A slot outside the budget can tie with a protected one at +inf,
+        # never win.
+        lowest = priority == priority.amin(dim=-1, keepdim=True)
+        return positions.masked_fill(~lowest, INT64_MAX).argmin(dim=-1, keepdim=True)
     index = positions.argsort(dim=-1, stable=True)
-    worst = rank.gather(-1, index).argsort(dim=-1, stable=True)
+    worst = priority.gather(-1, index).argsort(dim=-1, stable=True)
     return index.gather(-1, worst)[..., :count]
 
 
-def best(rank: Tensor, candidates: Tensor, counts: Tensor, widest: int) -> Tensor:
-    """Slots [B, H, widest] in ascending order, of the best `counts` [B] candidates of every head; -1: none.
+def topk_slots(priority: Tensor, candidates: Tensor, counts: Tensor, max_keep: int) -> Tensor:
+    """The counts [B] candidates of highest relevance in every head, in ascending order: [B, H, max_keep], -1 for none.
 
-    rank [B, H, S] float32, NaN last; candidates [B, 1 or H, S] bool. For caches in which slot = position: among equals
-    the newer is chosen. `widest` is at most S.
+    priority [B, H, S] float32, NaN last; candidates [B, 1 or H, S] bool; max_keep is at most S. For caches in which
+    slot = position: among equals the newer slot is chosen.
     """
-    # One whole number per slot: the float's bits in the order of their values above, the position below.
-    bits = (rank + 0.0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    # One int64 per slot: the float's bits, in the order of their values, above; the position below.
+    bits = (priority + 0.0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    key = (ordered << 32) | torch.arange(rank.shape[-1], device=rank.device)
+    key = (ordered << 32) | torch.arange(priority.shape[-1], device=priority.device)
     none = torch.iinfo(torch.int64).min
-    found = key.masked_fill_(~candidates, none).topk(widest, dim=-1).values
-    chosen = (found != none) & (torch.arange(widest, device=rank.device) < counts[:, None, None])
-    slots = torch.where(chosen, found & 0xFFFFFFFF, LAST).sort(dim=-1).values
-    return slots.masked_fill(slots == LAST, -1)
+    found = key.masked_fill_(~candidates, none).topk(max_keep, dim=-1).values
+    chosen = (found != none) & (torch.arange(max_keep, device=priority.device) < counts[:, None, None])
+    slots = torch.where(chosen, found & 0xFFFFFFFF, INT64_MAX).sort(dim=-1).values
+    return slots.masked_fill(slots == INT64_MAX, -1)

@@ -1,4 +1,4 @@
-"""Where and when: the position ids and steps of the forward in progress, shared by all layers of a cache."""
+"""Sequence bookkeeping of a cache, shared by all its layers: position ids, lengths and decode steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from kvexp.errors import CacheError, ConfigError
 
 
 class SequenceState:
-    """Counts columns and gives every real token its position id; padding gets -1.
+    """Counts the tokens of every row and gives every real token its position id; padding gets -1.
 
-    seen: columns before the current forward; steps: decode columns before it; counts [B]: real tokens so far.
-    A prompt ends with column `prompt_columns` (None: with the first forward, so a prompt fed in chunks needs it).
+    past_len: columns before the forward in progress; seq_len: columns with it; num_real [B] int64: real tokens so far;
+    decode_steps: columns after the prompt and before the forward; layers_done: layers that have finished the forward.
+    prompt_columns: the column with which the prompt ends; None: with the first forward, so a prompt fed in chunks needs
+    it. seeds [B]: of noise inside methods. ConfigError for impossible prompts, CacheError for forwards out of order.
     """
 
     def __init__(
@@ -32,70 +34,73 @@ class SequenceState:
             raise ConfigError(f"num_beams must be at least 1, got {num_beams}")
         self.prompt_columns, self.max_new_tokens = prompt_columns, max_new_tokens
         self.max_positions, self.num_beams, self.initial_seeds = max_positions, num_beams, seeds
-        self.several_tokens_allowed = False
+        self.multi_token_steps_allowed = False
         self._declared_prompt = prompt_columns
         self.reset()
 
-    def join(
+    def advance(
         self, columns: int, batch: int, width: int, mask: Tensor | None, device: torch.device, layers: int
     ) -> Tensor:
-        """A layer that has seen `columns` columns takes part in the forward in progress, or starts the next one.
+        """Let a layer that has seen `columns` columns take part in the forward in progress, or start the next one.
 
-        Returns the position ids [B, Q] of its columns, -1 for padding.
+        width: Q new columns; mask [B, columns so far]: 0 for padding. Returns the position ids [B, Q] of the new
+        columns, -1 for padding.
         """
-        if columns == self.end:
-            self.begin(batch, width, mask, device, layers)
-        elif columns != self.seen:
+        if columns == self.seq_len:
+            self.start_forward(batch, width, mask, device, layers)
+        elif columns != self.past_len:
             raise CacheError("this layer missed a forward: after an interrupted forward start again with a new cache")
         return self.positions(device)
 
-    def arrive(self) -> None:
-        """A layer has finished the forward in progress."""
-        self.arrived += 1
+    def layer_done(self) -> None:
+        """Count one layer more that has finished the forward in progress."""
+        self.layers_done += 1
 
     def reset(self) -> None:
-        """Forget the prompt; a new one may follow."""
+        """Forget the sequence; another prompt may follow."""
         self.prompt_columns = self._declared_prompt
-        self.seen = self.end = self.arrived = 0
+        self.past_len = self.seq_len = self.layers_done = 0
         self.prompt_lengths: list[int] = []
         self.padded = False
-        self.counts: Tensor | None = None
+        self.num_real: Tensor | None = None
         self.seeds: Tensor = torch.zeros(0)
         self._positions: dict[torch.device, Tensor] = {}
 
     @property
     def in_prompt(self) -> bool:
-        """Is the forward in progress part of the prompt?"""
-        return self.prompt_columns is not None and self.end <= self.prompt_columns
+        """Whether the forward in progress is part of the prompt."""
+        return self.prompt_columns is not None and self.seq_len <= self.prompt_columns
 
     @property
     def prompt_complete(self) -> bool:
-        return self.prompt_columns is not None and self.end >= self.prompt_columns
+        """Whether the prompt ends with the forward in progress, or has ended before."""
+        return self.prompt_columns is not None and self.seq_len >= self.prompt_columns
 
     @property
-    def steps(self) -> int:
-        """Decode columns before this forward."""
-        return max(0, self.seen - self.prompt_columns) if self.prompt_columns is not None else 0
+    def decode_steps(self) -> int:
+        """Columns after the prompt and before the forward in progress."""
+        return max(0, self.past_len - self.prompt_columns) if self.prompt_columns is not None else 0
 
     @property
     def query_steps(self) -> list[int]:
-        """Decode step of every query row of this forward, 0 for prompt rows."""
-        width = self.end - self.seen
-        return [0] * width if self.in_prompt else [self.steps + 1 + j for j in range(width)]
+        """The decode step of every query row of the forward in progress, from 1; 0 for prompt rows."""
+        width = self.seq_len - self.past_len
+        return [0] * width if self.in_prompt else [self.decode_steps + 1 + j for j in range(width)]
 
-    def begin(self, batch: int, width: int, mask: Tensor | None, device: torch.device, layers: int = 1) -> None:
-        """Start the next forward of `width` columns. mask: [B, columns so far] or None; zero marks padding.
+    def start_forward(self, batch: int, width: int, mask: Tensor | None, device: torch.device, layers: int = 1) -> None:
+        """Start the next forward, of `width` columns.
 
-        layers: how many must have finished the forward before.
+        mask [B, columns so far]: 0 for padding; None: no padding. layers: how many layers must have finished the
+        previous forward, else CacheError.
         """
-        if self.end and self.arrived != layers:
+        if self.seq_len and self.layers_done != layers:
             raise CacheError(
-                f"the last forward reached {self.arrived} of {layers} layers, so their caches are out of step: "
+                f"the last forward reached {self.layers_done} of {layers} layers, so their caches are out of step: "
                 "after an interrupted forward start again with a new cache"
             )
-        self.seen = self.end
-        if self.counts is None:
-            self.counts = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.past_len = self.seq_len
+        if self.num_real is None:
+            self.num_real = torch.zeros(batch, dtype=torch.int64, device=device)
             seeds = self.initial_seeds
             rows = [seeds] * batch if isinstance(seeds, int) else [s for s in seeds for _ in range(self.num_beams)]
             if batch % self.num_beams:
@@ -107,82 +112,93 @@ class SequenceState:
             self.seeds = torch.tensor(rows, dtype=torch.int64, device=device)
             self.prompt_columns = self.prompt_columns or width
         self._check(batch, width)
-        self.arrived = 0
-        self.end = self.seen + width
-        counts = self.counts
+        self.layers_done = 0
+        self.seq_len = self.past_len + width
+        num_real = self.num_real
         ahead = torch.arange(width, device=device)
-        positions = counts[:, None] + ahead
+        positions = num_real[:, None] + ahead
         new = mask[:, -width:].to(device=device, dtype=torch.bool) if mask is not None and mask.shape[-1] else None
         if new is not None:
-            if self.in_prompt and bool((~new & ((counts > 0)[:, None] | (new.cumsum(1) > 0))).any()):
+            if self.in_prompt and bool((~new & ((num_real > 0)[:, None] | (new.cumsum(1) > 0))).any()):
                 raise ConfigError("a prompt has padding after its first token: pad on the left (padding_side='left')")
-            positions = torch.where(new, counts[:, None] + new.cumsum(1) - 1, -1)
-            self.counts = counts + new.sum(1)
+            positions = torch.where(new, num_real[:, None] + new.cumsum(1) - 1, -1)
+            self.num_real = num_real + new.sum(1)
         else:
-            self.counts = counts + width
+            self.num_real = num_real + width
         self._positions = {device: positions}
-        if self.in_prompt and self.end == self.prompt_columns:
+        if self.in_prompt and self.seq_len == self.prompt_columns:
             self._close_prompt()
 
-    def note_losses(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
-        """Per row the decode tokens seen when it first had more than `limits` tokens (None: not yet)."""
+    def first_eviction_steps(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
+        """Per row, the number of decode tokens at which it first had more than `limits` tokens; None: not yet.
+
+        noted: what the last call returned; a step once noted stays.
+        """
         noted = noted or [None] * len(self.prompt_lengths)
-        decoded = self.end - (self.prompt_columns or 0)
+        decoded = self.seq_len - (self.prompt_columns or 0)
         lengths = [length + decoded for length in self.prompt_lengths]
         beyond = [decoded if length > limit else None for length, limit in zip(lengths, limits, strict=True)]
         return [new if old is None else old for old, new in zip(noted, beyond, strict=True)]
 
     def _check(self, batch: int, width: int) -> None:
-        assert self.counts is not None and self.prompt_columns is not None
-        if batch != self.counts.shape[0]:
+        """CacheError for a forward of another batch, across the prompt's end, of several new tokens, or past the
+        context.
+        """
+        assert self.num_real is not None and self.prompt_columns is not None
+        if batch != self.num_real.shape[0]:
             raise CacheError(
-                f"this cache holds a batch of {self.counts.shape[0]} rows, the forward has {batch}: "
+                f"this cache holds a batch of {self.num_real.shape[0]} rows, the forward has {batch}: "
                 "make a new cache for another prompt"
             )
-        if self.seen < self.prompt_columns < self.seen + width:
+        if self.past_len < self.prompt_columns < self.past_len + width:
             raise CacheError(
                 f"a forward of {width} columns crosses the end of the prompt at column {self.prompt_columns}: "
                 "feed the prompt and the new tokens in separate forwards, or correct prompt_tokens"
             )
-        if self.seen >= self.prompt_columns and width > 1 and not self.several_tokens_allowed:
+        if self.past_len >= self.prompt_columns and width > 1 and not self.multi_token_steps_allowed:
             raise self.occupied(width)
-        if self.max_positions is not None and self.seen + width > self.max_positions + self._least_padding():
+        if self.max_positions is not None and self.past_len + width > self.max_positions + self._least_padding():
             raise CacheError(
-                f"{self.seen + width} tokens, the model holds {self.max_positions}: shorten the prompt or "
+                f"{self.past_len + width} tokens, the model holds {self.max_positions}: shorten the prompt or "
                 "max_new_tokens, or say beyond_context=True for a method whose positions are renumbered"
             )
 
     def occupied(self, width: int) -> CacheError:
-        """The error of feeding `width` columns where one new token was due."""
+        """The CacheError for `width` columns fed at once where one new token was due."""
         return CacheError(
             f"this cache already holds a prompt of {self.prompt_columns} columns and got {width} more at once. "
             "For another prompt make a new cache (or call reset()); for a prompt fed in chunks pass prompt_tokens=; "
-            "to feed several new tokens in one forward call several_tokens(). use_cache=False feeds everything again"
+            "to feed several new tokens in one forward call allow_multi_token_steps(). "
+            "use_cache=False feeds everything again"
         )
 
     def _least_padding(self) -> int:
+        """Padding of the longest prompt: columns that count for no row."""
         return self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths and self.prompt_columns else 0
 
     def _close_prompt(self) -> None:
-        assert self.counts is not None
-        self.prompt_lengths = [int(n) for n in self.counts.tolist()]
+        """Record the real lengths of the prompts, which have ended; ConfigError for an empty prompt."""
+        assert self.num_real is not None
+        self.prompt_lengths = [int(n) for n in self.num_real.tolist()]
         self.padded = min(self.prompt_lengths) != self.prompt_columns
         for row, length in enumerate(self.prompt_lengths):
             if length == 0:
                 raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
 
     def positions(self, device: torch.device) -> Tensor:
-        """[B, Q] int64 position ids of this forward's columns, -1 for padding, on `device`."""
+        """Position ids [B, Q] int64 of the forward in progress, -1 for padding, on `device`."""
         if device not in self._positions:
             self._positions[device] = next(iter(self._positions.values())).to(device)
         return self._positions[device]
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Keep, repeat or reorder batch rows; `same_prompts`: only among the beams of a sample (spares a host sync)."""
-        if self.counts is None:
+        """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, which spares a
+        host sync.
+        """
+        if self.num_real is None:
             return
-        rows = rows.to(self.counts.device)
-        self.counts, self.seeds = self.counts[rows], self.seeds[rows]
+        rows = rows.to(self.num_real.device)
+        self.num_real, self.seeds = self.num_real[rows], self.seeds[rows]
         if self.prompt_lengths and not same_prompts:
             self.prompt_lengths = [self.prompt_lengths[i] for i in rows.tolist()]
         self._positions = {d: p[rows.to(d)] for d, p in self._positions.items()}

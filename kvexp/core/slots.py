@@ -1,129 +1,147 @@
-"""Slots: keys, values, position ids and score of one layer, which always move together."""
+"""The slots of one layer: keys, values, position ids and scores, which always move together."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvexp.deprecation import OldName
+
 GROWTH = 64  # slots added at a time when a cache grows and its final size is not known
 
 
 class Slots:
-    """Buffers keys [B, H, P, D], values [B, H, P, Dv], positions [B, H, P] int64 (-1: dead), score [B, H, P] float32.
+    """Buffers keys [B, H, C, D], values [B, H, C, Dv], positions [B, H, C] int64 (-1: dead), score [B, H, C] float32.
 
-    `used` counts the places in use from the left; the rest is room to grow. `visible` [B, H, P] bool exists in mask
-    mode only (None: every live slot is attended). `aligned`: every head holds the same position in the same place,
-    in the order of the columns, as after a prompt nobody has evicted from.
+    length: slots in use, from the left; the other C - length are room to grow. visible [B, H, C] bool: in mask mode
+    the slots not evicted; None: every live slot is attended. same_order: every head holds the same position in the same
+    slot, in the order of the columns, as after a prompt from which nothing was evicted.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, visible: Tensor | None = None):
         self.keys, self.values, self.positions, self.score, self.visible = keys, values, positions, score, visible
-        self.used = keys.shape[2]
-        self.aligned = False
+        self.length = keys.shape[2]
+        self.same_order = False
         self._borrowed = False
         self._peak_bytes = 0
 
     @classmethod
-    def like(cls, keys: Tensor, values: Tensor, *, masked: bool) -> Slots:
-        """No slots yet, in the shape, dtype and device of a first key [B, H, Q, D] and value [B, H, Q, Dv]."""
+    def empty_like(cls, keys: Tensor, values: Tensor, *, masked: bool) -> Slots:
+        """Empty slots with the heads, dimensions, dtype and device of a key [B, H, Q, D] and value [B, H, Q, Dv].
+
+        masked: with `visible`, for mask mode.
+        """
         b, h = keys.shape[:2]
         ids = torch.empty(b, h, 0, dtype=torch.int64, device=keys.device)
         visible = torch.empty(b, h, 0, dtype=torch.bool, device=keys.device) if masked else None
         slots = cls(keys[:, :, :0], values[:, :, :0], ids, ids.to(torch.float32), visible)
-        slots.aligned = True
+        slots.same_order = True
         return slots
+
+    used = OldName("length")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that moves when a slot moves."""
+        """The buffers by name: everything that moves when a slot moves."""
         named = {"keys": self.keys, "values": self.values, "positions": self.positions, "score": self.score}
         return named if self.visible is None else named | {"visible": self.visible}
 
     def _replace(self, name: str, tensor: Tensor) -> None:
-        """Exchange one buffer; old and new are in memory together for a moment, and the ledger shall know."""
+        """Put another buffer in place of the one called `name`, and count the bytes while both are in memory."""
         if name in ("keys", "values"):
             self._peak_bytes = max(self._peak_bytes, self.kv_bytes + tensor.nbytes)
         self._borrowed = False
         setattr(self, name, tensor)
 
     def take_peak_bytes(self) -> int:
-        """Most key and value bytes held at any moment since the last call."""
+        """The largest number of key and value bytes held at any time since the last call."""
         peak, self._peak_bytes = max(self._peak_bytes, self.kv_bytes), 0
         return peak
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that keys and values occupy now, room to grow included."""
+        """Bytes of keys and values, room to grow included."""
         return self.keys.nbytes + self.values.nbytes
 
-    def live(self) -> Tensor:
-        """[B, H, used] bool: the slots that hold a token."""
-        return self.positions[:, :, : self.used] >= 0
+    def valid(self) -> Tensor:
+        """[B, H, length] bool: the slots that hold a token."""
+        return self.positions[:, :, : self.length] >= 0
 
-    def seen_positions(self) -> Tensor:
-        """[B, 1, used] where heads agree, else [B, H, used]."""
-        return self.positions[:, :1, : self.used] if self.aligned else self.positions[:, :, : self.used]
+    def broadcast_positions(self) -> Tensor:
+        """Position ids [B, 1, length] where all heads hold the same positions, else [B, H, length]."""
+        return self.positions[:, :1, : self.length] if self.same_order else self.positions[:, :, : self.length]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, room: int = 0) -> None:
-        """Add Q tokens behind the last slot in use. positions [B, Q]; score [B, H, Q]; `room`: final size if known."""
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, reserve: int = 0) -> None:
+        """Write Q tokens behind the last slot in use, growing the buffers where they are full.
+
+        keys [B, H, Q, D], values [B, H, Q, Dv], positions [B, Q], score [B, H, Q]; reserve: the final length, if known.
+        """
         count = keys.shape[2]
-        if self.used + count > self.keys.shape[2]:
-            spare = max(room - self.used - count, 0) if room else (GROWTH if self.used else 0)
-            self._grow(count + spare)
-        where = slice(self.used, self.used + count)
-        self.keys[:, :, where], self.values[:, :, where] = keys, values
-        self.positions[:, :, where], self.score[:, :, where] = positions[:, None], score
+        if self.length + count > self.keys.shape[2]:
+            reserve = max(reserve - self.length - count, 0) if reserve else (GROWTH if self.length else 0)
+            self._grow(count + reserve)
+        new = slice(self.length, self.length + count)
+        self.keys[:, :, new], self.values[:, :, new] = keys, values
+        self.positions[:, :, new], self.score[:, :, new] = positions[:, None], score
         if self.visible is not None:
-            self.visible[:, :, where] = True
-        self.used += count
+            self.visible[:, :, new] = True
+        self.length += count
 
-    def borrow(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
-        """Hold another cache's prompt, keys and values [B, H, S, *], until these slots are changed; positions [B, S].
+    def alias(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
+        """Share the buffers of another cache's prompt: keys, values [B, H, S, *], positions [B, S], score [B, H, S].
 
-        Whatever changes keys, values or the rows makes buffers of its own first: there is no room behind to append to.
+        The first change of keys, values or rows copies them into buffers of these slots' own.
         """
         self.keys, self.values, self.score = keys, values, score
         self.positions = positions[:, None].expand(score.shape).contiguous()
         if self.visible is not None:
             self.visible = torch.ones(score.shape, dtype=torch.bool, device=keys.device)
-        self.used, self._borrowed = keys.shape[2], True
+        self.length, self._borrowed = keys.shape[2], True
 
     def _grow(self, by: int) -> None:
+        """Copy the slots in use into buffers with room for `by` more; new slots are dead."""
         for name, old in self.tensors.items():
-            new = old.new_empty(*old.shape[:2], self.used + by, *old.shape[3:])
-            new[:, :, : self.used] = old[:, :, : self.used]
+            new = old.new_empty(*old.shape[:2], self.length + by, *old.shape[3:])
+            new[:, :, : self.length] = old[:, :, : self.length]
             if name == "positions":
-                new[:, :, self.used :] = -1
+                new[:, :, self.length :] = -1
             self._replace(name, new)
 
-    def write(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Overwrite one slot's key and value per head in place. at [B, H, 1]; keys [B, H, 1, D]."""
-        self.keys.scatter_(2, at[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
-        self.values.scatter_(2, at[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
+    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Overwrite the key and value of one slot per head: slot index [B, H, 1], keys [B, H, 1, D], values
+        likewise.
+        """
+        self.keys.scatter_(2, index[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
+        self.values.scatter_(2, index[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
 
-    def enter(self, at: Tensor, positions: Tensor, score: Tensor) -> None:
-        """Say who is in the slots `at` from now on. positions [B, 1]; score [B, H, 1]."""
-        self.positions.scatter_(2, at, positions[:, None].expand(at.shape))
-        self.score.scatter_(2, at, score)
+    def set_metadata(self, index: Tensor, positions: Tensor, score: Tensor) -> None:
+        """Set position id and score of one slot per head: slot index [B, H, 1], positions [B, 1], score [B,
+        H, 1].
+        """
+        self.positions.scatter_(2, index, positions[:, None].expand(index.shape))
+        self.score.scatter_(2, index, score)
 
-    def kill(self, at: Tensor) -> None:
-        """Mark slots [B, H, N] dead: no query sees them, the next newcomers may take their places."""
-        self.positions.scatter_(2, at, -1)
+    def invalidate(self, index: Tensor) -> None:
+        """Mark the slots index [B, H, n] dead: no query sees them, and new tokens may overwrite them."""
+        self.positions.scatter_(2, index, -1)
 
-    def gather(self, index: Tensor, keep: Tensor, spare: int) -> None:
-        """Keep slots index [B, H, N] (dead where keep [B, H, N] is False) in new buffers, `spare` dead slots behind."""
+    def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
+        """Copy the slots index [B, H, N] into new buffers, with `reserve` dead slots behind.
+
+        keep [B, H, N] bool: False makes a dead slot of it.
+        """
         b, h, n = index.shape
         for name, old in self.tensors.items():
-            at = index[..., None].expand(-1, -1, -1, old.shape[-1]) if old.ndim == 4 else index
-            new = old.new_empty(b, h, n + spare, *old.shape[3:])
-            new[:, :, :n] = old.gather(2, at)
-            _vacate(name, new[:, :, n:])
+            wide = index[..., None].expand(-1, -1, -1, old.shape[-1]) if old.ndim == 4 else index
+            new = old.new_empty(b, h, n + reserve, *old.shape[3:])
+            new[:, :, :n] = old.gather(2, wide)
+            _fill_invalid(name, new[:, :, n:])
             self._replace(name, new)
         self.positions[:, :, :n].masked_fill_(~keep, -1)
-        self.used, self.aligned = n + spare, False
+        self.length, self.same_order = n + reserve, False
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder batch rows (beams, batch_select_indices)."""
+        """Keep, repeat or reorder batch rows: rows [n] are indices of the old rows."""
         rows = rows.to(self.keys.device)
         frozen = self._borrowed or (self.keys.is_inference() and not torch.is_inference_mode_enabled())
         for name, tensor in self.tensors.items():
@@ -135,27 +153,30 @@ class Slots:
 
     @classmethod
     def stacked(cls, parts: list[Slots]) -> Slots:
-        """Buffers [sum of B, H, most P, *] that hold all parts, which become views of them; the rest is dead slots."""
+        """Common buffers [R, H, largest C, *] of several caches' slots, which become views of them.
+
+        Slots behind those of a smaller cache are dead.
+        """
         sizes, most = [part.keys.shape[0] for part in parts], max(part.keys.shape[2] for part in parts)
-        places = [part.keys.shape[2] for part in parts]
+        capacities = [part.keys.shape[2] for part in parts]
         whole = []
         for name, like in parts[0].tensors.items():
             buffer = like.new_empty(sum(sizes), like.shape[1], most, *like.shape[3:])
-            for part, rows, count in zip(parts, buffer.split(sizes), places, strict=True):
+            for part, rows, count in zip(parts, buffer.split(sizes), capacities, strict=True):
                 rows[:, :, :count] = part.tensors[name]
-                _vacate(name, rows[:, :, count:])
+                _fill_invalid(name, rows[:, :, count:])
                 setattr(part, name, rows[:, :, :count])
             whole.append(buffer)
         return cls(*whole)
 
-    def picked(self, rows: Tensor) -> Slots:
-        """These batch rows, which may repeat, in buffers of their own, without the room to grow."""
+    def index_rows(self, rows: Tensor) -> Slots:
+        """The batch rows `rows` [n], which may repeat, copied into slots of their own without room to grow."""
         rows = rows.to(self.keys.device)
-        other = Slots(*(tensor[:, :, : self.used].index_select(0, rows) for tensor in self.tensors.values()))
-        other.aligned = self.aligned
+        other = Slots(*(tensor[:, :, : self.length].index_select(0, rows) for tensor in self.tensors.values()))
+        other.same_order = self.same_order
         return other
 
 
-def _vacate(name: str, places: Tensor) -> None:
-    """Make dead slots of these places of a new buffer; what a dead slot holds is a number: nothing times NaN is NaN."""
-    places.fill_(-1 if name == "positions" else 0)
+def _fill_invalid(name: str, dead: Tensor) -> None:
+    """Fill new slots of the buffer called `name` as dead slots: position -1, zeros elsewhere, since 0 * NaN is NaN."""
+    dead.fill_(-1 if name == "positions" else 0)

@@ -114,7 +114,7 @@ def told_of(case: Case, made: Generation, row: Row) -> Told:
         question_tokens=len(case.question),
         ids=ids,
         texts=texts_of(case.tokenizer, ids),
-        heads=[state.slots.keys.shape[1] for state in made.cache.states if state.slots is not None],
+        heads=[state.slots.keys.shape[1] for state in made.cache.layer_states if state.slots is not None],
         same_output=output == row["output"],
         same_kept=receipt.kept_digest == row["receipt"]["kept_digest"],
     )

@@ -33,6 +33,6 @@ def nothing_to_log(settings: Settings) -> str | None:
     method = settings.method
     if not method.evicts:
         return f"{method.name} evicts nothing"
-    if method.per_query or method.keeps_everything:
+    if method.per_query or method.full_cache:
         return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
     return None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvexp.core import AttentionParams, EvictionLayer
-from kvexp.core.attention import AttentionInputs, attend_with
+from kvexp.core.attention import AttentionInputs, apply_probs
 from kvexp.core.layer_cache import LayerCache
-from kvexp.core.select import order
+from kvexp.core.select import keep_order
 from kvexp.diagnose.case import Case
 from kvexp.generate.prefilled_context import decode_step
 from kvexp.models import MultiMethodCache
@@ -64,32 +64,32 @@ class Beside:
         self.method, self.full = method, full
 
     @property
-    def columns(self) -> int:
-        return self.joined.columns
+    def seq_len(self) -> int:
+        return self.joined.seq_len
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
         before = visible_positions(self.method)
-        out = self.joined.forward(query, key, value, geometry, padding)
+        out = self.joined.forward(query, key, value, params, padding)
         full = self.full
-        slots, newest = full.held(), full.timeline.positions(query.device)
-        where = slots.seen_positions()
-        seen = torch.zeros(key.shape[1], slots.used + 1, dtype=torch.bool, device=query.device)
-        seen.scatter_(1, torch.where(before < 0, slots.used, before), True)
+        slots, newest = full.require_slots(), full.sequence.positions(query.device)
+        where = slots.broadcast_positions()
+        seen = torch.zeros(key.shape[1], slots.length + 1, dtype=torch.bool, device=query.device)
+        seen.scatter_(1, torch.where(before < 0, slots.length, before), True)
         seen[:, newest[0, 0]] = True
-        sight = AttentionInputs(
+        inputs = AttentionInputs(
             query=query[1:].unflatten(1, (key.shape[1], -1)),
-            keys=slots.keys[:, :, : slots.used],
-            values=slots.values[:, :, : slots.used],
+            keys=slots.keys[:, :, : slots.length],
+            values=slots.values[:, :, : slots.length],
             positions=where,
             query_positions=newest,
-            geometry=geometry,
-            in_order=slots.aligned,
+            params=params,
+            in_column_order=slots.same_order,
             padded=False,
         )
-        self._note(sight, seen[:, : slots.used], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
+        self._note(inputs, seen[:, : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
@@ -100,16 +100,16 @@ class Beside:
         """Refused, as by `MultiLayer`."""
         self.joined.reset()
 
-    def _note(self, sight: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
+    def _note(self, inputs: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
         """seen [H, S]; out, full [H, G * Dv]: of the method's run and of the full cache's."""
-        rows = torch.softmax(sight.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
+        rows = torch.softmax(inputs.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
         mass = rows[0, :, :, 0].mean(1)
         kept = seen.sum(-1)
-        ideal = ideal_set(mass, sight.query_positions[0, 0], kept)
+        ideal = ideal_set(mass, inputs.query_positions[0, 0], kept)
         left = rows * seen[None, :, None, None]
-        here = attend_with(left / left.sum(-1, keepdim=True), sight.values)[0].flatten(1)
+        here = apply_probs(left / left.sum(-1, keepdim=True), inputs.values)[0].flatten(1)
         head = torch.arange(len(kept), device=kept.device)
-        step = self.full.timeline.end - (self.full.timeline.prompt_columns or 0)
+        step = self.full.sequence.seq_len - (self.full.sequence.prompt_columns or 0)
         self.into.add(
             step=torch.full_like(head, step),
             layer=torch.full_like(head, self.layer),
@@ -125,15 +125,15 @@ class Beside:
 
 def visible_positions(state: EvictionLayer) -> Tensor:
     """[H, S]: positions that the next query can see in a cache of one row, -1 for dead and hidden slots; a copy."""
-    slots = state.held()
-    positions = slots.positions[0, :, : slots.used].clone()
-    return positions if slots.visible is None else positions.masked_fill(~slots.visible[0, :, : slots.used], -1)
+    slots = state.require_slots()
+    positions = slots.positions[0, :, : slots.length].clone()
+    return positions if slots.visible is None else positions.masked_fill(~slots.visible[0, :, : slots.length], -1)
 
 
 def ideal_set(mass: Tensor, newest: Tensor, counts: Tensor) -> Tensor:
     """[H, S] bool: the newest token and the best counts [H] - 1 others of attention mass [H, S], slot = position."""
     positions = torch.arange(mass.shape[1], device=mass.device).expand_as(mass)
-    best = order(mass[None], positions[None], (positions == newest)[None])[0]
+    best = keep_order(mass[None], positions[None], (positions == newest)[None])[0]
     chosen = torch.arange(mass.shape[1], device=mass.device) < counts[:, None]
     return torch.zeros_like(mass, dtype=torch.bool).scatter_(1, best, chosen)
 

@@ -20,7 +20,7 @@ from kvexp.core.eviction_backend import Mask, ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots
-from kvexp.generate import PrefilledContext, ask, decode
+from kvexp.generate import PrefilledContext, decode, generate_from_context
 from kvexp.models import EvictionCache
 
 Place = tuple[int, int]  # layer, kv head
@@ -42,8 +42,8 @@ class Undo(Mask):
     wanted [B, H, N] bool by position; first, last [B, 1, 1]: steps.
     """
 
-    def __init__(self, layer: int, timeline: SequenceState) -> None:
-        self.layer, self.timeline = layer, timeline
+    def __init__(self, layer: int, sequence: SequenceState) -> None:
+        self.layer, self.sequence = layer, sequence
         self.wanted: Tensor | None = None
         self.first = self.last = torch.zeros(0)
 
@@ -60,14 +60,21 @@ class Undo(Mask):
             torch.tensor([getattr(trial, name) for trial in trials], device=device)[:, None, None]
             for name in ("first", "last")
         )
-        self._bring_back(slots, slots.live() & ~held_slots(slots))
+        self._bring_back(slots, slots.valid() & ~held_slots(slots))
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
         held = held_slots(slots)
         assert slots.visible is not None
-        back = slots.visible[:, :, : slots.used] & ~held  # brought back before
-        super().evict(slots, rank, guard, quota, limbo)
-        slots.visible[:, :, : slots.used] |= back
+        back = slots.visible[:, :, : slots.length] & ~held  # brought back before
+        super().evict(slots, priority, protected, resolved, hidden_next_step)
+        slots.visible[:, :, : slots.length] |= back
         self._bring_back(slots, held & ~held_slots(slots))
 
     def _bring_back(self, slots: Slots, gone: Tensor) -> None:
@@ -75,9 +82,9 @@ class Undo(Mask):
         if self.wanted is None:
             return
         assert slots.visible is not None
-        step = self.timeline.end - (self.timeline.prompt_columns or 0)
-        named = self.wanted.gather(-1, slots.positions[:, :, : slots.used].clamp(min=0))
-        slots.visible[:, :, : slots.used] |= gone & named & (self.first <= step) & (step <= self.last)
+        step = self.sequence.seq_len - (self.sequence.prompt_columns or 0)
+        named = self.wanted.gather(-1, slots.positions[:, :, : slots.length].clamp(min=0))
+        slots.visible[:, :, : slots.length] |= gone & named & (self.first <= step) & (step <= self.last)
 
     def select_rows(self, rows: Tensor) -> None:
         assert self.wanted is None, "rows are chosen before evictions are undone"
@@ -98,7 +105,11 @@ class Replay:
     @property
     def everything(self) -> Undone:
         """Undoes all there can be: full attention."""
-        heads = [state.held().keys.shape[1] for state in self.context.cache.states if isinstance(state, EvictionLayer)]
+        heads = [
+            state.require_slots().keys.shape[1]
+            for state in self.context.cache.layer_states
+            if isinstance(state, EvictionLayer)
+        ]
         places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
         return Undone(tuple(range(len(self.case.prompt) + self.case.ahead)), places, 0, self.case.ahead)
 
@@ -115,18 +126,18 @@ class Replay:
     def _answers(self, trials: Sequence[Undone]) -> list[list[int]]:
         case = self.case
         context: PrefilledContext = self.context.fork([0] * len(trials))
-        for state in context.cache.states:
-            assert isinstance(state, EvictionLayer) and isinstance(state.mode, Undo)
-            state.mode.undo(state.held(), trials, len(case.prompt) + case.ahead)
+        for state in context.cache.layer_states:
+            assert isinstance(state, EvictionLayer) and isinstance(state.backend, Undo)
+            state.backend.undo(state.require_slots(), trials, len(case.prompt) + case.ahead)
         seeds = [case.seed] * len(trials)
         if case.question:
             questions = [case.question] * len(trials)
             options = {"decoding": case.decoding, "tokenizer": case.tokenizer}
-            return ask(case.model, context, questions, seeds=seeds, **options).tokens
+            return generate_from_context(case.model, context, questions, seeds=seeds, **options).tokens
         return decode(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
 
 
 def _undoable(cache: EvictionCache) -> None:
-    for layer, state in enumerate(cache.states):
+    for layer, state in enumerate(cache.layer_states):
         assert isinstance(state, EvictionLayer)
-        state.mode = Undo(layer, cache.timeline)
+        state.backend = Undo(layer, cache.sequence)

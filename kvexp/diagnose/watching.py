@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
 from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
-from kvexp.core.select import order
+from kvexp.core.select import keep_order
 from kvexp.core.slots import Slots
 from kvexp.models import EvictionCache
 
@@ -53,37 +53,47 @@ COLUMNS = {
 
 
 class Watching(EvictionBackend):
-    """`mode`, observed. For a batch of one row; what a simulation hides for one step only (H2O's limbo) is not gone."""
+    """`inner`, observed.
 
-    def __init__(self, mode: EvictionBackend, layer: int, timeline: SequenceState, into: Evictions) -> None:
-        self.mode, self.layer, self.timeline, self.into = mode, layer, timeline, into
+    For a batch of one row; what a simulation hides for one step only (H2O's released mask) is not gone.
+    """
 
-    def place(self) -> Tensor | None:
-        return self.mode.place()
+    def __init__(self, inner: EvictionBackend, layer: int, sequence: SequenceState, into: Evictions) -> None:
+        self.inner, self.layer, self.sequence, self.into = inner, layer, sequence, into
 
-    def loosen(self) -> None:
-        self.mode.loosen()
+    def next_slot(self) -> Tensor | None:
+        return self.inner.next_slot()
+
+    def reset_layout(self) -> None:
+        self.inner.reset_layout()
 
     def select_rows(self, rows: Tensor) -> None:
-        self.mode.select_rows(rows)
+        self.inner.select_rows(rows)
 
-    def evict(self, slots: Slots, rank: Tensor, guard: Tensor, quota: ResolvedBudget, limbo: Tensor | None) -> None:
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
         held = held_slots(slots)
-        positions = slots.positions[:, :, : slots.used].masked_fill(~held, -1)
-        places = places_of(rank, positions, guard)
-        self.mode.evict(slots, rank, guard, quota, limbo)
+        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
+        places = places_of(priority, positions, protected)
+        self.inner.evict(slots, priority, protected, resolved, hidden_next_step)
         gone = held & ~still_held(slots, positions)
-        free = (held & ~gone & ~guard)[0]
-        lowest = rank[0].masked_fill(~free, torch.inf).amin(-1)
+        free = (held & ~gone & ~protected)[0]
+        lowest = priority[0].masked_fill(~free, torch.inf).amin(-1)
         threshold = torch.where(free.any(-1), lowest, torch.nan)
         head, slot = gone[0].nonzero(as_tuple=True)
         one = torch.ones_like(head)
         self.into.add(
-            step=one * (self.timeline.end - (self.timeline.prompt_columns or 0)),
+            step=one * (self.sequence.seq_len - (self.sequence.prompt_columns or 0)),
             layer=one * self.layer,
             head=head,
             position=positions[0, head, slot],
-            score=rank[0, head, slot],
+            score=priority[0, head, slot],
             rank=places[0, head, slot],
             of=held[0].sum(-1)[head],
             threshold=threshold[head],
@@ -92,28 +102,28 @@ class Watching(EvictionBackend):
 
 def watch(cache: EvictionCache, into: Evictions) -> None:
     """From now on `into` is told of every eviction of this new cache of one row."""
-    for layer, state in enumerate(cache.states):
+    for layer, state in enumerate(cache.layer_states):
         if isinstance(state, EvictionLayer):
-            state.mode = Watching(state.mode, layer, cache.timeline, into)
+            state.backend = Watching(state.backend, layer, cache.sequence, into)
 
 
 def held_slots(slots: Slots) -> Tensor:
     """[B, H, S] bool: the slots that are not evicted; a simulation (mode=mask) marks the others by their score."""
-    live = slots.live()
-    return live if slots.visible is None else live & (slots.score[:, :, : slots.used] > -torch.inf)
+    live = slots.valid()
+    return live if slots.visible is None else live & (slots.score[:, :, : slots.length] > -torch.inf)
 
 
 def still_held(slots: Slots, positions: Tensor) -> Tensor:
     """[B, H, S] bool: of positions [B, H, S] that were held, those that are held now, wherever their slot is."""
-    now = slots.positions[:, :, : slots.used].masked_fill(~held_slots(slots), -1)
+    current = slots.positions[:, :, : slots.length].masked_fill(~held_slots(slots), -1)
     last = int(positions.max()) + 1
-    table = torch.zeros(*now.shape[:2], last + 1, dtype=torch.bool, device=now.device)
-    table.scatter_(-1, torch.where(now < 0, last, now), True)
+    table = torch.zeros(*current.shape[:2], last + 1, dtype=torch.bool, device=current.device)
+    table.scatter_(-1, torch.where(current < 0, last, current), True)
     return table.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
-def places_of(rank: Tensor, positions: Tensor, guard: Tensor) -> Tensor:
+def places_of(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
     """[B, H, S]: place of every slot in the order of keeping, from 1."""
-    index = order(rank, positions, guard & (positions >= 0))
+    index = keep_order(priority, positions, protected & (positions >= 0))
     places = torch.arange(1, index.shape[-1] + 1, device=index.device).expand_as(index)
     return torch.empty_like(index).scatter_(-1, index, places)

@@ -54,7 +54,7 @@ def refusal(settings: Settings) -> str | None:
         return "lm-eval's items are scored under their own protocol: see flips"
     if task.only_nll or type(task).score_choices is not Task.score_choices:
         return f"task={task.name} scores given texts itself"
-    if settings.method.alters_prompt:
+    if settings.method.modifies_prefill:
         return f"{settings.method.name} changes what the prompt's own tokens attend to: its prefill cannot be shared"
     if alone(settings.model.dtype, settings.model.resolved_device()):
         return "in half precision on a CPU rows of one batch round otherwise than alone (model.dtype=float32)"

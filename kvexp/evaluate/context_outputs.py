@@ -55,8 +55,8 @@ def outputs_from_context_shared(
 
 def shares_score_across_batch(settings: Settings) -> bool:
     """Does the method add up scores over the whole batch, so that rows must not be multiplied?"""
-    view = settings.method.view
-    return view is not None and view.batch == "sum_all"
+    spec = settings.method.score_spec
+    return spec is not None and spec.batch == "sum_all"
 
 
 def _parts(settings: Settings, batch: Items) -> list[Items]:
@@ -116,9 +116,9 @@ def _answered(
     settings: Settings, model: Model, tokenizer: Tokenizer, some: Items, each: Sequence[Any]
 ) -> list[dict[int, ModelOutput]]:
     """Generated after questions of one length, for each run's contexts."""
-    from kvexp.generate import ask_together
+    from kvexp.generate import generate_from_contexts
 
-    results = ask_together(
+    results = generate_from_contexts(
         model,
         each,
         [prompt.question for _, prompt in some],
@@ -132,7 +132,7 @@ def _answered(
 
 def _pick_choice(settings: Settings, model: Model, prompt: TokenizedExample, contexts: Any, place: int) -> ModelOutput:
     """The choice of the highest log-probability; its receipt, and the tokens of all choices."""
-    from kvexp.generate import judge, receipts
+    from kvexp.generate import receipts, score_continuations
 
     words, ahead = prompt.choices, tokens_to_come(settings, prompt)
     at_once = 1 if shares_score_across_batch(settings) else settings.batch_size
@@ -141,7 +141,7 @@ def _pick_choice(settings: Settings, model: Model, prompt: TokenizedExample, con
     for start in range(0, len(words), at_once):
         some = words[start : start + at_once]
         forks = contexts.fork([place] * len(some))
-        judged = judge(model, forks, some, [prompt.question] * len(some), max_new_tokens=ahead)
+        judged = score_continuations(model, forks, some, [prompt.question] * len(some), max_new_tokens=ahead)
         logprobs += [sum(steps) for steps in judged]
         kept += receipts(forks.cache)
     best = max(range(len(words)), key=logprobs.__getitem__)

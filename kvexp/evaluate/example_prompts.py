@@ -119,13 +119,13 @@ def prompt_of(
 
     model: its configuration is all that is looked at.
     """
-    from kvexp.models.families import longest
+    from kvexp.models import families
 
     if example.skipped:
         return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
-    most = 1 << 40 if settings.cache.beyond_context else longest(model.config)
+    most = 1 << 40 if settings.cache.beyond_context else families.max_positions(model.config)
     alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
     new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
     room = most - max(alone, default=new) + 1

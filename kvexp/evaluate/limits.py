@@ -167,18 +167,18 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     new = settings.decoding.max_new_tokens
     budget = batch_budget(settings, lengths)
     cache = settings.cache
-    if budget is None or cache.mode == "mask" or cache.method.keeps_everything or not cache.cadence.at_prefill:
+    if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
     return [slots + 1 for slots in budget.resolve(lengths, max(lengths), new, 0, 1)]
 
 
 def token_bytes(model: Model) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    from kvexp.models.families import kv_heads, layers_of
+    from kvexp.models.families import num_kv_heads, num_layers
     from kvexp.models.retrieval_calibration import head_dim
 
     config = model.config
-    return 2 * layers_of(config) * kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)
+    return 2 * num_layers(config) * num_kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)
 
 
 def free_bytes(model: Model) -> int:

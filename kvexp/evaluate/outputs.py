@@ -99,7 +99,7 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
             stop_reason=ending.text if ending.token is None else tokenizer.decode([ending.token]),
         )
         for tokens, ending, receipt in zip(
-            result.tokens, result.endings, receipts(result.cache, result.ends), strict=True
+            result.tokens, result.endings, receipts(result.cache, result.early_stats), strict=True
         )
     ]
 
@@ -115,7 +115,7 @@ def continuation_logprobs(
 
     One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
     """
-    from kvexp.generate import judge, prefill, receipts
+    from kvexp.generate import prefill, receipts, score_continuations
 
     words = continuation(prompt, tokenizer, chat=settings.model.chat)
     ahead = len(prompt.question) + len(words)
@@ -129,7 +129,7 @@ def continuation_logprobs(
     )
     questions = [prompt.question] if prompt.question else None
     start = time.perf_counter()
-    (logprobs,) = judge(model, context, [words], questions, max_new_tokens=ahead)
+    (logprobs,) = score_continuations(model, context, [words], questions, max_new_tokens=ahead)
     spent = (time.perf_counter() - start) / max(len(words), 1)
     seconds = {**NO_TIMES, "ttft": context.seconds, "tpot": spent}
     (receipt,) = receipts(context.cache)

@@ -14,7 +14,7 @@ from kvexp.core.eviction_backend import check_budget
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_to_come
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, in_template, tokenize
-from kvexp.models.families import layers_of
+from kvexp.models.families import num_layers
 from kvexp.tasks import Example, LMEval, Task
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
     budget = batch_budget(settings, [size]) or budget
     cache = dataclasses.replace(settings.cache, budget=budget)
     for new in fed:
-        check_budget(cache, [size], size, new, layers_of(config))
+        check_budget(cache, [size], size, new, num_layers(config))
 
 
 def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:

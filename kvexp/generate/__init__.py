@@ -2,15 +2,21 @@
 
 from kvexp.core import CacheConfig
 from kvexp.deprecation import deprecated_names
-from kvexp.generate.api import ask, ask_together, generate
+from kvexp.generate.api import generate, generate_from_context, generate_from_contexts
 from kvexp.generate.decode_loop import decode
 from kvexp.generate.divergence import TextDivergence, divergence_from_full
 from kvexp.generate.eviction_stats import EvictionStats, receipts
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import pad_left
-from kvexp.generate.loglikelihood import Token, continuation_logprobs, feeds_at_once, judge, judged
+from kvexp.generate.loglikelihood import (
+    Token,
+    can_score_in_one_forward,
+    continuation_logprobs,
+    score_continuations,
+    score_tokens,
+)
 from kvexp.generate.output import Generation, Timing
-from kvexp.generate.prefilled_context import PrefilledContext, forward, prefill
+from kvexp.generate.prefilled_context import PrefilledContext, forward_last, prefill
 from kvexp.generate.shared_prefill import prefill_together
 
 __all__ = [
@@ -22,25 +28,31 @@ __all__ = [
     "TextDivergence",
     "Timing",
     "Token",
-    "ask",
-    "ask_together",
+    "can_score_in_one_forward",
     "continuation_logprobs",
     "decode",
     "divergence_from_full",
-    "feeds_at_once",
-    "forward",
+    "forward_last",
     "generate",
-    "judge",
-    "judged",
+    "generate_from_context",
+    "generate_from_contexts",
     "pad_left",
     "prefill",
     "prefill_together",
     "receipts",
+    "score_continuations",
+    "score_tokens",
 ]
 
 __getattr__ = deprecated_names(
     __name__,
     {
+        "ask": ("generate_from_context", generate_from_context),
+        "ask_together": ("generate_from_contexts", generate_from_contexts),
+        "feeds_at_once": ("can_score_in_one_forward", can_score_in_one_forward),
+        "forward": ("forward_last", forward_last),
+        "judge": ("score_continuations", score_continuations),
+        "judged": ("score_tokens", score_tokens),
         "Context": ("PrefilledContext", PrefilledContext),
         "Decoding": ("GenerationParams", GenerationParams),
         "finish": ("decode", decode),

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
-from kvexp.generate.beam_search import search
+from kvexp.generate.beam_search import beam_search
 from kvexp.generate.decode_loop import batched_cache, decode
 from kvexp.generate.generation_params import GenerationParams
-from kvexp.generate.inputs import check_length, check_prompts, check_questions, pad_id, pad_left, seeds_of
+from kvexp.generate.inputs import check_length, check_prompts, check_questions, pad_id, pad_left, seeds_per_row
 from kvexp.generate.output import Generation
-from kvexp.generate.prefilled_context import PrefilledContext, forward, new_cache, prefill
+from kvexp.generate.prefilled_context import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.models import EvictionCache
 
 
@@ -46,7 +46,7 @@ def generate(
     """
     decoding, config = decoding or GenerationParams(), CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
-    row_seeds = seeds_of(seeds, len(prompts))
+    row_seeds = seeds_per_row(seeds, len(prompts))
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
@@ -55,7 +55,7 @@ def generate(
         if prepare is not None:
             prepare(cache)
         start = time.perf_counter()
-        return search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+        return beam_search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
     start = time.perf_counter()
     context = prefill(
         model,
@@ -70,13 +70,13 @@ def generate(
     )
     if questions is None:
         return decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
-    return ask(
+    return generate_from_context(
         model, context, questions, decoding=decoding, tokenizer=tokenizer, seeds=row_seeds, keep_logits=keep_logits
     )
 
 
 @torch.no_grad()
-def ask(
+def generate_from_context(
     model: PreTrainedModel,
     context: PrefilledContext,
     questions: Sequence[Sequence[int]],
@@ -86,18 +86,18 @@ def ask(
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
 ) -> Generation:
-    """Generate the answer to one question (token ids) per row of a context, which this uses up.
+    """Generate the answer to one question (token ids) per row of a prefilled context; uses it up.
 
     Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
     noise inside methods keeps the context's. Times include the context's prefill.
     """
-    return ask_together(
+    return generate_from_contexts(
         model, [context], questions, decoding=decoding, tokenizer=tokenizer, seeds=seeds, keep_logits=keep_logits
     )[0]
 
 
 @torch.no_grad()
-def ask_together(
+def generate_from_contexts(
     model: PreTrainedModel,
     contexts: Sequence[PrefilledContext],
     questions: Sequence[Sequence[int]],
@@ -107,17 +107,20 @@ def ask_together(
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
 ) -> list[Generation]:
-    """`ask` of several caches of the same contexts (`prefill_together`), as rows of one batch; not with beams."""
+    """`generate_from_context` for several caches of the same contexts (`prefill_together`), as rows of one batch.
+
+    Not with beams. Returns one Generation per context.
+    """
     decoding, first = decoding or GenerationParams(), contexts[0]
     rows, beams = len(first.ids), decoding.num_beams
-    row_seeds, length = seeds_of(seeds, rows), check_questions(model, rows, questions)
+    row_seeds, length = seeds_per_row(seeds, rows), check_questions(model, rows, questions)
     new = length + decoding.max_new_tokens
     for context in contexts:
-        if context.cache.timeline.num_beams != beams:
-            was = context.cache.timeline.num_beams
+        if context.cache.sequence.num_beams != beams:
+            was = context.cache.sequence.num_beams
             raise ConfigError(f"the context was prefilled for num_beams={was}, not for {beams}")
-        check_length(model, max(context.lengths), new, context.cache.timeline.max_positions is None)
-        context.expects(new)
+        check_length(model, max(context.lengths), new, context.cache.sequence.max_positions is None)
+        context.set_max_new_tokens(new)
     start = time.perf_counter() - first.seconds
     asked = torch.as_tensor([list(q) for q in questions]).to(first.ids.device)
     before, ids = first.ids.shape[1], torch.cat([first.ids, asked], dim=1)
@@ -126,10 +129,10 @@ def ask_together(
     seen = mask.repeat_interleave(beams, 0).repeat(len(contexts), 1)
     cache, logits = batched_cache(contexts), first.logits
     for j in range(length - 1 if beams > 1 else length):  # generate(), which does the beams, feeds the last one itself
-        logits = forward(model, steps[:, j : j + 1], seen[:, : before + j + 1], cache)
+        logits = forward_last(model, steps[:, j : j + 1], seen[:, : before + j + 1], cache)
     if beams > 1:
         whole = dataclasses.replace(decoding, prefill_chunk=None)
-        return [search(model, first.cache, ids, mask, whole, tokenizer, start=start, keep_logits=keep_logits)]
+        return [beam_search(model, first.cache, ids, mask, whole, tokenizer, start=start, keep_logits=keep_logits)]
     for context, last in zip(contexts, logits.split(rows), strict=True):
         context.ids, context.mask, context.logits = ids, mask, last
     return decode(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)

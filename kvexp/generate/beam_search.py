@@ -1,4 +1,4 @@
-"""Beam search under Hugging Face's own generate(), on kvexp's cache."""
+"""Beam search by Hugging Face's own generate(), on kvexp's cache."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from kvexp.generate.finish_reason import endings
+from kvexp.generate.finish_reason import truncate_at_end
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import eos_ids, pad_id
-from kvexp.generate.output import Generation, Timing, check_columns, check_scores
+from kvexp.generate.output import Generation, Timing, check_finite, check_seq_length
 from kvexp.models import EvictionCache
 
 
-class _Stamps(StoppingCriteria):  # type: ignore[misc]
-    """Notes the time each token became known. generate() reads the tokens itself, so the device has finished."""
+class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
+    """Records the time at which each token was known. generate() reads the tokens itself, so the device has
+    finished.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -36,7 +38,7 @@ class _Stamps(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def search(
+def beam_search(
     model: PreTrainedModel,
     cache: EvictionCache,
     ids: Tensor,
@@ -47,9 +49,12 @@ def search(
     start: float,
     keep_logits: bool,
 ) -> Generation:
-    """generate() on ids and mask [B, columns], of which the cache may have seen a part."""
-    stamps, eos = _Stamps(), eos_ids(model, decoding.eos)
-    output: Any = without_defaults(model).generate(
+    """Beam search from ids and mask [B, columns], of which the cache may have seen a first part.
+
+    start: the `time.perf_counter()` from which the times count.
+    """
+    stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
+    output: Any = without_generation_defaults(model).generate(
         ids,
         attention_mask=mask,
         past_key_values=cache,
@@ -70,23 +75,23 @@ def search(
         output_logits=keep_logits,
         output_scores=True,
     )
-    check_columns(cache, ids.shape[1], len(stamps.times))
-    check_scores(cache)
-    tokens, ends = endings(output.sequences, ids.shape[1], eos, decoding.stop_strings, tokenizer)
+    check_seq_length(cache, ids.shape[1], len(stamps.times))
+    check_finite(cache)
+    tokens, ends = truncate_at_end(output.sequences, ids.shape[1], eos, decoding.stop_strings, tokenizer)
     return Generation(
         tokens=tokens,
         endings=ends,
         sequences=output.sequences,
         timing=Timing.of(start, stamps.times),
-        ledger=cache.ledger,
+        memory_tracker=cache.memory_tracker,
         cache=cache,
         beam_scores=output.sequences_scores.tolist(),
         logits=tuple(output.logits) if keep_logits else (),
     )
 
 
-def without_defaults(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, weights and all, without its own generation defaults: none of them may change a result unseen."""
+def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
+    """A shallow copy of the model without its own generation defaults, which could change a result unseen."""
     other = copy.copy(model)
     other.generation_config = GenerationConfig()
     return other

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.generate.eviction_stats import EvictionStats, receipt_of
-from kvexp.generate.finish_reason import endings, stop_criteria
-from kvexp.generate.generation_params import GenerationParams, processors
+from kvexp.generate.finish_reason import stop_criteria, truncate_at_end
+from kvexp.generate.generation_params import GenerationParams, logits_processors
 from kvexp.generate.inputs import eos_ids, pad_id
-from kvexp.generate.output import Generation, Timing, check_columns, check_scores
+from kvexp.generate.output import Generation, Timing, check_finite, check_seq_length
 from kvexp.generate.prefilled_context import PrefilledContext, decode_step
 from kvexp.models import EvictionCache, MultiMethodCache
 
@@ -41,19 +41,19 @@ def decode(
     outputs = _decode_loop(model, batch, sampler, decoding.max_new_tokens, keep_logits)
     made = []
     for context, output in zip(contexts, outputs, strict=True):
-        check_columns(context.cache, columns, len(output.token_times))
-        check_scores(context.cache)
-        tokens, ends = endings(output.ids, columns, eos, decoding.stop_strings, tokenizer)
+        check_seq_length(context.cache, columns, len(output.token_times))
+        check_finite(context.cache)
+        tokens, ends = truncate_at_end(output.ids, columns, eos, decoding.stop_strings, tokenizer)
         made.append(
             Generation(
                 tokens=tokens,
                 endings=ends,
                 sequences=output.ids,
                 timing=Timing.of(start, output.token_times),
-                ledger=context.cache.ledger,
+                memory_tracker=context.cache.memory_tracker,
                 cache=context.cache,
                 logits=tuple(output.logits),
-                ends=output.early_stats,
+                early_stats=output.early_stats,
             )
         )
     return made
@@ -119,12 +119,12 @@ class _Batch:
         )
 
     def append(self, token: Tensor) -> None:
-        """Every row has one token [R, 1] more."""
+        """Append one token per row, [R, 1]."""
         self.ids = torch.cat([self.ids, token], dim=1)
         self.positions = self.positions + 1
 
     def keep(self, going: list[bool]) -> Tensor:
-        """Go on with these contexts only. Returns the rows, of those there were, that are left."""
+        """Drop the contexts that are not `going`; returns the indices of the rows that are left."""
         rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
         self.contexts = [context for context, on in zip(self.contexts, going, strict=True) if on]
         self.ids, self.positions = self.ids[rows], self.positions[rows]
@@ -134,7 +134,7 @@ class _Batch:
 
 
 class _Sampler:
-    """Takes one token per row and knows which rows have ended: an end token, or a stop string has been written.
+    """Chooses one token per row, and tracks which rows have ended: at an end token or at a stop string.
 
     done [R] bool: the rows that have ended.
     """
@@ -149,31 +149,33 @@ class _Sampler:
     ) -> None:
         self.decoding, self.eos, self.pad = decoding, eos, pad
         self.columns, device = batch.ids.shape[1], batch.ids.device
-        self.processors = processors(decoding, batch.seeds, self.columns, eos, device)
+        self.logits_processors = logits_processors(decoding, batch.seeds, self.columns, eos, device)
         self.done = torch.zeros(len(batch.ids), dtype=torch.bool, device=device)
-        self.ends = torch.tensor(eos, dtype=torch.int64, device=device)
+        self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
         self.stops = stop_criteria(decoding.stop_strings, tokenizer)
 
     def next_token(self, batch: _Batch) -> Tensor:
         """[R, 1]: the next token of every row, padding for those that have ended; appends it to the batch."""
-        scores: Tensor = self.processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
+        scores: Tensor = self.logits_processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
         token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
         batch.append(token)
-        if len(self.ends):
-            self.done = self.done | torch.isin(token[:, 0], self.ends)
+        if len(self.eos_ids):
+            self.done = self.done | torch.isin(token[:, 0], self.eos_ids)
         if self.stops is not None:
             self.done = self.done | self.stops(batch.ids, scores)
         return token
 
     def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
-        """Go on with the rows that the batch now has, `rows` of those it had; returns their tokens out of token."""
-        self.processors = processors(self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device)
+        """Keep the state of rows `rows` [n], which are the batch's rows now; returns their tokens out of token
+        [R, 1].
+        """
+        self.logits_processors = logits_processors(self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device)
         self.done = self.done[rows]
         return token[rows]
 
 
 class _Output:
-    """What the rows of one context have become.
+    """The output of one context's rows.
 
     ids [B, columns]; token_times: when each token was known; logits: [B, V] of each token, if asked for; early_stats:
     of rows that ended before the others of this context, as they stood then.
@@ -186,7 +188,7 @@ class _Output:
         self.early_stats: dict[int, EvictionStats] = {}
 
     def record(self, ids: Tensor, ended: list[bool], now: float, *, last: bool) -> None:
-        """Take in one token: ids [B, columns] with it, which rows have ended, whether no token follows."""
+        """Record one step: ids [B, columns] with the new tokens; ended: which rows have; last: no step follows."""
         self.ids = ids
         self.token_times.append(now)
         if not last and not all(ended):
@@ -195,7 +197,7 @@ class _Output:
 
 
 def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | MultiMethodCache:
-    """The cache through which all contexts take their next token."""
+    """The cache through which the rows of all contexts take their next token together."""
     if len(contexts) == 1:
         return contexts[0].cache
     return MultiMethodCache([context.cache for context in contexts], len(contexts[0].ids))

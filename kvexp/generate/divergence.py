@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvexp.errors import ConfigError
 from kvexp.generate.decode_loop import batched_cache
 from kvexp.generate.inputs import check_length, check_tokens
-from kvexp.generate.output import check_scores
+from kvexp.generate.output import check_finite
 from kvexp.generate.prefilled_context import PrefilledContext, decode_step
 
 ROWS_AT_ONCE = 16  # rows whose log-softmax is held at a time: 16 x 49k x 4 bytes is 3 MB
@@ -79,7 +79,7 @@ def divergence_from_full(
         positions = positions + 1
         logits = decode_step(model, token[:, None].repeat(len(contexts), 1), positions, cache)
     for context in contexts:
-        check_scores(context.cache)
+        check_finite(context.cache)
     found = torch.stack(steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
     if texts is None:
         texts = [_ended(row, eos) for row in torch.stack(fed, 1).tolist()]
@@ -162,18 +162,18 @@ def _check(
     if method.evicts:
         raise ConfigError(f"divergence is measured from the full cache, got a context of {method.name}")
     for context in (full, *variants):
-        if context.cache.timeline.num_beams != 1:
+        if context.cache.sequence.num_beams != 1:
             raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")
         if context.ids.shape != full.ids.shape or not torch.equal(context.ids, full.ids):
             raise ConfigError("divergence needs every context to be of the same prompts, in the same order")
     if texts is None:
         if max_new_tokens is None or max_new_tokens < 1:
             raise ConfigError("the full cache's own answer needs max_new_tokens, a whole number from 1; or give texts")
-        check_length(model, max(full.lengths), max_new_tokens, full.cache.timeline.max_positions is None)
+        check_length(model, max(full.lengths), max_new_tokens, full.cache.sequence.max_positions is None)
         return
     if len(texts) != len(full.ids):
         raise ConfigError(f"got {len(texts)} texts for {len(full.ids)} prompts: give one for each")
     if min(map(len, texts)) == 0:
         raise ConfigError("a text is empty: divergence needs at least one token")
     check_tokens(model, texts, "the text of ")
-    check_length(model, max(full.lengths), max(map(len, texts)), full.cache.timeline.max_positions is None)
+    check_length(model, max(full.lengths), max(map(len, texts)), full.cache.sequence.max_positions is None)

@@ -1,4 +1,4 @@
-"""Where each row of a batch ended, and at what."""
+"""The end of each row: where it was, and at what."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Ending:
-    """reason, in vLLM's words: "stop" at an end token or stop string (`token`, `text`), "length" at max_new_tokens."""
+    """How a row ended. reason, in vLLM's words: "stop" at an end token (`token`) or stop string (`text`), else
+    "length".
+    """
 
     reason: str
     token: int | None = None
@@ -23,7 +25,10 @@ class Ending:
 
 
 def stop_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Which rows of ids [R, columns] have just written one of the stop strings; None where there are none."""
+    """A function of ids [R, columns] that tells which rows have just written a stop string; None without strings.
+
+    ConfigError where there are strings but no tokenizer.
+    """
     if not strings:
         return None
     if tokenizer is None:
@@ -31,12 +36,13 @@ def stop_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
     return StopStringCriteria(tokenizer, list(strings))
 
 
-def endings(
+def truncate_at_end(
     ids: Tensor, columns: int, eos: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[list[int]], list[Ending]]:
-    """(new tokens, how they ended) of every row of ids [R, columns + new].
+    """New tokens of every row of ids [R, columns + new], cut at its end, and how the row ended.
 
-    Tokens up to and including the end token, or the one that completes a stop string: what follows is padding.
+    The cut is behind the first end token, or the token that completes a stop string: what follows is padding. columns:
+    of the prompt.
     """
     ids, stops = ids.cpu(), stop_criteria(strings, tokenizer)
     ended = torch.isin(ids[:, columns:], torch.tensor(list(eos), dtype=ids.dtype, device=ids.device))
@@ -59,5 +65,5 @@ def endings(
 
 
 def _last(text: str, strings: Sequence[str]) -> str:
-    """The stop string that ends last in the text."""
+    """The stop string whose occurrence ends last in the text."""
     return max(strings, key=lambda each: text.rfind(each) + len(each) if each in text else -1)

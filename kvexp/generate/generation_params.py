@@ -1,4 +1,4 @@
-"""How tokens are chosen: greedy, seeded sampling or beams; and the processors that do it under generate()."""
+"""How tokens are chosen: greedily, by seeded sampling or by beam search; and the logits processors for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_BEAMS = 1024  # each is a row of the batch
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How tokens are chosen.
+    """How tokens are chosen, and how many.
 
     num_beams > 1: beam search; sample: draw from softmax with temperature, top_k, top_p (never with beams).
     eos: token id, several, "model" for the model's own, or None for never stopping. prefill_chunk: prompt columns per
@@ -79,9 +79,10 @@ def _token_ids(eos: Any) -> bool:
     return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in each)
 
 
-def processors(
+def logits_processors(
     decoding: GenerationParams, seeds: list[int], columns: int, eos: list[int], device: Any
 ) -> LogitsProcessorList:
+    """Hugging Face's processors for these parameters, sampling included. seeds: one per row; columns: of the prompt."""
     steps: list[Any] = []
     if decoding.min_new_tokens and eos and decoding.num_beams == 1:
         steps.append(MinNewTokensLengthLogitsProcessor(columns, decoding.min_new_tokens, eos, device=device))

@@ -1,4 +1,4 @@
-"""What a caller asks for: token ids, seeds and lengths checked before the model runs, and rows made one batch."""
+"""Arguments of generation: token ids, seeds and lengths, checked before the model runs, and padded to one batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.errors import ConfigError
-from kvexp.models.families import longest
+from kvexp.models.families import max_positions
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -24,12 +24,12 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> N
 
 
 def _text(rows: Any) -> bool:
-    """Is this text, or one row, where rows of token ids are wanted?"""
+    """Whether `rows` is text, or a single row, where rows of token ids are wanted."""
     return isinstance(rows, str | Tensor) or any(isinstance(row, str | int) for row in rows)
 
 
 def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: str = "") -> None:
-    """ConfigError for a token id the model does not know."""
+    """ConfigError for a token id outside the model's vocabulary; what: the beginning of the message."""
     size = model.get_input_embeddings().num_embeddings
     for row, ids in enumerate(rows):
         wrong = [t for t in ids if not 0 <= int(t) < size]
@@ -38,7 +38,7 @@ def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: st
 
 
 def check_questions(model: PreTrainedModel, rows: int, questions: Sequence[Sequence[int]]) -> int:
-    """The one length that all questions of a batch have: padding inside a row would count as steps of the others."""
+    """The common length of a batch's questions; ConfigError where they differ, since padding would count as tokens."""
     if _text(questions):
         raise ConfigError("questions must be lists of token ids, one per row: tokenize first")
     if len(questions) != rows:
@@ -53,8 +53,8 @@ def check_questions(model: PreTrainedModel, rows: int, questions: Sequence[Seque
     return lengths.pop()
 
 
-def seeds_of(seeds: int | Sequence[int], rows: int) -> list[int]:
-    """One seed per row."""
+def seeds_per_row(seeds: int | Sequence[int], rows: int) -> list[int]:
+    """One seed per row, from one seed or one per row; ConfigError for other numbers of seeds."""
     try:
         wanted = [operator.index(seeds)] * rows if not isinstance(seeds, Sequence | range) else list(seeds)
         result = [operator.index(seed) for seed in wanted]
@@ -68,8 +68,9 @@ def seeds_of(seeds: int | Sequence[int], rows: int) -> list[int]:
 
 
 def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:
+    """ConfigError where prompt and new tokens are more than the model holds, unless beyond_context."""
     # The last new token is never fed back, so it needs no position.
-    holds = longest(model.config)
+    holds = max_positions(model.config)
     if not beyond_context and prompt + new - 1 > holds:
         raise ConfigError(
             f"the prompt has {prompt} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
@@ -78,7 +79,7 @@ def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: 
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Prompts of unequal length -> ids and mask [B, columns], padded on the left."""
+    """Prompts padded on the left to ids and mask [B, columns] int64; mask is 0 for padding."""
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ConfigError(f"row {row} of the batch has an empty prompt: every prompt needs at least one token")
@@ -92,6 +93,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
 
 
 def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The id that padding gets: the tokenizer's or model's padding token, else an end token, else 0."""
     for value in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id, *eos_ids(model, "model")):
         if isinstance(value, int) and 0 <= value < model.config.vocab_size:
             return value
@@ -99,6 +101,7 @@ def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> list[int]:
+    """The ids of end tokens: `eos` as a list, or the model's own for "model"."""
     if isinstance(eos, str):  # "model": GenerationParams lets no other word pass
         own: Any = getattr(model.generation_config, "eos_token_id", None)
         eos = own if own is not None else getattr(model.config, "eos_token_id", None)

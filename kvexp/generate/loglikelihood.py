@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations under eviction: prefill, evict, feed token by token."""
+"""Log-likelihoods of given continuations under eviction: prefill, evict, feed the continuation token by token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from transformers import PreTrainedModel
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
 from kvexp.generate.inputs import check_length, check_prompts, check_tokens
-from kvexp.generate.output import check_scores
-from kvexp.generate.prefilled_context import PrefilledContext, forward, forward_all, prefill
+from kvexp.generate.output import check_finite
+from kvexp.generate.prefilled_context import PrefilledContext, forward_last, forward_logits, prefill
 
-__all__ = ["Token", "continuation_logprobs", "feeds_at_once", "forward", "judge", "judged"]
+__all__ = [
+    "Token",
+    "can_score_in_one_forward",
+    "continuation_logprobs",
+    "forward_last",
+    "score_continuations",
+    "score_tokens",
+]
 
 
 @torch.no_grad()
@@ -33,8 +40,8 @@ def continuation_logprobs(
 ) -> list[list[float]]:
     """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
 
-    The first token is judged by the full prefill, every later one by what survived. One list per row. questions: fed
-    after the eviction and before the continuations, not judged; then no token is judged by the full prefill.
+    The first token is predicted by the full prefill, every later one by what survived. One list per row. questions: fed
+    after the eviction and before the continuations, not scored; then no token is predicted by the full prefill.
     max_new_tokens: the length that tau schedules and budget.of=sequence go by, questions included; needed where rows
     differ in it, since a row must not depend on its neighbours'.
     """
@@ -44,11 +51,11 @@ def continuation_logprobs(
     length = _schedule(config, max_new_tokens, lengths)
     check_length(model, max(len(p) for p in prompts), max(lengths), config.beyond_context)
     context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds)
-    return judge(model, context, continuations, questions, max_new_tokens=length)
+    return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
 
 @torch.no_grad()
-def judge(
+def score_continuations(
     model: PreTrainedModel,
     context: PrefilledContext,
     continuations: Sequence[Sequence[int]],
@@ -56,72 +63,72 @@ def judge(
     *,
     max_new_tokens: int | None = None,
 ) -> list[list[float]]:
-    """`continuation_logprobs` from contexts that are prefilled already, one per continuation; uses them up."""
-    rows = judged(model, context, continuations, questions, max_new_tokens=max_new_tokens)
+    """`continuation_logprobs` from a prefilled context of as many rows; uses it up."""
+    rows = score_tokens(model, context, continuations, questions, max_new_tokens=max_new_tokens)
     return [[token.logprob for token in row] for row in rows]
 
 
 class Token(NamedTuple):
-    """Natural-log probability of a token, and whether it was the likeliest."""
+    """Natural-log probability of a token, and whether greedy decoding would have taken it."""
 
     logprob: float
-    likeliest: bool
+    is_greedy: bool
 
 
 @torch.no_grad()
-def judged(
+def score_tokens(
     model: PreTrainedModel,
     context: PrefilledContext,
     continuations: Sequence[Sequence[int]],
     questions: Sequence[Sequence[int]] | None = None,
     *,
     max_new_tokens: int | None = None,
-    at_once: bool = False,
+    one_forward: bool = False,
 ) -> list[list[Token]]:
-    """`judge`, telling also which tokens greedy decoding would have taken.
+    """Score given continuations token by token from a prefilled context: one list of `Token` per row; uses it up.
 
-    at_once: feed all tokens in one forward; for caches that evict nothing while decoding, where it changes no number
-    beyond rounding. ConfigError for others: nothing would be evicted between the tokens.
+    one_forward: feed all tokens in one forward, for caches that evict nothing while decoding, where only rounding can
+    differ. ConfigError for other caches: nothing would be evicted between the tokens.
     """
     cache = context.cache
     before = questions or [[]] * len(continuations)
     lengths = _lengths(model, len(context.ids), continuations, questions)
     length = _schedule(cache.config, max_new_tokens, lengths)
-    check_length(model, max(context.lengths), max(lengths), cache.timeline.max_positions is None)
-    context.expects(length)
+    check_length(model, max(context.lengths), max(lengths), cache.sequence.max_positions is None)
+    context.set_max_new_tokens(length)
     fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):
         fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
     fed = fed.to(context.ids.device)
-    if at_once and not feeds_at_once(cache.config):
+    if one_forward and not can_score_in_one_forward(cache.config):
         raise ConfigError(f"method {cache.config.method.name} evicts while decoding: feed it one token at a time")
-    width = fed.shape[1] - 1 if at_once else 1
-    tokens = [_judge_step(context.logits[:, None], fed[:, :1])]
+    width = fed.shape[1] - 1 if one_forward else 1
+    tokens = [_score_step(context.logits[:, None], fed[:, :1])]
     mask = context.mask
-    cache.several_tokens(width > 1)
+    cache.allow_multi_token_steps(width > 1)
     for step, following in zip(fed[:, :-1].split(width or 1, 1), fed[:, 1:].split(width or 1, 1), strict=True):
         mask = torch.cat([mask, torch.ones_like(step)], dim=1)
         if step.shape[1]:
-            tokens.append(_judge_step(forward_all(model, step, mask, cache, keep=step.shape[1]), following))
-    check_scores(cache)
+            tokens.append(_score_step(forward_logits(model, step, mask, cache, keep=step.shape[1]), following))
+    check_finite(cache)
     rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
     return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
 
 
-def feeds_at_once(config: CacheConfig) -> bool:
-    """Whether nothing is evicted or chosen while decoding, so that tokens may come several at a time."""
+def can_score_in_one_forward(config: CacheConfig) -> bool:
+    """Whether nothing is evicted or selected while decoding, so that several tokens may be fed in one forward."""
     method = config.method
-    if method.keeps_everything or method.per_query:
+    if method.full_cache or method.per_query:
         return False
     return not method.evicts or config.evict_every is None
 
 
-def _judge_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
-    """logits [B, Q, V] of the tokens [B, Q] they predict -> B rows of Q pairs."""
+def _score_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
+    """(log-probability, is greedy) of tokens [B, Q] under the logits [B, Q, V] that predict them: B rows of Q pairs."""
     tokens = tokens.to(logits.device)
     chosen = logits.float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0].tolist()
-    likeliest = (logits.argmax(-1) == tokens).tolist()
-    return [list(zip(*row, strict=True)) for row in zip(chosen, likeliest, strict=True)]
+    is_greedy = (logits.argmax(-1) == tokens).tolist()
+    return [list(zip(*row, strict=True)) for row in zip(chosen, is_greedy, strict=True)]
 
 
 def _lengths(
@@ -130,7 +137,7 @@ def _lengths(
     continuations: Sequence[Sequence[int]],
     questions: Sequence[Sequence[int]] | None,
 ) -> list[int]:
-    """Tokens fed per row, question and continuation; ConfigError for what cannot be fed."""
+    """Tokens of question and continuation per row; ConfigError for what cannot be fed."""
     if rows != len(continuations) or not rows:
         raise ConfigError(f"got {rows} prompts and {len(continuations)} continuations: give one for each")
     if min(len(c) for c in continuations) == 0:
@@ -145,9 +152,9 @@ def _lengths(
 
 
 def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int:
-    """The max_new_tokens that schedules go by; ConfigError where it would depend on the batch."""
-    view, budget = config.method.view, config.budget
-    matters = (view is not None and view.tau[0] != view.tau[1]) or (budget is not None and budget.of == "sequence")
+    """The max_new_tokens that schedules go by; ConfigError where it would depend on the other rows of the batch."""
+    spec, budget = config.method.score_spec, config.budget
+    matters = (spec is not None and spec.tau[0] != spec.tau[1]) or (budget is not None and budget.of == "sequence")
     if asked is None and matters and len(set(lengths)) > 1:
         raise ConfigError(
             f"continuations of {min(lengths)} to {max(lengths)} tokens: a tau schedule or budget.of=sequence needs "

@@ -1,4 +1,4 @@
-"""What a generation returns, and what is checked before it is returned."""
+"""The result of a generation, and the checks before it is returned."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvexp.core import MemoryTracker
+from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, NotFinite
 from kvexp.generate.eviction_stats import EvictionStats
 from kvexp.generate.finish_reason import Ending
@@ -32,33 +33,37 @@ class Timing:
 
 @dataclass
 class Generation:
-    """tokens: new token ids per row, cut after the end token or stop string; endings: how each row ended;
-    sequences [B, columns]: prompts and new tokens, padded.
+    """The answers to a batch of B prompts.
 
-    beam_scores [B] with beams; timing of the whole batch; ledger of bytes; cache: what was left of it; ends: receipts
-    of rows that ended before the batch did, as they stood then (`receipts` takes both).
+    tokens: new token ids per row, cut after the end token or stop string; endings: how each row ended; sequences
+    [B, columns]: prompts and new tokens, padded; timing: of the whole batch; memory_tracker: bytes; cache: as the last
+    step left it; beam_scores [B]: with beams; logits: [B, V] per step, if asked for; early_stats: statistics of rows
+    that ended before the batch did, as they stood then (`receipts` takes cache and early_stats).
     """
 
     tokens: list[list[int]]
     endings: list[Ending]
     sequences: Tensor
     timing: Timing
-    ledger: MemoryTracker
+    memory_tracker: MemoryTracker
     cache: EvictionCache
     beam_scores: list[float] | None = None
     logits: tuple[Tensor, ...] = field(default=(), repr=False)
-    ends: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
+    early_stats: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
+
+    ledger, ends = OldName("memory_tracker"), OldName("early_stats")
 
 
-def check_scores(cache: EvictionCache) -> None:
-    """After a run: NaN means that tokens or slots were chosen by nothing."""
+def check_finite(cache: EvictionCache) -> None:
+    """NotFinite where logits or scores held NaN or inf: tokens or slots were then chosen by no meaningful number."""
     if not cache.logits_were_finite():
         raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
     if not cache.scores_are_finite():
         raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
 
 
-def check_columns(cache: EvictionCache, prompt: int, steps: int) -> None:
+def check_seq_length(cache: EvictionCache, prompt: int, steps: int) -> None:
+    """CacheError where the cache has not seen the prompt's columns and all new tokens but the last."""
     seen = cache.get_seq_length()
     if seen != prompt + steps - 1:
         raise CacheError(

@@ -1,4 +1,4 @@
-"""Contexts that were prefilled and evicted, and wait for what is asked of them: once, or several times."""
+"""Prefill: contexts whose prompt is in the cache and evicted, from which tokens are generated or scored."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.deprecation import OldName
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_prompts, pad_id, pad_left, seeds_of
+from kvexp.generate.inputs import check_prompts, pad_id, pad_left, seeds_per_row
 from kvexp.models import EvictionCache
 
 
 @dataclass
 class PrefilledContext:
-    """What is left of B contexts: cache (B * num_beams rows), ids and mask [B, columns], logits [B * num_beams, V].
+    """A batch of B prefilled prompts, from which generation or scoring goes on.
 
-    logits: of each context's last token. seconds: how long the prefill took, eviction included. Whatever goes on from
-    a context uses it up: fork it first to go on from it again.
+    cache: of B * num_beams rows; ids, mask [B, columns]: token ids and padding mask (0: padding); logits
+    [B * num_beams, V]: after each prompt's last token; seconds: duration of the prefill, eviction included. Generating
+    or scoring uses a context up: `fork` it first to go on from it again.
     """
 
     cache: EvictionCache
@@ -33,13 +35,13 @@ class PrefilledContext:
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens of each context."""
+        """Real tokens of each prompt, without padding."""
         return [int(n) for n in self.mask.sum(1).tolist()]
 
     def fork(self, rows: Sequence[int]) -> PrefilledContext:
-        """A context of its own for these rows, which may repeat; this one stays as it is."""
+        """A copy of this context for these prompts, which may repeat; this context stays as it is."""
         pick = torch.as_tensor(list(rows), device=self.ids.device)
-        beams = self.cache.timeline.num_beams
+        beams = self.cache.sequence.num_beams
         expanded = (pick[:, None] * beams + torch.arange(beams, device=pick.device)).flatten()
         return PrefilledContext(
             self.cache.fork(rows),
@@ -49,15 +51,20 @@ class PrefilledContext:
             self.seconds,
         )
 
-    def expects(self, new_tokens: int) -> None:
-        """Say how many tokens will be fed or generated from here: tau schedules and allocations go by it."""
-        budget, timeline = self.cache.config.budget, self.cache.timeline
-        if budget is not None and budget.of == "sequence" and timeline.max_new_tokens != new_tokens:
+    def set_max_new_tokens(self, new_tokens: int) -> None:
+        """Set how many tokens will be fed or generated after the prompt, by which tau schedules and allocations go.
+
+        ConfigError where a budget was resolved for another number (budget.of=sequence).
+        """
+        budget, sequence = self.cache.config.budget, self.cache.sequence
+        if budget is not None and budget.of == "sequence" and sequence.max_new_tokens != new_tokens:
             raise ConfigError(
-                f"budget.of=sequence was resolved for max_new_tokens={timeline.max_new_tokens}, and {new_tokens} "
+                f"budget.of=sequence was resolved for max_new_tokens={sequence.max_new_tokens}, and {new_tokens} "
                 "tokens are to follow the context: prefill it with that number"
             )
-        timeline.max_new_tokens = new_tokens
+        sequence.max_new_tokens = new_tokens
+
+    expects = OldName("set_max_new_tokens")
 
 
 @torch.no_grad()
@@ -75,17 +82,20 @@ def prefill(
     prepare: Callable[[EvictionCache], object] | None = None,
     **options: Unpack[CacheOptions],
 ) -> PrefilledContext:
-    """Prefill contexts (token ids per row) and evict at their end, where the cadence says so; budgets count no more.
+    """Feed a batch of prompts (token ids per row) and evict at their end, where the cadence says so.
 
-    max_new_tokens: all that will follow, questions included. chunk: columns per forward. seeds: of noise inside
-    methods, one or one per row; prepare: is given the new cache before anything is fed; the rest as `generate`.
+    max_new_tokens: all tokens that will follow, questions included. num_beams: rows per prompt. chunk: columns per
+    forward, None: all. seeds: of noise inside methods, one or one per row. prepare: is called with the new cache before
+    anything is fed. method, budget, options: as in `generate`. Errors are ConfigError before the model runs.
     """
     # 1. Check what was asked for, and make one padded batch of it.
     config = CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     # 2. An empty cache, whose budget is known to hold these prompts.
-    cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, seeds_of(seeds, len(prompts)), num_beams)
+    cache = new_cache(
+        model, prompts, config, ids.shape[1], max_new_tokens, seeds_per_row(seeds, len(prompts)), num_beams
+    )
     if prepare is not None:
         prepare(cache)
     # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
@@ -94,7 +104,7 @@ def prefill(
     end = 0
     for part in columns.split(chunk or columns.shape[1], dim=1):
         end += part.shape[1]
-        logits = forward(model, part, rows_mask[:, :end], cache)
+        logits = forward_last(model, part, rows_mask[:, :end], cache)
     # 4. Wait for the device, so that the time is true.
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
@@ -114,28 +124,28 @@ def new_cache(
     cache = EvictionCache(
         model, config, num_beams=num_beams, prompt_tokens=columns, max_new_tokens=max_new_tokens, seeds=seeds
     )
-    cache.resolve([len(prompt) for prompt in prompts], columns)
+    cache.check_budget([len(prompt) for prompt in prompts], columns)
     cache.prompts = [list(prompt) for prompt in prompts]
     return cache
 
 
-def forward(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
-    """One forward of ids [B, Q] through the cache; mask [B, columns so far]. Returns the last logits [B, V]."""
-    return forward_all(model, ids, mask, cache, keep=1)[:, -1]
+def forward_last(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
+    """Logits [B, V] of the last column, after one forward of ids [B, Q]; mask [B, columns so far], 0 for padding."""
+    return forward_logits(model, ids, mask, cache, keep=1)[:, -1]
 
 
 def decode_step(model: PreTrainedModel, token: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    """One real new token per row, [B, 1] at positions [B, 1], with no mask to look through. Returns logits [B, V]."""
+    """Logits [B, V] after one forward of one real token per row: token [B, 1] at position ids [B, 1]."""
     options: dict[str, Any] = {} if model.config.model_type == "mpt" else {"position_ids": positions}
-    # A mask of no columns: without one some models look for padding in the token, a wait for the device at every step.
+    # A mask of no columns: without a mask, some models look for padding in the tokens, a device sync at every step.
     options["attention_mask"] = token.new_ones(token.shape[0], 0)
     output = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
     logits: Tensor = output.logits[:, -1]
     return logits
 
 
-def forward_all(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
-    """`forward`, with the logits of the last `keep` columns: [B, keep, V]."""
+def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache, keep: int) -> Tensor:
+    """Logits [B, keep, V] of the last `keep` columns; arguments as in `forward_last`."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     options = {} if model.config.model_type == "mpt" else {"position_ids": positions}
     output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)

@@ -1,4 +1,4 @@
-"""Many methods on the same prompts: one prefill that all of them observe, then all decode as rows of one batch."""
+"""Shared prefill: one forward of the prompts that the caches of several methods observe and store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import CacheConfig
-from kvexp.generate.inputs import check_length, check_prompts, pad_id, pad_left, seeds_of
-from kvexp.generate.prefilled_context import PrefilledContext, forward, new_cache
+from kvexp.generate.inputs import check_length, check_prompts, pad_id, pad_left, seeds_per_row
+from kvexp.generate.prefilled_context import PrefilledContext, forward_last, new_cache
 from kvexp.models import MultiMethodCache
 
 
@@ -24,17 +24,19 @@ def prefill_together(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
 ) -> list[PrefilledContext]:
-    """`prefill` for every configuration, in one forward. ConfigError as there, and for one that cannot share it.
+    """One prefilled context per configuration, from a single forward; arguments as in `prefill`.
 
-    The contexts are each configuration's own and can be used like any other; `seconds` is that of the whole prefill.
+    Each context can be used like any other; its `seconds` is the time of the whole prefill. ConfigError as in
+    `prefill`,
+    and for a method that changes how prompt tokens attend.
     """
-    row_seeds = seeds_of(seeds, len(prompts))
+    row_seeds = seeds_per_row(seeds, len(prompts))
     check_prompts(model, prompts)
     check_length(model, max(map(len, prompts)), max_new_tokens, all(config.beyond_context for config in configs))
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     caches = [new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds) for config in configs]
     start = time.perf_counter()
-    logits = forward(model, ids, mask, MultiMethodCache(caches, len(prompts)))
+    logits = forward_last(model, ids, mask, MultiMethodCache(caches, len(prompts)))
     if logits.device.type == "cuda":
         torch.cuda.synchronize(logits.device)
     seconds = time.perf_counter() - start

@@ -17,7 +17,7 @@ from kvexp.lm_eval.requests import Ask, Judged, padded
 from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.lm_eval.row_mask_requests import Masked
 from kvexp.lm_eval.stepwise import Stepwise, of_whole
-from kvexp.models.families import check_positions, layers_of, longest
+from kvexp.models.families import check_positions, max_positions, num_layers
 from kvexp.tasks.lm_eval import Protocol
 
 
@@ -46,7 +46,7 @@ class Bench:
     @property
     def holds(self) -> int:
         """Positions that may be used."""
-        return 1 << 40 if self.cache.beyond_context else longest(self.model.config)
+        return 1 << 40 if self.cache.beyond_context else max_positions(self.model.config)
 
     def ask(
         self, context: str, question: str, continuation: str, *, group: Hashable = None, seed: int = 0
@@ -65,7 +65,7 @@ class Bench:
         """
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-        start, most = self.encoder.start(), longest(self.model.config)
+        start, most = self.encoder.start(), max_positions(self.model.config)
         parts = get_rolling_token_windows(self.encoder.text(text), start, most, context_len=1)
         made = (make_disjoint_window(part) for part in parts)
         return [Ask(tuple(before), tuple(after), seed=seed, whole=True) for before, after in made]
@@ -92,7 +92,7 @@ class Bench:
         if self.masked or self.cache.budget is None:
             return None
         check_positions(self.model.config, self.cache)
-        layers = layers_of(self.model.config)
+        layers = num_layers(self.model.config)
         for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
             cache = of_whole(self.cache) if whole else self.cache
             try:

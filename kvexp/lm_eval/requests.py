@@ -52,7 +52,7 @@ class Judged:
     @property
     def greedy(self) -> bool:
         """Whether greedy decoding would have given exactly this."""
-        return all(token.likeliest for token in self.tokens)
+        return all(token.is_greedy for token in self.tokens)
 
 
 def fitted(ask: Ask, holds: int) -> Ask | None:

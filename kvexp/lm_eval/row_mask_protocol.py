@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, Method, Noise
 from kvexp.core.budget import floor_share
-from kvexp.core.masked_layer import Rule
+from kvexp.core.masked_layer import MaskFn
 from kvexp.core.row_mask import causal_probs, global_mask, ideal_mask, local_mask, window_mask
 from kvexp.errors import ConfigError
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
@@ -52,9 +52,9 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
         raise ConfigError("protocol=row_mask keeps original positions: set cache.positions=original")
 
 
-def rule_of(
+def mask_fn_of(
     method: Method, budget: Budget | None, mask: str, length: int, *, seed: int, dtype: torch.dtype = torch.float32
-) -> Rule:
+) -> MaskFn:
     """The mask of a request that counts `length` tokens for its budget; seed: of Keyformer's noise.
 
     H2O floors heavy and recent each (its heavy_ratio and recent_ratio); Keyformer floors the budget, then the recent
@@ -81,11 +81,11 @@ def rule_of(
         return lambda x, layer: local_mask(x, max(whole - recent, 0), recent, decay=decay, dtype=dtype)
     tau, zeta = noise
 
-    def rule(x: Tensor, layer: int) -> Tensor:
+    def mask_fn(x: Tensor, layer: int) -> Tensor:
         scores = causal_probs(x, None if zeta is None else draw(zeta, x, seed, layer), tau)
         return local_mask(x, max(whole - recent, 0), recent, decay=decay, scores=scores, dtype=dtype)
 
-    return rule
+    return mask_fn
 
 
 def _noise_of(method: Method) -> tuple[float, Noise | None] | None:

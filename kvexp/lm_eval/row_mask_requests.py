@@ -15,7 +15,7 @@ from kvexp.core import CacheConfig
 from kvexp.core.masked_layer import MaskedLayer
 from kvexp.generate import EvictionStats, Token
 from kvexp.lm_eval.requests import Ask, Judged
-from kvexp.lm_eval.row_mask_protocol import rule_of
+from kvexp.lm_eval.row_mask_protocol import mask_fn_of
 from kvexp.models import RowMaskCache
 
 
@@ -36,7 +36,7 @@ class Masked:
     @torch.no_grad()
     def _one(self, ask: Ask) -> Judged:
         fed = ask.ids if self.whole_text else ask.ids[:-1]
-        rule = rule_of(
+        rule = mask_fn_of(
             self.cache.method,
             self.cache.budget,
             self.mask,
@@ -50,7 +50,7 @@ class Masked:
         logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
         first = len(ask.ids) - len(ask.continuation) - 1
         tokens = judge(logits[first : len(ask.ids) - 1], ask.continuation)
-        return Judged(tokens, receipt_of(cache.states), time.perf_counter() - start)
+        return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
 
 
 def judge(logits: Tensor, continuation: Sequence[int]) -> list[Token]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvexp.core import CacheConfig
-from kvexp.generate import PrefilledContext, feeds_at_once, judged, prefill, receipts
+from kvexp.generate import PrefilledContext, can_score_in_one_forward, prefill, receipts, score_tokens
 from kvexp.lm_eval.requests import Ask, Judged
 
 
@@ -46,8 +46,8 @@ class Stepwise:
 
     def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
         """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
-        view, budget = self.cache.method.view, self.cache.budget
-        scheduled = (view is not None and view.tau[0] != view.tau[1]) or (
+        spec, budget = self.cache.method.score_spec, self.cache.budget
+        scheduled = (spec is not None and spec.tau[0] != spec.tau[1]) or (
             budget is not None and budget.of == "sequence"
         )
         parts: dict[Any, list[int]] = defaultdict(list)
@@ -65,13 +65,13 @@ class Stepwise:
         for start in range(0, len(rows), self.batch_size):
             some = rows[start : start + self.batch_size]
             forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
-            tokens = judged(
+            tokens = score_tokens(
                 self.model,
                 forks,
                 [asks[place].continuation for _, place in some],
                 [asks[place].question for _, place in some],
                 max_new_tokens=ahead,
-                at_once=feeds_at_once(forks.cache.config),
+                one_forward=can_score_in_one_forward(forks.cache.config),
             )
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
                 made[place] = Judged(judgement, receipt, context.seconds)

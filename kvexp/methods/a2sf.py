@@ -27,10 +27,10 @@ class A2SF(Method):
             raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
         if self.protect_recent < 0:
             raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
-        _ = self.view  # checks score_source
+        _ = self.score_spec  # checks score_source
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(decay=self.alpha, over=self.score_source)
 
     def recent(self, budget: int) -> int:

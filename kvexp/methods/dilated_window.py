@@ -26,6 +26,6 @@ class DilatedWindow(Method):
         if self.dilation < 1:
             raise ConfigError(f"dilation must be at least 1 (0 is method=window), got {self.dilation}")
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        on_grid = now.positions % (self.dilation + 1) == 0
-        return torch.where(on_grid, now.positions + (1 << 22), now.positions).to(torch.float32)
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        on_grid = ctx.positions % (self.dilation + 1) == 0
+        return torch.where(on_grid, ctx.positions + (1 << 22), ctx.positions).to(torch.float32)

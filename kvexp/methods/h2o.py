@@ -32,14 +32,14 @@ class H2O(Method):
             raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
         if self.impl not in ("real_drop", "mask"):
             raise ConfigError(f"impl must be real_drop or mask, got {self.impl!r}")
-        _ = self.view  # checks score_batch
+        _ = self.score_spec  # checks score_batch
 
     @property
-    def needs_mask(self) -> bool:
+    def simulation_only(self) -> bool:
         return self.impl == "mask"
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(batch=self.score_batch)
 
     def recent(self, budget: int) -> int:
@@ -48,5 +48,5 @@ class H2O(Method):
             raise ConfigError("impl=mask needs a recent window: the release drops nothing without one")
         return recent
 
-    def limbo(self, now: EvictionContext) -> Tensor | None:
-        return None if self.impl == "real_drop" else now.leaving()
+    def hidden_next_step(self, ctx: EvictionContext) -> Tensor | None:
+        return None if self.impl == "real_drop" else ctx.just_left_window()

@@ -32,14 +32,14 @@ class H2OC(Method):
             raise ConfigError(f"compensation must be codes, codes_and_fetch or none, got {self.compensation!r}")
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec()
 
     @property
     def sinks(self) -> int:
         return self.n_sinks
 
-    def allowance(self, budget: int, tokens: int) -> int:
+    def effective_budget(self, budget: int, tokens: int) -> int:
         if self.compensation == "none":
             return budget
         return tokens // 128 + (budget + budget // 2 if self.compensation == "codes_and_fetch" else budget)

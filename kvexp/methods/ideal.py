@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.select import keepers
+from kvexp.core.select import select_keep
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Ideal(Method):
     name: ClassVar[str] = "ideal"
     per_query: ClassVar[bool] = True
 
-    def attended(self, probabilities: Tensor, now: EvictionContext) -> Tensor:
-        own = now.age() == 0
-        widest = min(now.positions.shape[-1], int(now.budget.max()))
-        index, keep = keepers(probabilities, now.positions, own, now.budget, widest)
+    def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor:
+        own = ctx.age() == 0
+        max_keep = min(ctx.positions.shape[-1], int(ctx.budget.max()))
+        index, keep = select_keep(probabilities, ctx.positions, own, ctx.budget, max_keep)
         return torch.zeros_like(own).scatter_(-1, index, keep)

@@ -17,5 +17,5 @@ class KeyAttention(Method):
     name: ClassVar[str] = "key_attention"
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec()

@@ -41,10 +41,10 @@ class Keyformer(Method):
         if self.key_window not in ("paper", "release_frozen"):
             raise ConfigError(f"key_window must be paper or release_frozen, got {self.key_window!r}")
         Noise(self.noise)
-        _ = self.view  # checks tau and score_batch
+        _ = self.score_spec  # checks tau and score_batch
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         noise = None if self.noise == "none" else Noise(self.noise, self.fresh)
         shared = self.score_scope == "shared"
         return AttentionScoreSpec((self.tau_init, self.tau_end), noise, batch=self.score_batch, across_layers=shared)
@@ -56,10 +56,10 @@ class Keyformer(Method):
         return recent
 
     @property
-    def ranks_by_score(self) -> bool:
+    def priority_is_score(self) -> bool:
         return self.key_window == "paper"
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        if self.ranks_by_score:
-            return now.score
-        return now.score.masked_fill(now.leaving(), -torch.inf)
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        if self.priority_is_score:
+            return ctx.score
+        return ctx.score.masked_fill(ctx.just_left_window(), -torch.inf)

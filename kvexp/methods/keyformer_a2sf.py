@@ -25,5 +25,5 @@ class KeyformerA2SF(Keyformer):
             raise ConfigError(f"alpha must be in [0, 1], got {self.alpha:g}")
 
     @property
-    def view(self) -> AttentionScoreSpec:
-        return replace(super().view, decay=self.alpha)
+    def score_spec(self) -> AttentionScoreSpec:
+        return replace(super().score_spec, decay=self.alpha)

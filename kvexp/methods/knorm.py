@@ -20,7 +20,7 @@ class KNorm(Method):
 
     name: ClassVar[str] = "knorm"
 
-    def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
+    def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(keys.float(), dim=-1)
         fraction, exponent = torch.frexp(norm)
         return -torch.ldexp((fraction * 65536).round() / 65536, exponent)

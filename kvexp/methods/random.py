@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import Method
-from kvexp.core.observe.noise import mix, stream, uniform
+from kvexp.core.observe.noise import lowbias32, stream_id, uniform
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,6 @@ class Random(Method):
 
     name: ClassVar[str] = "random"
 
-    def birth(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
-        base = stream(seeds, layer, keys.shape[1])
-        return uniform(mix(base[:, :, None] + positions[:, None].int() * -1640531527))
+    def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor:
+        base = stream_id(seeds, layer, keys.shape[1])
+        return uniform(lowbias32(base[:, :, None] + positions[:, None].int() * -1640531527))

@@ -35,16 +35,16 @@ class SnapKV(Method):
             raise ConfigError(f"pool must be max or avg, got {self.pool!r}")
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(last_rows=self.window)
 
     def recent(self, budget: int) -> int:
         return self.window
 
-    def rank(self, now: EvictionContext) -> Tensor:
+    def priority(self, ctx: EvictionContext) -> Tensor:
         # Prompt slots stand in the order of their columns. The observing tokens themselves lend no mass to neighbours.
-        score = now.score.masked_fill((now.age() < self.window) | now.score.isinf(), 0.0)
+        score = ctx.score.masked_fill((ctx.age() < self.window) | ctx.score.isinf(), 0.0)
         pool = max_pool1d if self.pool == "max" else avg_pool1d
         pooled = pool(score, self.kernel, stride=1, padding=self.kernel // 2)
         # The window stays whole also where the budget counts the coming token as one of the recent ones.
-        return pooled.masked_fill(now.age() < self.window, torch.inf)
+        return pooled.masked_fill(ctx.age() < self.window, torch.inf)

@@ -19,5 +19,5 @@ class SpAtten(Method):
     name: ClassVar[str] = "spatten"
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(pool_heads=True, across_layers=True)

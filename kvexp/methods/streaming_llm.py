@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.method import newest_first
+from kvexp.core.method import recency
 from kvexp.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ class StreamingLLM(Method):
     """
 
     name: ClassVar[str] = "streaming_llm"
-    keeps_newest: ClassVar[bool] = True
+    is_window: ClassVar[bool] = True
     positions: ClassVar[str] = "renumbered"
     n_sinks: int = 4
 
@@ -32,5 +32,5 @@ class StreamingLLM(Method):
     def sinks(self) -> int:
         return self.n_sinks
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        return newest_first(now)
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        return recency(ctx)

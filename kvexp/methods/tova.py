@@ -24,7 +24,7 @@ class TOVA(Method):
             raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
 
     @property
-    def view(self) -> AttentionScoreSpec:
+    def score_spec(self) -> AttentionScoreSpec:
         return AttentionScoreSpec(decay=0.0, pool_heads=True, last_rows=1)
 
     def recent(self, budget: int) -> int:

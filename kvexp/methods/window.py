@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.method import newest_first
+from kvexp.core.method import recency
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Window(Method):
     """
 
     name: ClassVar[str] = "window"
-    keeps_newest: ClassVar[bool] = True
+    is_window: ClassVar[bool] = True
 
-    def rank(self, now: EvictionContext) -> Tensor:
-        return newest_first(now)
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        return recency(ctx)

@@ -11,114 +11,131 @@ from transformers.cache_utils import Cache
 from kvexp.core import EvictionLayer
 from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.decode.fast_step import StackedLayer, ready
-from kvexp.core.decode.noised_attention import turn
-from kvexp.core.eviction_layer import Columns
+from kvexp.core.decode.fast_step import StackedLayer, can_fast_decode
+from kvexp.core.decode.noised_attention import stack_order
+from kvexp.core.eviction_layer import PromptSums
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.cache import EvictionCache, EvictionCacheLayer
-from kvexp.retrieval.retrieval_layer import RetrievalState
+from kvexp.retrieval.retrieval_layer import RetrievalLayer
 
-State = EvictionLayer | RetrievalState
-WASTE = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
+State = EvictionLayer | RetrievalLayer
+MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
 
 
 class FastStepGroup:
-    """Which caches take a step together: those whose layers are all in the steady state. `states`: by cache."""
+    """The caches that take a decode step together: those of which every layer can take the fast step.
+
+    states: the layers of each cache. eligible: indices of these caches, as of the step in progress.
+    """
 
     def __init__(self, states: list[list[State]]) -> None:
         self.states = states
-        self.able: list[int] = []
-        self._ladders: dict[tuple[int, ...], CrossLayerBuffers] = {}
+        self.eligible: list[int] = []
+        self._buffers: dict[tuple[int, ...], CrossLayerBuffers] = {}
 
-    def gather(self, query: Tensor, padding: Tensor | None) -> None:
-        """At the first layer of a step, for all its layers: none may be stacked otherwise while it is under way."""
-        able = [i for i, layers in enumerate(self.states) if all(_ready(state, query, padding) for state in layers)]
-        if able != self.able:
-            self.able = able
-            self._ladders = {}
+    def refresh(self, query: Tensor, padding: Tensor | None) -> None:
+        """Find the eligible caches, once per decode step at its first layer: all layers of a step stack the same
+        caches.
+        """
+        eligible = [
+            i
+            for i, layers in enumerate(self.states)
+            if all(_can_fast_decode(state, query, padding) for state in layers)
+        ]
+        if eligible != self.eligible:
+            self.eligible = eligible
+            self._buffers = {}
 
-    def ladder(self, places: list[int]) -> CrossLayerBuffers:
-        """That of the same caches in all layers."""
-        return self._ladders.setdefault(tuple(places), CrossLayerBuffers(len(self.states[0])))
+    def buffers(self, members: list[int]) -> CrossLayerBuffers:
+        """The buffers shared by all layers of the stack of caches `places`; made at the first call."""
+        return self._buffers.setdefault(tuple(members), CrossLayerBuffers(len(self.states[0])))
 
 
-def _ready(state: State, query: Tensor, padding: Tensor | None) -> bool:
-    return isinstance(state, EvictionLayer) and ready(state, query, padding)
+def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> bool:
+    return isinstance(state, EvictionLayer) and can_fast_decode(state, query, padding)
 
 
 class MultiLayer:
     """A `LayerCache`: one layer of several caches.
 
-    A prompt comes as the rows of one cache, B of them, and goes to all. Of later forwards each cache has its own rows,
-    one cache's behind the other's.
+    states: this layer of each cache; rows: B batch rows of each cache. A prompt comes once, as B rows, and is stored by
+    every cache. Later forwards have B rows per cache, those of one cache behind those of the other.
     """
 
-    def __init__(self, states: list[State], rows: int, company: FastStepGroup) -> None:
-        self.states, self.rows, self.company = states, rows, company
-        self._able: list[int] = []
+    def __init__(self, states: list[State], rows: int, fast_group: FastStepGroup) -> None:
+        self.states, self.rows, self.fast_group = states, rows, fast_group
+        self._eligible: list[int] = []
         self._stacks: list[tuple[list[int], StackedLayer]] = []
 
     @property
-    def columns(self) -> int:
-        return self.states[0].columns
+    def seq_len(self) -> int:
+        """Tokens seen so far, padding included."""
+        return self.states[0].seq_len
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        if self.columns == 0:
-            return self._prompt(query, key, value, geometry, padding)
+        if self.seq_len == 0:
+            return self._prompt(query, key, value, params, padding)
         parts = [x.split(self.rows) for x in (query, key, value)]
         outputs: dict[int, Tensor] = {}
-        for places, stack in self._stacked(query, padding):
-            q, k, v = (torch.cat([part[place] for place in places]) for part in parts)
-            outputs |= zip(places, stack.forward(q, k, v, geometry).split(self.rows), strict=True)
-        for place, state in enumerate(self.states):
-            if place not in outputs:
-                mask = None if padding is None else padding.split(self.rows)[place]
-                q, k, v = (part[place] for part in parts)
-                outputs[place] = state.forward(q, k, v, geometry, mask)
-        return torch.cat([outputs[place] for place in range(len(self.states))])
+        for members, stack in self._stacked(query, padding):
+            q, k, v = (torch.cat([part[member] for member in members]) for part in parts)
+            outputs |= zip(members, stack.forward(q, k, v, params).split(self.rows), strict=True)
+        for member, state in enumerate(self.states):
+            if member not in outputs:
+                mask = None if padding is None else padding.split(self.rows)[member]
+                q, k, v = (part[member] for part in parts)
+                outputs[member] = state.forward(q, k, v, params, mask)
+        return torch.cat([outputs[member] for member in range(len(self.states))])
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:
-        """The caches that take this step together: those in the steady state, in stacks of similar size."""
+        """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer)."""
         if self.states[0].index == 0:
-            self.company.gather(query, padding)
-        able = self.company.able
-        if able != self._able:
-            slots = {i: state for i in able if isinstance(state := self.states[i], EvictionLayer)}
-            apart = [[i for i in able if (slots[i].config.renumbered) == moved] for moved in (False, True)]
+            self.fast_group.refresh(query, padding)
+        eligible = self.fast_group.eligible
+        if eligible != self._eligible:
+            slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
+            apart = [[i for i in eligible if (slots[i].config.renumbered) == moved] for moved in (False, True)]
             several = [
-                places for some in apart for places in grouped({i: slots[i].held() for i in some}) if len(places) > 1
+                members
+                for some in apart
+                for members in bin_by_length({i: slots[i].require_slots() for i in some})
+                if len(members) > 1
             ]
-            ordered = [sorted(places, key=lambda i: turn(slots[i])) for places in several]
-            ladder = self.company.ladder
-            self._stacks = [(places, StackedLayer([slots[i] for i in places], ladder(places))) for places in ordered]
-            self._able = able
+            ordered = [sorted(members, key=lambda i: stack_order(slots[i])) for members in several]
+            buffers = self.fast_group.buffers
+            self._stacks = [
+                (members, StackedLayer([slots[i] for i in members], buffers(members))) for members in ordered
+            ]
+            self._eligible = eligible
         return self._stacks
 
     def _prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams, padding: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         slots = [state for state in self.states if isinstance(state, EvictionLayer)]
         # Retrieval methods index the prompt in their own way: they attend for themselves, to the same result.
         outputs = [
-            state.forward(query, key, value, geometry, padding)
+            state.forward(query, key, value, params, padding)
             for state in self.states
-            if isinstance(state, RetrievalState)
+            if isinstance(state, RetrievalLayer)
         ]
         if not slots:
             return outputs[0]
-        slots.sort(key=lambda state: not state.grows)  # its buffers have room for more tokens, which no other needs
+        slots.sort(
+            key=lambda state: not state.preallocated
+        )  # its buffers have room for more tokens, which no other needs
         first, *others = slots
-        sight = first.look(query, key, value, geometry, padding)
-        out, _ = first.attend(sight)
+        inputs = first.store(query, key, value, params, padding)
+        out, _ = first.attend(inputs)
         for state in others:
-            state.share(sight, key, value, padding)
-        seen: Columns = {}
+            state.share_prefill(inputs, key, value, padding)
+        seen: PromptSums = {}
         for state in slots:
-            state.finish(sight, None, seen)
+            state.update(inputs, None, seen)
         return out.flatten(1, 2)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
@@ -126,46 +143,49 @@ class MultiLayer:
         raise CacheError("caches that decode together keep their rows: pick rows of each cache (fork), then join those")
 
     def reset(self) -> None:
-        """Refused, for the same reason."""
+        """Always a CacheError: each cache is reset by itself."""
         raise CacheError("caches that decode together are reset one by one: call reset() of each")
 
 
-def grouped(held: dict[int, Slots]) -> list[list[int]]:
-    """Which of these slots to put into common buffers: as many together as waste no more than WASTE bytes a layer."""
+def bin_by_length(held: dict[int, Slots]) -> list[list[int]]:
+    """Indices of caches in groups of similar length, so that common buffers waste at most MAX_PAD_BYTES per layer.
+
+    held: this layer's slots of each cache, by index.
+    """
     groups: list[list[int]] = []
-    for place in sorted(held, key=lambda place: held[place].used, reverse=True):
+    for member in sorted(held, key=lambda member: held[member].length, reverse=True):
         if groups:
             largest = held[groups[-1][0]]
-            spare = [largest.kv_bytes * (1 - held[i].used / largest.used) for i in (*groups[-1], place)]
-            if sum(spare) <= WASTE:
-                groups[-1].append(place)
+            spare = [largest.kv_bytes * (1 - held[i].length / largest.length) for i in (*groups[-1], member)]
+            if sum(spare) <= MAX_PAD_BYTES:
+                groups[-1].append(member)
                 continue
-        groups.append([place])
+        groups.append([member])
     return groups
 
 
 class MultiMethodCache(Cache):  # type: ignore[misc]
     """Caches of one model and one batch of B prompts, for a prefill in one forward and then for decoding together.
 
-    All are new, or all have seen as many columns. Each behaves and counts as it would alone.
+    rows: B. All caches are new, or all have seen equally many columns. Each keeps and counts what it would alone.
     """
 
     def __init__(self, caches: list[EvictionCache], rows: int) -> None:
         for cache in caches:
-            if cache.config.method.alters_prompt and cache.get_seq_length() == 0 and len(caches) > 1:
+            if cache.config.method.modifies_prefill and cache.get_seq_length() == 0 and len(caches) > 1:
                 raise ConfigError(f"{cache.config.method.name} computes prompts in its own way: prefill it apart")
-            if cache.timeline.num_beams > 1:
+            if cache.sequence.num_beams > 1:
                 raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
         self.caches = caches
-        company = FastStepGroup([[layer.state for layer in cache.layers] for cache in caches])
+        fast_group = FastStepGroup([[layer.state for layer in cache.layers] for cache in caches])
         layers = []
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
-            rotation = next((layer.rotation for layer in each if layer.rotation is not None), None)
-            joined = MultiLayer([layer.state for layer in each], rows, company)
-            layers.append(EvictionCacheLayer(joined, rotation, each[0].model_config))
+            rope = next((layer.rope for layer in each if layer.rope is not None), None)
+            joined = MultiLayer([layer.state for layer in each], rows, fast_group)
+            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:
-        """Refused, as by each cache."""
+        """Always a CacheError: evicted tokens cannot come back."""
         self.caches[0].crop()

@@ -28,44 +28,48 @@ from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import check_budget
 from kvexp.core.layer_cache import LayerCache, RowsCache
+from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
-from kvexp.models.attention_hook import TAG, check_patched
-from kvexp.models.families import check_positions, layers_of, longest, rotation_of
-from kvexp.models.retrieval_calibration import check_retrieval, prepare
+from kvexp.models.attention_hook import LAYER_ATTR, check_patched
+from kvexp.models.families import check_positions, max_positions, num_layers, rope_of
+from kvexp.models.retrieval_calibration import calibrate, check_retrieval
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalLayer
 
 
 class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """What Hugging Face sees of one layer. Lengths are columns seen, never slots held."""
+    """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
+
+    state: the layer's cache in kvexp's core; rope: the model's RoPE, where keys are moved.
+    """
 
     is_compileable = False
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerCache, rotation: RoPE | None, model_config: Any) -> None:
+    def __init__(self, state: LayerCache, rope: RoPE | None, model_config: Any) -> None:
         super().__init__()
-        self.state, self.rotation, self.model_config = state, rotation, model_config
+        self.state, self.rope, self.model_config = state, rope, model_config
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the core makes its slots at the first forward."""
+        """Does nothing: the core makes its slots at the first forward."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Tag the new keys with this layer; the attention function stores them."""
+        """Return the new keys, tagged with this layer: the attention function stores them."""
         check_patched(self.model_config)
         tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
+        setattr(tagged, LAYER_ATTR, self)
         return tagged, value_states
 
     def get_seq_length(self, *_: Any) -> int:
-        return self.state.columns
+        return self.state.seq_len
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self.state.columns + count, 0
+        return self.state.seq_len + count, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -81,7 +85,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class EvictionCache(Cache):  # type: ignore[misc]
-    """One prompt's cache (or one batch of prompts').
+    """The KV cache of one prompt or one batch of prompts.
 
     model: a patched model.
     method, budget (None for full), options: as `kvexp.core.CacheConfig`, or one of those in place of the method.
@@ -109,35 +113,35 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
-        moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps)
-        rotation = rotation_of(model) if moves_keys else None
-        self.timeline = SequenceState(
+        moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
+        rope = rope_of(model) if moves_keys else None
+        self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
-            max_positions=None if config.beyond_context else longest(model.config),
+            max_positions=None if config.beyond_context else max_positions(model.config),
             num_beams=num_beams,
             seeds=seeds,
         )
-        count = layers_of(model.config)
-        self.ledger = MemoryTracker(count)
-        view = method.view
-        self.shared = CrossLayerScore(self.timeline) if view is not None and view.across_layers else None
-        states: list[EvictionLayer | RetrievalState]
+        count = num_layers(model.config)
+        self.memory_tracker = MemoryTracker(count)
+        spec = method.score_spec
+        self.cross_layer_score = CrossLayerScore(self.sequence) if spec is not None and spec.across_layers else None
+        states: list[EvictionLayer | RetrievalLayer]
         if isinstance(method, Retrieval):
-            crew = LayerGroup(prepared=prepare(model, method))
-            states = [RetrievalState(config, i, count, self.timeline, self.ledger, crew) for i in range(count)]
+            group = LayerGroup(calibration=calibrate(model, method))
+            states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
-            common = (self.timeline, self.ledger, self.shared, CrossLayerBuffers(count))
+            common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
             states = [EvictionLayer(config, i, count, *common) for i in range(count)]
-        super().__init__(layers=[EvictionCacheLayer(state, rotation, model.config) for state in states])
+        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
-        self.doubt: float | Tensor = 0.0  # NaN once a forward's logits were not finite
-        if view is not None:
-            view.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
+        self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
+        if spec is not None:
+            spec.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
     @property
-    def states(self) -> list[EvictionLayer | RetrievalState]:
-        """The core's layers, in order."""
+    def layer_states(self) -> list[EvictionLayer | RetrievalLayer]:
+        """The layers' caches in kvexp's core, in order."""
         return [layer.state for layer in self.layers]
 
     @property
@@ -146,25 +150,27 @@ class EvictionCache(Cache):  # type: ignore[misc]
         warnings.warn("EvictionCache.plan is called EvictionCache.config now", DeprecationWarning, stacklevel=2)
         return self.config
 
-    def several_tokens(self, allowed: bool = True) -> EvictionCache:
-        """Allow forwards of several new tokens after the prompt; eviction then happens after each such forward."""
-        self.timeline.several_tokens_allowed = allowed
+    def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
+        """Allow forwards of several new tokens after the prompt; eviction then happens once, after each such
+        forward.
+        """
+        self.sequence.multi_token_steps_allowed = allowed
         return self
 
     def reset(self) -> None:
         """Empty the cache: another prompt may follow."""
-        self.timeline.reset()
-        self.ledger.reset()
+        self.sequence.reset()
+        self.memory_tracker.reset()
         self.prompts = None
-        self.doubt = 0.0
-        if self.shared is not None:
-            self.shared.reset()
+        self.logits_nan_flag = 0.0
+        if self.cross_layer_score is not None:
+            self.cross_layer_score.reset()
         super().reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: the state of every row follows its beam."""
-        view, beams = self.config.method.view, self.timeline.num_beams
-        if view is not None and view.batch == "per_sample":
+        """Reorder rows in beam search, so that the slots of every row follow its beam: beam_idx [B * num_beams]."""
+        spec, beams = self.config.method.score_spec, self.sequence.num_beams
+        if spec is not None and spec.batch == "per_sample":
             if beams == 1 and len(beam_idx) > 1:
                 raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
             home = torch.arange(len(beam_idx), device=beam_idx.device) // beams
@@ -175,8 +181,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self._select(beam_idx, same_prompts=True)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, neighbours together."""
-        batch = self.timeline.counts.shape[0] if self.timeline.counts is not None else 0
+        """Repeat every row `repeats` times, copies side by side."""
+        batch = self.sequence.num_real.shape[0] if self.sequence.num_real is not None else 0
         self._select(torch.arange(batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -184,64 +190,69 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self._select(torch.as_tensor(indices))
 
     def fork(self, samples: Sequence[int]) -> EvictionCache:
-        """A cache of its own that goes on from here for these samples, which may repeat; this one stays as it is.
+        """A copy of this cache for these samples, which may repeat; this cache stays as it is.
 
         Its peak of bytes is the samples' share of this cache's, so that a sample costs the same in any company.
         """
-        beams = self.timeline.num_beams
+        beams = self.sequence.num_beams
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
-        # Slots are large: they are picked row by row, and only the rest is copied whole.
-        apart: dict[int, Any] = {id(part): None for state in self.states for part in state.large}
+        # Slots are large: only the wanted rows are copied; everything else is copied whole.
+        apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
         for shared in (self.config, self.layers[0].model_config):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
-        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.states, other.states, strict=True)
+        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.layer_states, other.layer_states, strict=True)
         for mine, its in pairs:
-            its.take_over(mine, rows)
-        if self.timeline.counts is not None:
-            other.ledger.peak_of(self.ledger, len(samples), self.timeline.counts.shape[0] // beams)
+            its.copy_rows_from(mine, rows)
+        if self.sequence.num_real is not None:
+            other.memory_tracker.scale_peak_from(
+                self.memory_tracker, len(samples), self.sequence.num_real.shape[0] // beams
+            )
         return other
 
     def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         if self.prompts is not None:
-            beams = self.timeline.num_beams
+            beams = self.sequence.num_beams
             self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]
-        self.timeline.select_rows(rows, same_prompts=same_prompts)
-        for state in self.states:
+        self.sequence.select_rows(rows, same_prompts=same_prompts)
+        for state in self.layer_states:
             state.select_rows(rows, same_prompts=same_prompts)
-        if self.shared is not None:
-            self.shared.select_rows(rows)
+        if self.cross_layer_score is not None:
+            self.cross_layer_score.select_rows(rows)
 
-    def resolve(self, prompt_lengths: Sequence[int], padded: int) -> None:
-        """Raise what a layer's budget would raise for prompts of these lengths, before anything runs."""
+    def check_budget(self, prompt_lengths: Sequence[int], padded: int) -> None:
+        """ConfigError where a layer's budget cannot hold what the method protects, for prompts of these lengths.
+
+        prompt_lengths: real tokens per row; padded: columns. To be called before the model runs.
+        """
         method = self.config.method
-        if method.evicts and method.view is not None:
-            method.view.check_lengths(prompt_lengths)
-        check_budget(self.config, prompt_lengths, padded, self.timeline.max_new_tokens, len(self.layers))
+        if method.evicts and method.score_spec is not None:
+            method.score_spec.check_lengths(prompt_lengths)
+        check_budget(self.config, prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
 
     def logits_were_finite(self) -> bool:
-        """False if a forward through this cache ended in NaN or inf. Waits for the device."""
-        return math.isfinite(float(self.doubt))
+        """Whether the logits of all forwards through this cache were finite. Waits for the device."""
+        return math.isfinite(float(self.logits_nan_flag))
 
     def scores_are_finite(self) -> bool:
-        """False if any layer remembers NaN: its choices would mean nothing. Waits for the device."""
-        slots = [state.slots for state in self.states if state.slots is not None]
-        tallies = [state.tally for state in self.states if isinstance(state, RetrievalState)]
-        if any(tally is not None and tally.broken is not None and bool(tally.broken) for tally in tallies):
+        """Whether no layer holds a NaN score, by which slots cannot be chosen. Waits for the device."""
+        slots = [state.slots for state in self.layer_states if state.slots is not None]
+        stats = [state.selection_stats for state in self.layer_states if isinstance(state, RetrievalLayer)]
+        if any(one is not None and one.has_nan is not None and bool(one.has_nan) for one in stats):
             return False
         return not any(bool((s.score.isnan() & (s.positions >= 0)).any()) for s in slots)
 
     def crop(self, *_: Any) -> None:
-        """Refused: slots that were evicted or overwritten cannot come back."""
+        """Always a CacheError: evicted or overwritten tokens cannot come back."""
         raise CacheError(
             "a kvexp cache cannot be cropped: evicted tokens cannot come back and scores cannot be un-summed. "
             "Assisted decoding and other methods that take tokens back need method=full with Hugging Face's own cache"
         )
 
-    def kept(self, layer: int) -> list[list[list[int]]]:
-        """Position ids layer `layer` holds, per batch row and kv head."""
-        return self.states[layer].kept()
+    def kept_positions(self, layer: int) -> list[list[list[int]]]:
+        """Position ids of the slots that a layer holds, per batch row and kv head, ascending."""
+        return self.layer_states[layer].kept_positions()
 
     def show(self, tokenizer: Any, sample: int = 0, prompt: Sequence[int] | None = None) -> KeptText:
         """The prompt's tokens, coloured in a notebook by how many heads hold each one now; marks in a terminal.
@@ -255,8 +266,12 @@ class EvictionCache(Cache):  # type: ignore[misc]
                 "this cache was not filled by kvexp.generate and does not know the words: give the prompt's token ids, "
                 "without padding, as in cache.show(tokenizer, prompt=ids)"
             )
-        row = sample * self.timeline.num_beams
-        held = [state.kept(slice(row, row + 1))[0] for state in self.states]
+        row = sample * self.sequence.num_beams
+        held = [state.kept_positions(slice(row, row + 1))[0] for state in self.layer_states]
         counts = [Counter(position for head in heads for position in head) for heads in held]
         by_layer = [[layer[place] for layer in counts] for place in range(len(ids))]
         return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
+
+    timeline, ledger, states = OldName("sequence"), OldName("memory_tracker"), OldName("layer_states")
+    kept, resolve = OldName("kept_positions"), OldName("check_budget")
+    several_tokens = OldName("allow_multi_token_steps")

@@ -58,7 +58,7 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first ones, in the order of the layers."""
+    """The first few of some weight names, in the order of the layers, as text for a message."""
     ordered = sorted(
         names, key=lambda name: [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
     )
@@ -68,7 +68,7 @@ def _some(names: Iterable[str]) -> str:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """transformers prints a table of such names as a warning; here it is an error, and said once."""
+    """Silence transformers' table of missing and surplus weights, which `check_complete` reports as an error."""
 
     def keep(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()

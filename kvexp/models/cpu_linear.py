@@ -1,4 +1,4 @@
-"""Matrix products of few rows at the speed of memory, on a CPU, and with sums that no batch and no thread changes.
+"""Linear layers on a CPU by oneDNN: memory-bound for few rows, with sums that neither batch nor threads change.
 
 `torch.nn.functional.linear` hands float32 to MKL, whose product of one row runs on one thread whatever there are,
 and which takes two to three times as long as the weights take to read where the processor is not Intel's. oneDNN,
@@ -21,21 +21,23 @@ from torch.nn import functional
 
 from kvexp.models.free_memory import available
 
-LEAST = 1 << 16  # weights from which it pays: below, a quarter of a megabyte, the call itself is what takes time
-SHARE = 0.25  # of the free memory, at most, for the copies of a model's weights; with none, products take longer
+MIN_WEIGHTS = 1 << 16  # weights from which it pays: below, a quarter of a megabyte, the call itself is what takes time
+MAX_MEMORY_SHARE = (
+    0.25  # of the free memory, at most, for the copies of a model's weights; with none, products take longer
+)
 
 _HOOK = "_kvexp_packed"  # attribute of a model with packed layers: the handle of its hook
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class PackedLinear(nn.Linear):
-    """`nn.Linear` with the same weights and results, but for the order of sums; takes the short way where it can."""
+    """`nn.Linear` by oneDNN where it is faster: the same weights and results but for the order of summation."""
 
     _copy: Tensor | None = None  # the weights as oneDNN reads them fastest
-    _agrees = True  # does such a copy give the sums that the weights give, to the bit?
+    _agrees = True  # whether such a copy gives the sums that the weights give, to the bit
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """input [..., in] -> output [..., out]."""
         if input.numel() == 0 or not self._eligible(input):
             return functional.linear(input, self.weight, self.bias)
         weight = self.weight if self._copy is None else self._copy
@@ -50,7 +52,7 @@ class PackedLinear(nn.Linear):
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
             and (x is None or (x.device == weight.device and x.dtype == weight.dtype))
-            and weight.numel() >= LEAST
+            and weight.numel() >= MIN_WEIGHTS
             and type(weight) is nn.Parameter  # and no quantized tensor in its place
             and weight.is_contiguous()
             and not torch.is_grad_enabled()
@@ -58,7 +60,9 @@ class PackedLinear(nn.Linear):
         )
 
     def refresh(self, room: int) -> int:
-        """Have a copy of the weights as they are now, if it takes no more than `room` bytes; returns those left."""
+        """Repack the weights as they are now, if the copy takes at most `room` bytes; returns the bytes left of
+        `room`.
+        """
         if not self._eligible():
             self._copy = None
             return room
@@ -74,7 +78,7 @@ class PackedLinear(nn.Linear):
         return room
 
     def _same(self, copy: Tensor) -> bool:
-        """Whether copy and weights make the same of a row, to the bit; other weights make other sums."""
+        """Whether the packed copy and the weights give a test row the same product, to the bit."""
         row = torch.linspace(0.5, 1.5, self.in_features).expand(2, -1)
         return torch.equal(_product(row, copy), _product(row, self.weight))
 
@@ -121,21 +125,21 @@ def unpack_linear(model: AnyModule) -> AnyModule:
 
 
 def refresh_packed_weights(model: nn.Module) -> None:
-    """Make the copies of packed layers those of the weights the model has now.
+    """Repack the layers of `model` whose weights have changed since they were packed.
 
     Takes one product of two rows per layer where nothing has changed. With gradients on it does nothing, because then
     no copy is used.
     """
     if torch.is_grad_enabled():
         return
-    room = int(SHARE * available())
+    room = int(MAX_MEMORY_SHARE * available())
     for module in model.modules():
         if isinstance(module, PackedLinear):
             room = module.refresh(room)
 
 
 def _refresh_hook(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook: a prompt is when weights may have changed since they were last used."""
+    """Forward pre-hook: repack before a prompt, since weights may have changed since the last one."""
     cache = kwargs.get("past_key_values")
     if cache is None or cache.get_seq_length() == 0:
         refresh_packed_weights(model)

@@ -1,4 +1,4 @@
-"""What kvexp needs to know of each model family, and how to read it off a model."""
+"""Model families: what kvexp needs to know of each, read off a Hugging Face model or its configuration."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """position: how the model tells positions apart; limit: the config field with its longest sequence."""
+    """A model family. position: rope, alibi or learned; limit: the config field with the longest sequence."""
 
     title: str
     position: Literal["rope", "learned", "alibi"]
     limit: str = "max_position_embeddings"
-    finite: bool = False  # positions come from a table that ends at the limit
+    has_position_table: bool = False  # positions come from a table that ends at the limit
     attention_class: str | None = None  # set where the family ignores Hugging Face's attention interface
 
 
 FAMILIES: dict[str, Family] = {
-    "gptj": Family("GPT-J", "rope", limit="n_positions", finite=True, attention_class="GPTJAttention"),
-    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions", finite=True),
+    "gptj": Family("GPT-J", "rope", limit="n_positions", has_position_table=True, attention_class="GPTJAttention"),
+    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions", has_position_table=True),
     "mpt": Family("MPT", "alibi", limit="max_seq_len", attention_class="MptAttention"),
     "llama": Family("Llama", "rope"),
-    "opt": Family("OPT", "learned", finite=True),
+    "opt": Family("OPT", "learned", has_position_table=True),
     "mistral": Family("Mistral", "rope"),
     "qwen2": Family("Qwen2", "rope"),
     "qwen3": Family("Qwen3", "rope"),
@@ -47,35 +47,35 @@ def family_of(config: Any) -> Family:
     return FAMILIES[model_type]
 
 
-def layers_of(config: Any) -> int:
+def num_layers(config: Any) -> int:
     """Number of attention layers L."""
     return int(config.num_hidden_layers)
 
 
-def kv_heads(config: Any) -> int:
-    """Heads that keys and values have."""
+def num_kv_heads(config: Any) -> int:
+    """Number of kv heads H."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def check_positions(config: Any, cache: CacheConfig) -> None:
-    """ConfigError for what learned positions cannot do. config: the model's."""
+    """ConfigError where the model's kind of positions cannot do what the cache is configured for."""
     family = family_of(config)
     if cache.renumbered and family.position == "learned":
         raise ConfigError(
             f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
             f"not to the cache. Set positions=original for method={cache.method.name}"
         )
-    if cache.beyond_context and family.finite:
-        raise ConfigError(f"{family.title} has a table of positions for {longest(config)} tokens and no more")
+    if cache.beyond_context and family.has_position_table:
+        raise ConfigError(f"{family.title} has a table of positions for {max_positions(config)} tokens and no more")
 
 
-def longest(config: Any) -> int:
-    """Positions the model holds."""
+def max_positions(config: Any) -> int:
+    """The longest sequence, in tokens, that the model is made for."""
     return int(getattr(config, family_of(config).limit))
 
 
 def check_sizes(config: Any) -> None:
-    """ConfigError for sizes no model can have, and rotations nobody knows.
+    """ConfigError for sizes that no model can have, and for kinds of RoPE that transformers does not know.
 
     transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
     """
@@ -102,11 +102,11 @@ def check_sizes(config: Any) -> None:
 
 
 def _own(config: Any, name: str) -> str:
-    """What this family calls it."""
+    """The name that this family's configuration has for a field."""
     return str(getattr(config, "attribute_map", {}).get(name, name))
 
 
-def rotation_of(model: Any) -> RoPE | None:
+def rope_of(model: Any) -> RoPE | None:
     """The model's RoPE as inverse frequencies, None for other families.
 
     Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are as they are.

@@ -15,7 +15,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available() -> int:
-    """Bytes that can be taken without pushing anything out; more than there can be where the system does not tell."""
+    """Free bytes of memory for this process; a number larger than any memory where the system does not tell."""
     return max(0, min([_of_computer(), _of_process(), *_of_groups()]))
 
 
@@ -27,7 +27,7 @@ def _of_computer() -> int:
 
 
 def _of_process() -> int:
-    """What the limit on addresses (`ulimit -v`) leaves."""
+    """Free bytes under the process's address limit (`ulimit -v`)."""
     try:
         import resource
     except ImportError:  # Windows has none
@@ -39,7 +39,7 @@ def _of_process() -> int:
 
 
 def _of_groups() -> Iterator[int]:
-    """What the memory limit of each control group around this process leaves, as containers and SLURM set them."""
+    """Free bytes under the memory limit of each control group around this process (containers, SLURM)."""
     for line in _lines(PROC / "self/cgroup"):
         _, controllers, path = line.rstrip("\n").split(":", 2)
         if not controllers:
@@ -49,7 +49,10 @@ def _of_groups() -> Iterator[int]:
 
 
 def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Of the group and all above it. Inside a container the path may be the host's: then its root is the group."""
+    """Free bytes of the control group at `path` and of all groups above it.
+
+    Inside a container the path may be the host's: then the root is the group.
+    """
     limit, taken, cached = names
     group = root / os.path.normpath(path).lstrip("/.")
     for folder in (group, *group.parents):

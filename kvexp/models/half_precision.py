@@ -18,5 +18,5 @@ def alone(dtype: str, device: str) -> bool:
 
 
 def identifies(dtype: str, device: str) -> bool:
-    """Whether another batch size makes another run."""
+    """Whether the batch size is part of a run's identity, because it can change the numbers of a row."""
     return dtype != FULL and not alone(dtype, device)

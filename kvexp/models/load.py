@@ -18,7 +18,7 @@ from transformers import (
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
-from kvexp.models.families import FAMILIES, check_sizes, family_of, layers_of
+from kvexp.models.families import FAMILIES, check_sizes, family_of, num_layers
 from kvexp.models.located import located
 from kvexp.models.patch import patch_model
 from kvexp.paths import path_of
@@ -43,12 +43,12 @@ def load_model(
     is checked before any weight is read. device: where to put the model (default: CUDA if there is one);
     device_map: accelerate's placement over several devices instead.
     """
-    torch_dtype = dtype_of(dtype)
+    torch_dtype = parse_dtype(dtype)
     check_device(device)
     check_device_map(device_map, device)
     path, _ = located(path)
-    config = config_of(path, revision=revision, trust_remote_code=trust_remote_code)
-    _check_folder(path, allow_pickle, layers_of(config))
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    _check_folder(path, allow_pickle, num_layers(config))
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with without_report():
@@ -80,14 +80,14 @@ def load_model(
 
 
 def _take_from_file(model: PreTrainedModel) -> None:
-    """On a CPU weights are the file itself, mapped: whoever wrote to it would change the model under way."""
+    """Copy weights that are memory-mapped from their file, so that writing to the file cannot change the model."""
     with torch.no_grad():
         for weight in (*model.parameters(), *model.buffers()):
             if weight.device.type == "cpu":
                 weight.data = weight.data.clone()
 
 
-def config_of(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face configuration at `path`, of a family kvexp knows; no weights."""
     path, _ = located(path)
     config = _from_hub(
@@ -135,8 +135,8 @@ def random_model(
         try:
             model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
         except Exception as error:  # torch's and transformers' own, of sizes that cannot be
-            raise _impossible(family, error) from error
-    return patch_model(model.to(device=device, dtype=dtype_of(dtype)))
+            raise _bad_random_config(family, error) from error
+    return patch_model(model.to(device=device, dtype=parse_dtype(dtype)))
 
 
 def random_config(family: str, **config: Any) -> Any:
@@ -151,11 +151,11 @@ def random_config(family: str, **config: Any) -> Any:
         made = AutoConfig.for_model(family, **config)
         check_sizes(made)
     except Exception as error:  # the configurations' own validators: no common base
-        raise _impossible(family, error) from error
+        raise _bad_random_config(family, error) from error
     return made
 
 
-def _impossible(family: str, error: Exception) -> ConfigError:
+def _bad_random_config(family: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(f"model.config cannot be that of a {family} model: {reason}")
 
@@ -171,7 +171,7 @@ def check_device(device: str | None) -> None:
 
 
 def check_device_map(device_map: str | dict[str, Any] | None, device: str | None) -> None:
-    """ConfigError for a placement that is none of accelerate's, or without accelerate."""
+    """ConfigError for a device_map that accelerate does not know, or where accelerate is not installed."""
     if device_map is None:
         return
     if device is not None:
@@ -187,15 +187,17 @@ def check_device_map(device_map: str | dict[str, Any] | None, device: str | None
         raise ConfigError("device_map needs accelerate, which is not installed; run: pip install accelerate")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """float32, bfloat16 or float16 by name."""
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype called float32, bfloat16 or float16; ConfigError for other names."""
     if name not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
 
 
 def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
-    """Call a from_pretrained, turning its many ways of failing into one message. what: it loads."""
+    """Call a `from_pretrained`, turning every failure into one ConfigError. what: the thing it loads, for the
+    message.
+    """
     folder = path_of(path, "model.path")
     there = folder.exists()
     if there:
@@ -230,7 +232,7 @@ def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """One line; where the message says little by itself, with its kind in front."""
+    """An error as one line, with its class in front where the message says little by itself."""
     words = " ".join(str(error).split())
     words = words if len(words) <= 300 else f"{words[:300]}..."
     return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {words}".strip()
@@ -259,5 +261,5 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
     path, _ = located(path)
     if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return
-    config = config_of(path, trust_remote_code=trust_remote_code)
-    _check_folder(path, allow_pickle, layers_of(config))
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    _check_folder(path, allow_pickle, num_layers(config))

@@ -9,15 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexp.errors import ConfigError
-from kvexp.models.families import kv_heads, layers_of, longest
-from kvexp.models.load import dtype_of
+from kvexp.models.families import max_positions, num_kv_heads, num_layers
+from kvexp.models.load import parse_dtype
 from kvexp.models.retrieval_calibration import head_dim
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """parameters: all of them, embeddings included; width: query heads times their components; positions: the longest
-    sequence."""
+    """The size of a model. parameters: number, embeddings included; width: query heads times D; positions: the longest
+    sequence in tokens."""
 
     parameters: int
     layers: int
@@ -27,15 +27,15 @@ class ModelSize:
     positions: int
 
     def weight_bytes(self, dtype: str) -> int:
-        return self.parameters * dtype_of(dtype).itemsize
+        return self.parameters * parse_dtype(dtype).itemsize
 
     def token_bytes(self, dtype: str) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype_of(dtype).itemsize
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * parse_dtype(dtype).itemsize
 
 
 def shape_of(config: Any) -> ModelSize:
-    """Of a Hugging Face configuration. The model is made of tensors without memory, to count its parameters exactly."""
+    """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -44,9 +44,9 @@ def shape_of(config: Any) -> ModelSize:
         raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=layers_of(config),
+        layers=num_layers(config),
         width=int(config.num_attention_heads) * head_dim(config),
-        kv_heads=kv_heads(config),
+        kv_heads=num_kv_heads(config),
         head_dim=head_dim(config),
-        positions=longest(config),
+        positions=max_positions(config),
     )

@@ -1,4 +1,4 @@
-"""MPT ignores Hugging Face's attention interface, and its ALiBi goes by physical index: both mended here."""
+"""MPT, whose attention module ignores Hugging Face's interface and has ALiBi by slot index: a subclass without both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from kvexp.core import AttentionParams
-from kvexp.models.attention_hook import attend
+from kvexp.models.attention_hook import cached_attention
 
 
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
@@ -39,6 +39,6 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
             key, value = past_key_values.update(key, value, self.layer_idx)
         # The bias table is [heads, 1, max_seq_len], linear in its last axis.
         slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
-        geometry = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(query.device))
-        out = attend(query, key, value, attention_mask, geometry)
+        params = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(query.device))
+        out = cached_attention(query, key, value, attention_mask, params)
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None

@@ -1,4 +1,4 @@
-"""Where in a model NaN or inf came from."""
+"""The module of a model in which NaN or inf came up first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
-    """Names the module whose output first holds NaN or inf in the block: none, or one, of the kind "layers.2.mlp".
+    """Context manager: a list that gets the name, as "layers.2.mlp", of the first module with NaN or inf in its output.
 
-    For a second look at what has failed already: it waits for the device at every module.
+    For rerunning a forward that has failed already: it waits for the device at every module.
     """
     found: list[str] = []
 

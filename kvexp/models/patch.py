@@ -14,13 +14,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.models.attention_hook import NAME, kvexp_attention, pass_padding
+from kvexp.models.attention_hook import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
 from kvexp.models.mpt import KvexpMptAttention
 
-AttentionInterface.register(NAME, kvexp_attention)
-AttentionMaskInterface.register(NAME, pass_padding)
+AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
 
 _SHIMS: dict[str, type[nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
 _RECORD = "_kvexp_patch"  # attribute of a patched model
@@ -42,11 +42,11 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
         if family.attention_class is None:
             for config in _configs(model):
                 record.note(config, "_attn_implementation_internal")
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
         else:
             # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
             _put_shims(model, family.attention_class, record)
-            record.set(model.config, "_attn_implementation_internal", NAME)
+            record.set(model.config, "_attn_implementation_internal", ATTN_IMPLEMENTATION)
         # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
         for config in (model.config, model.generation_config):
             if config is not None:
@@ -97,7 +97,7 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 class _Absent:
-    """Stands for the value of an attribute that an object did not have. A class, so that copies of it are itself."""
+    """Marks an attribute that an object did not have. A class, so that a deep copy of the marker is the marker."""
 
 
 class _Patch:
@@ -111,12 +111,12 @@ class _Patch:
         self.hooks: list[RemovableHandle] = []
 
     def note(self, owner: Any, name: str) -> None:
-        """Remember the attribute as it is now."""
+        """Record the attribute's present value."""
         value = type(owner) if name == "__class__" else vars(owner).get(name, _Absent)
         self.former.append((owner, name, value))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set the attribute, to be set back by `undo`."""
+        """Set the attribute, and record its former value for `undo`."""
         self.note(owner, name)
         setattr(owner, name, value)
 
@@ -162,31 +162,34 @@ def _alibi_power(model: PreTrainedModel) -> float:
 
 
 def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
-    """Say why what comes would fail or be wrong: a prompt cut to nothing by generate(), a static cache, wrong beams."""
+    """Forward pre-hook: CacheError for inputs that a kvexp cache cannot serve.
+
+    These are a prompt cut to nothing by generate(), a static cache, and a number of beams that is not the cache's.
+    """
     ids = args[0] if args else kwargs.get("input_ids")
     cache = kwargs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
-    timeline = getattr(cache, "timeline", None)
-    if timeline is None or ids is None:
+    sequence = getattr(cache, "sequence", None)
+    if sequence is None or ids is None:
         return
     if ids.shape[1] == 0:
-        raise timeline.occupied(0)
-    beams = timeline.num_beams
-    if beams > 1 and timeline.end == 0 and ids.shape[0] % beams == 0:
+        raise sequence.occupied(0)
+    beams = sequence.num_beams
+    if beams > 1 and sequence.seq_len == 0 and ids.shape[0] % beams == 0:
         first = ids.view(-1, beams, ids.shape[1])
         if bool((first != first[:, :1]).any()):
             raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
 
 
 def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Tell the cache whether the last column's logits were numbers, as a sum the device need not be waited for."""
+    """Forward hook: add up the last column's logits into the cache's flag, which turns NaN, without a device sync."""
     cache = kwargs.get("past_key_values")
-    caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "doubt")]
+    caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "logits_nan_flag")]
     if caches:
         doubt = 0 * output.logits[:, -1].sum(dtype=torch.float32)  # NaN unless all of them are finite
         for one in caches:
-            one.doubt = one.doubt + doubt
+            one.logits_nan_flag = one.logits_nan_flag + doubt
 
 
 def _check_finite(model: PreTrainedModel) -> None:

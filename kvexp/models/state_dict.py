@@ -46,7 +46,7 @@ def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> Pr
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """transformers reports on loading with a bar and a table; what is wrong here is said by an error."""
+    """Silence transformers' progress bar and table while loading; what is wrong is raised as an error."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""The text of every token, such that the texts joined are the whole text."""
+"""The text of every token; the texts joined are the whole text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ LONGEST = 4  # bytes of a character: more tokens than that end none
 
 
 def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a token that leaves a character unfinished adds nothing, the next one both.
+    """What each token adds to the text. A token that ends inside a character adds nothing, the next one adds both
+    parts.
 
     Tokenizers hide the space between two words in either of them, so each is decoded together with what stands before.
     """

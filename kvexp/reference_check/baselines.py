@@ -81,13 +81,13 @@ def _check_h2o(archive: Recording, report: Report, whole: Streams) -> None:
 
     def note(state: Any, _: int) -> None:
         slots = state.slots
-        positions, score = slots.positions[0, :, : slots.used], slots.score[0, :, : slots.used]
+        positions, score = slots.positions[0, :, : slots.length], slots.score[0, :, : slots.length]
         table = torch.zeros(positions.shape[0], total + 1).scatter_(
             1, torch.where(positions < 0, total, positions), score
         )
         scores.append(table[:, :total].numpy())
         mask = np.zeros((positions.shape[0], total), bool)
-        for head, held in enumerate(state.kept()[0]):
+        for head, held in enumerate(state.kept_positions()[0]):
             mask[head, held] = True
         kept.append(mask)
 
@@ -117,8 +117,8 @@ def _compare(archive: Recording, report: Report, name: str, whole: Streams, out:
 def _attended(state: Any, whole: Streams) -> np.ndarray:
     """[H, T] bool: what the newest token attended to."""
     mask = torch.zeros(whole.k.shape[2], whole.q.shape[3] + 1, dtype=torch.bool)
-    if state.tally.attended is not None:
-        positions = state.tally.attended[0]
+    if state.selection_stats.attended is not None:
+        positions = state.selection_stats.attended[0]
         mask.scatter_(1, torch.where(positions < 0, whole.q.shape[3], positions), True)
     return mask[:, :-1].numpy()
 

@@ -21,7 +21,7 @@ class _Watched(EvictionCache):
     """Notes the state after every forward, and how beams were reordered."""
 
     def watch(self) -> _Watched:
-        self.trace, self.taps, self.beams = Trace(), tapped(self.states), []  # type: ignore[var-annotated]
+        self.trace, self.taps, self.beams = Trace(), tapped(self.layer_states), []  # type: ignore[var-annotated]
         return self
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -20,17 +20,17 @@ class _BlockTap:
     """Notes which blocks every chunk of the prompt chose."""
 
     def __init__(self) -> None:
-        self.real, self.chosen = infllm_blocks.far_slots, []  # type: ignore[var-annotated]
+        self.real, self.chosen = infllm_blocks.distant_slots, []  # type: ignore[var-annotated]
 
     def __enter__(self) -> _BlockTap:
-        infllm_blocks.far_slots = self  # type: ignore[assignment]
+        infllm_blocks.distant_slots = self  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        infllm_blocks.far_slots = self.real
+        infllm_blocks.distant_slots = self.real
 
-    def __call__(self, method: InfLLM, sight: Any, rows: slice, count: int, *others: Any) -> Tensor:
-        found = self.real(method, sight, rows, count, *others)
+    def __call__(self, method: InfLLM, inputs: Any, rows: slice, count: int, *others: Any) -> Tensor:
+        found = self.real(method, inputs, rows, count, *others)
         self.chosen.append(_numbers(method, found[0], count))
         return found
 
@@ -71,12 +71,14 @@ def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choi
 
     def note(state: Any, layer: int) -> None:
         ends[layer] = state
-        if state.tally.attended is None:
+        if state.selection_stats.attended is None:
             chosen[layer] += tap.chosen
             tap.chosen = []
             return
-        length, local = state.memory.lengths[0], state.memory.layout.local[0]
-        chosen[layer].append(_numbers(method, state.tally.attended[0], max(0, length - 2 - local - sinks) // size))
+        length, local = state.memory.lengths[0], state.memory.config.local[0]
+        chosen[layer].append(
+            _numbers(method, state.selection_stats.attended[0], max(0, length - 2 - local - sinks) // size)
+        )
 
     with _BlockTap() as tap:
         out = whole.run(method, sinks + granted, note)
@@ -88,7 +90,7 @@ def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choi
                 ours[layer, step, unit, : len(heads[unit])] = heads[unit]
     report.exact(f"{prefix}_selected_blocks", ours, theirs)
     report.close(f"{prefix}_out", out, archive[f"{prefix}_out"], _TIGHT)
-    local, taken = ends[0].quota.recent[0], ends[0]._at_most()[0]
+    local, taken = ends[0].resolved_budget.recent[0], ends[0]._num_to_select()[0]
     end = max(0, ends[0].memory.lengths[0] - 1 - local - sinks) // size
     for name, value in (
         ("n_local", local + 1),
@@ -99,7 +101,7 @@ def _check(archive: Recording, report: Report, whole: Streams, prefix: str, choi
     ):
         if f"{prefix}_{name}" in archive:
             report.exact(f"{prefix}_{name}", value, archive[f"{prefix}_{name}"])
-    keys = torch.stack([ends[layer].known["repr"][0, :, :end] for layer in sorted(ends)])  # [L, H, n, G, D]
+    keys = torch.stack([ends[layer].kv_index["repr"][0, :, :end] for layer in sorted(ends)])  # [L, H, n, G, D]
     keys = keys.transpose(2, 3).flatten(1, 2)
     theirs = archive[f"{prefix}_repr_keys_end"]
     if theirs.shape[1] == 1 and keys.shape[1] != 1:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionLayer, Slots
-from kvexp.core.attention import AttentionInputs, attend_with
-from kvexp.core.eviction_layer import Columns
+from kvexp.core.attention import AttentionInputs, apply_probs
+from kvexp.core.eviction_layer import PromptSums
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.models import EvictionCache
 
@@ -19,19 +19,21 @@ from kvexp.models import EvictionCache
 class PaddedSinks(EvictionLayer):
     """A layer whose position ids are columns of the padded text."""
 
-    def attend(self, sight: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-        if not self.timeline.in_prompt:
-            return super().attend(sight)
-        x = sight.logits(slice(0, sight.query.shape[3]), sight.keys.shape[2])
-        even = (sight.query_positions < 0)[:, None, None, :, None]
-        return attend_with(torch.softmax(x.masked_fill(even, 0.0), dim=-1), sight.values), None
+    def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        if not self.sequence.in_prompt:
+            return super().attend(inputs)
+        x = inputs.logits(slice(0, inputs.query.shape[3]), inputs.keys.shape[2])
+        even = (inputs.query_positions < 0)[:, None, None, :, None]
+        return apply_probs(torch.softmax(x.masked_fill(even, 0.0), dim=-1), inputs.values), None
 
-    def _score(self, slots: Slots, sight: AttentionInputs, probabilities: Tensor | None, seen: Columns) -> None:
+    def _update_score(
+        self, slots: Slots, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums
+    ) -> None:
         """Nothing to score in StreamingLLM; the end of the prompt is where padding comes to life."""
-        if self.timeline.in_prompt and self.timeline.counts is not None:
-            columns = torch.arange(slots.used)
-            slots.positions[:, :, : slots.used] = columns
-            self.timeline.counts = torch.full_like(self.timeline.counts, self.timeline.end)
+        if self.sequence.in_prompt and self.sequence.num_real is not None:
+            columns = torch.arange(slots.length)
+            slots.positions[:, :, : slots.length] = columns
+            self.sequence.num_real = torch.full_like(self.sequence.num_real, self.sequence.seq_len)
 
     def _accumulate(self, slots: Slots, view: AttentionScoreSpec, columns: Tensor, query_positions: Tensor) -> None:
         raise AssertionError("StreamingLLM observes nothing")
@@ -39,6 +41,6 @@ class PaddedSinks(EvictionLayer):
 
 def revive_padding(cache: EvictionCache) -> EvictionCache:
     """Make a fresh cache behave so."""
-    for state in cache.states:
+    for state in cache.layer_states:
         state.__class__ = PaddedSinks
     return cache

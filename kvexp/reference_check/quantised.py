@@ -12,9 +12,9 @@ from kvexp.reference_check.comparison import Report
 from kvexp.reference_check.recording import Recording
 from kvexp.reference_check.streams import streams
 from kvexp.retrieval import PQCache
-from kvexp.retrieval.kmeans import starting_rows
+from kvexp.retrieval.kmeans import init_rows
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
+from kvexp.retrieval.query import RetrievalQuery, Selection, reduce_group
 
 _TIGHT = 1e-5
 # In half precision: two steps between neighbouring numbers near 1; eight times that for sums over a head's width.
@@ -33,28 +33,28 @@ class _Replayed(PQCache):
     total: int = 0  # positions in all
     notes: dict[str, list[Any]] = field(default_factory=dict, compare=False)
 
-    def select(self, asked: RetrievalQuery) -> Chosen:
+    def select(self, asked: RetrievalQuery) -> Selection:
         assert self.recorded is not None
-        x = dots(asked.query, asked.index["centroids"], asked.index["codes"][:, :, : asked.memory.used])
-        relevance = combined(asked.logits(x), self.combine)
+        x = dots(asked.query, asked.index["centroids"], asked.index["codes"][:, :, : asked.memory.length])
+        relevance = reduce_group(asked.logits(x), self.combine)
         theirs = torch.from_numpy(self.recorded[int(asked.positions[0]) - self.first])[None] + self.n_sinks
         favoured = torch.zeros_like(relevance, dtype=torch.bool).scatter_(-1, theirs, True)
         rank = relevance.unique(return_inverse=True)[1] * 2.0 + favoured
         shown = torch.softmax(asked.logits(x), -1).sum(2) if self.combine == "softmax_sum" else x.sum(2)
-        exact = combined(asked.exact(), "softmax_sum")
-        exact_raw = combined(asked.exact(), self.combine)
+        exact = reduce_group(asked.exact_logits(), "softmax_sum")
+        exact_raw = reduce_group(asked.exact_logits(), self.combine)
         hidden = ~asked.candidates.expand_as(relevance)
         for name, value in (
             ("approx_logits", x.flatten(1, 2).masked_fill(~asked.candidates, torch.nan)),
             ("approx_score", shown.masked_fill(hidden, torch.nan)),
-            ("topk_idx", asked.top(rank) - self.n_sinks),
-            ("exact_topk_idx", asked.top(exact) - self.n_sinks),
-            ("exact_topk_idx, combined alike", asked.top(exact_raw) - self.n_sinks),
+            ("topk_idx", asked.topk(rank) - self.n_sinks),
+            ("exact_topk_idx", asked.topk(exact) - self.n_sinks),
+            ("exact_topk_idx, combined alike", asked.topk(exact_raw) - self.n_sinks),
         ):
             if name.startswith("approx"):
                 value = torch.nn.functional.pad(value, (0, self.total - value.shape[-1]), value=torch.nan)
             self.notes.setdefault(name, []).append(value[0].numpy())
-        return Chosen(asked.top(rank))
+        return Selection(asked.topk(rank))
 
 
 def check(archive: Recording, report: Report) -> None:
@@ -98,11 +98,11 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
 
         outs.append(one.run(method, sink + recent + count + 1, keep)[0])
         noted.append({name: np.stack(values) for name, values in method.notes.items()})
-        indexed.append(ends[-1].known)
+        indexed.append(ends[-1].kv_index)
     _compare_pq(archive, report, prefix, noted, indexed, half)
     report.close(f"{prefix}_out", np.stack(outs), archive[f"{prefix}_out"], _HALF if half else _TIGHT)
     clustered = whole.prompt - sink - (recent if "cand" in prefix else 0)
-    start = starting_rows(clustered, 1 << method.b, method.kmeans_seed)
+    start = init_rows(clustered, 1 << method.b, method.kmeans_seed)
     report.exact(f"{prefix}_init_idx", start.numpy(), archive[f"{prefix}_init_idx"])
     assert len(noted[0]["topk_idx"]) == steps
 

@@ -26,7 +26,7 @@ class RecordedNoise(Noise):
     padding: int = 0
     by_slot: bool = False
 
-    def following(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def make_stepper(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
         def draw(queries: Tensor, keys: Tensor) -> Tensor:
             each = zip(layers, queries.split(len(seeds)), keys.split(len(seeds)), strict=True)
             return torch.cat([self.draw(seeds, layer, heads, query, key) for layer, query, key in each])
@@ -54,8 +54,8 @@ class RecordedKeyformer(Keyformer):
     zeta: RecordedNoise | None = None
 
     @property
-    def view(self) -> AttentionScoreSpec:
-        return replace(super().view, noise=self.zeta)
+    def score_spec(self) -> AttentionScoreSpec:
+        return replace(super().score_spec, noise=self.zeta)
 
 
 def recorded_noise(archive: Recording, padding: int, *, by_slot: bool) -> RecordedNoise:

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvexp.core.masked_layer import Rule
+from kvexp.core.masked_layer import MaskFn
 from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.models import RowMaskCache
 from kvexp.reference_check.comparison import Report
 from kvexp.reference_check.recording import Recording
 
 
-def rule_of(archive: Recording) -> Rule:
+def mask_fn_of(archive: Recording) -> MaskFn:
     """The mask rule of the release a file comes from, with its budgets over the whole text."""
     c, width = archive.config, archive["input_ids"].shape[1]
     if "heavy_ratio" in c:
@@ -37,15 +37,15 @@ def check(archive: Recording, report: Report) -> None:
     """Logits at all positions, and each layer's mask (and attention, where recorded)."""
     model = archive.model()
     ids = archive.tensor("input_ids").long()
-    cache = RowMaskCache(model, rule_of(archive))
+    cache = RowMaskCache(model, mask_fn_of(archive))
     logits = model(ids, past_key_values=cache, use_cache=True).logits
     report.close("logits", logits.numpy(), archive["logits"])
-    masks = np.stack([state.mask[0].numpy() for state in cache.states if state.mask is not None])
+    masks = np.stack([state.mask[0].numpy() for state in cache.layer_states if state.mask is not None])
     for name in ("mask", "attended"):
         if name in archive:
             report.exact(name, masks, archive[name])
     if "attn" in archive:
-        attention = [state.probabilities[0].numpy() for state in cache.states if state.probabilities is not None]
+        attention = [state.probabilities[0].numpy() for state in cache.layer_states if state.probabilities is not None]
         report.close("attn", np.stack(attention), archive["attn"])
     if "key_mask" in archive:
         report.skip("key_mask", "the release's working copy of mask before the recent band is added")

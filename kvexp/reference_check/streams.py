@@ -14,7 +14,7 @@ from kvexp.core import AttentionParams, Budget, CacheConfig, EvictionLayer, Memo
 from kvexp.core.attention import RoPE
 from kvexp.reference_check.recording import Recording
 from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalState
+from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalLayer
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,25 @@ class Streams:
     k: Tensor
     v: Tensor
     prompt: int
-    rotation: RoPE | None = None
+    rope: RoPE | None = None
 
     def run(self, method: Method, tokens: int, seen: Callable[[Any, int], None] | None = None) -> np.ndarray:
         """Outputs [L, T, H * G, D] under a budget of so many tokens; `seen` gets (state, layer) after every forward."""
         outs = []
-        geometry = AttentionParams(self.q.shape[-1] ** -0.5, rotation=self.rotation)
+        params = AttentionParams(self.q.shape[-1] ** -0.5, rope=self.rope)
         for layer in range(self.q.shape[0]):
             time = SequenceState(prompt_columns=self.prompt)
             config = CacheConfig(method, Budget(tokens=tokens), positions="original")
             retrieves = isinstance(method, Retrieval)
             state: Any = (
-                RetrievalState(config, 0, 1, time, MemoryTracker(1), LayerGroup())
+                RetrievalLayer(config, 0, 1, time, MemoryTracker(1), LayerGroup())
                 if retrieves
                 else EvictionLayer(config, 0, 1, time, MemoryTracker(1), None)
             )
             out, total = [], self.q.shape[3]
             for rows in (slice(0, self.prompt), *(slice(t, t + 1) for t in range(self.prompt, total))):
                 q, k, v = (x[layer, :, :, rows] for x in (self.q, self.k, self.v))
-                out.append(state.forward(q, k, v, geometry, None)[0])
+                out.append(state.forward(q, k, v, params, None)[0])
                 if seen is not None:
                     seen(state, layer)
             outs.append(torch.cat(out, dim=1).transpose(0, 1).float().numpy())
@@ -56,7 +56,7 @@ def streams(archive: Recording, names: str = "q k v", dtype: torch.dtype = torch
     if names == "q k v":
         return Streams(q, k, v, int(archive["prompt"]))
     exponent = torch.arange(0, q.shape[-1], 2, dtype=torch.float32) / q.shape[-1]
-    rotation = RoPE(1.0 / float(archive["rope_base"]) ** exponent, interleaved=False)
+    rope = RoPE(1.0 / float(archive["rope_base"]) ** exponent, interleaved=False)
     place = torch.arange(q.shape[3]).expand(1, 1, -1)
-    q, k = (torch.stack([rotation.shift(x, place.expand(1, x.shape[1], -1)) for x in whole]) for whole in (q, k))
-    return Streams(q, k, v, int(archive["prompt"]), rotation)
+    q, k = (torch.stack([rope.rotate_by(x, place.expand(1, x.shape[1], -1)) for x in whole]) for whole in (q, k))
+    return Streams(q, k, v, int(archive["prompt"]), rope)

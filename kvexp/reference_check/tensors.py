@@ -159,12 +159,12 @@ def _run(archive: Recording, config: CacheConfig, prompt: int) -> tuple[np.ndarr
     for layer in range(archive["q"].shape[0]):
         q, k, v = (archive.tensor(name)[layer] for name in "qkv")
         state = EvictionLayer(config, 0, 1, SequenceState(prompt_columns=prompt), MemoryTracker(1), None)
-        geometry = AttentionParams(q.shape[-1] ** -0.5)
+        params = AttentionParams(q.shape[-1] ** -0.5)
         rows = [slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, q.shape[2]))]
         out, kept, score = [], [], []
         for r in rows:
-            out.append(state.forward(q[:, :, r], k[:, :, r], v[:, :, r], geometry, None)[0])
-            held = state.kept()[0]
+            out.append(state.forward(q[:, :, r], k[:, :, r], v[:, :, r], params, None)[0])
+            held = state.kept_positions()[0]
             kept.append(held)
             slots = state.slots
             assert slots is not None
@@ -202,7 +202,7 @@ def check_head(archive: Recording, report: Report) -> None:
             out.append(state.forward(q[layer], k[layer], v[layer], AttentionParams(q.shape[-1] ** -0.5), None)[0])
             score.append(np.array([list(held.values()) for held in tap.last[0]]))
             line = np.zeros(score[-1].shape, bool)
-            for head, ids in enumerate(state.kept()[0]):
+            for head, ids in enumerate(state.kept_positions()[0]):
                 line[head, ids] = True
             kept.append(line)
         late = theirs[..., q.shape[3] - recent :]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionLayer
-from kvexp.generate.loglikelihood import forward
+from kvexp.generate.loglikelihood import forward_last
 from kvexp.models import EvictionCache
 
 
@@ -35,9 +35,9 @@ class _Tap:
         self.state, self.add = state, state._accumulate
         self.last: list[list[dict[int, float]]] = []
 
-    def __call__(self, slots: Any, view: Any, columns: Tensor, query_positions: Tensor) -> None:
-        self.last = by_position(slots.positions[:, :, : slots.used], columns)
-        self.add(slots, view, columns, query_positions)
+    def __call__(self, slots: Any, spec: Any, sums: Tensor, query_positions: Tensor) -> None:
+        self.last = by_position(slots.positions[:, :, : slots.length], sums)
+        self.add(slots, spec, sums, query_positions)
 
 
 def by_position(positions: Tensor, values: Tensor) -> list[list[dict[int, float]]]:
@@ -59,20 +59,20 @@ def tapped(states: Sequence[Any]) -> list[_Tap]:
 def note(trace: Trace, cache: EvictionCache, taps: list[_Tap]) -> None:
     """Add the state after a forward to the trace."""
     trace.columns.append([tap.last for tap in taps])
-    trace.kept.append([state.kept() for state in cache.states])
-    slots = [state.slots for state in cache.states]
+    trace.kept.append([state.kept_positions() for state in cache.layer_states])
+    slots = [state.slots for state in cache.layer_states]
     trace.score.append(
-        [by_position(s.positions[:, :, : s.used], s.score[:, :, : s.used]) for s in slots if s is not None]
+        [by_position(s.positions[:, :, : s.length], s.score[:, :, : s.length]) for s in slots if s is not None]
     )
 
 
 @torch.inference_mode()
 def teacher_forced(cache: EvictionCache, model: Any, ids: Tensor, mask: Tensor, new_tokens: Tensor) -> Trace:
     """Prompt ids [B, T] with mask, then new_tokens [B, steps + 1] one by one (the last is not fed)."""
-    trace, taps = Trace(), tapped(cache.states)
+    trace, taps = Trace(), tapped(cache.layer_states)
     step = ids
     for j in range(new_tokens.shape[1]):
-        trace.logits.append(forward(model, step, mask, cache).numpy())
+        trace.logits.append(forward_last(model, step, mask, cache).numpy())
         note(trace, cache, taps)
         step = new_tokens[:, j : j + 1]
         mask = torch.cat([mask, torch.ones_like(step)], dim=1)

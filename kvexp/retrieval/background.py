@@ -1,4 +1,4 @@
-"""Work on the host that nobody waits for until its result is needed."""
+"""A job on the CPU that runs beside a GPU's computation until its result is needed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @lru_cache(maxsize=1)
 def _worker() -> ThreadPoolExecutor:
-    """One thread: jobs run in order, each with all the threads that torch gives to one operation."""
+    """The one worker thread: jobs run in order, each with all the threads that torch gives to one operation."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvexp-index")
 
 
 def _in_this_mode(job: Callable[[], None]) -> Callable[[], None]:
-    """Whether tensors are made for inference only is a thread's own business: the job makes those of this thread."""
+    """The job wrapped in the calling thread's inference mode, which torch keeps per thread."""
     inference = torch.is_inference_mode_enabled()
 
     def run() -> None:
@@ -26,18 +26,23 @@ def _in_this_mode(job: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-class Later:
-    """A job that starts at once beside a GPU's computation, or, where that would only slow it down, when waited for."""
+class BackgroundTask:
+    """A job that starts at once in the worker thread (run_async), or else when it is first waited for.
 
-    def __init__(self, job: Callable[[], None], *, beside: bool) -> None:
-        self.job: Callable[[], None] | Future[None] | None = _worker().submit(_in_this_mode(job)) if beside else job
+    On a CPU it is not started beside the computation, which it would slow down.
+    """
+
+    def __init__(self, job: Callable[[], None], *, run_async: bool) -> None:
+        self.job: Callable[[], None] | Future[None] | None = _worker().submit(_in_this_mode(job)) if run_async else job
 
     @property
     def done(self) -> bool:
+        """Whether the job has run, waited for or not."""
         return self.job is None or (isinstance(self.job, Future) and self.job.done())
 
     @property
-    def waited_for(self) -> bool:
+    def joined(self) -> bool:
+        """Whether `wait` has returned."""
         return self.job is None
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""What a retrieval method is: it keeps every token and says, for each query, which ones to attend to."""
+"""What a retrieval method is: it keeps every token and selects, for each query, the tokens to attend to."""
 
 from __future__ import annotations
 
@@ -9,48 +9,61 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, attend_prompt
+from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
+from kvexp.deprecation import OldName, keep_old_hooks
 from kvexp.errors import ConfigError
-from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Chosen, RetrievalQuery
+from kvexp.retrieval.block_cache import BlockCacheConfig
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.query import RetrievalQuery, Selection
+
+RENAMED = {
+    "ungrouped": "per_query_head",
+    "clamps": "clamps_positions",
+    "builds_on_host": "indexes_on_host",
+    "prepare": "calibrate",
+    "search_bits": "index_bits_per_token",
+}  # old names of a retrieval method's hooks, which work for one release
 
 
 @dataclass(frozen=True)
 class PrefillKV:
-    """A prompt at its end, to be indexed: slot = position, left-aligned, whatever the padding was.
+    """The keys and values of a whole prompt, to be indexed: slot = position, padding removed.
 
-    keys [B, H, S, D], values [B, H, S, Dv]; lengths: real tokens per row (what lies behind them is nothing);
-    local: past tokens of the recent window, per row; room: positions the index should have room for; home: where a
-    shipped part of it lives (None: nothing leaves the device); samples: rows in a row that hold the same prompt (the
-    beams of a sample); prepared: what `Retrieval.prepare` returned; device: the model's; geometry: the layer's.
+    keys [B, H, S, D], values [B, H, S, Dv]; lengths: real tokens per row (slots behind them hold nothing);
+    recent: past tokens of the recent window, per row; capacity: positions that the index should have room for;
+    host_device: where offloaded parts of the index live (None: nothing leaves the device); device: the model's; params:
+    of the layer's attention; beams: adjacent rows that hold the same prompt (the beams of a sample); calibration: what
+    `Retrieval.calibrate` returned.
     """
 
     keys: Tensor
     values: Tensor
     lengths: list[int]
-    local: list[int]
-    room: int
-    home: torch.device | None
+    recent: list[int]
+    capacity: int
+    host_device: torch.device | None
     device: torch.device
-    geometry: AttentionParams
-    samples: int = 1
-    prepared: Any = None
+    params: AttentionParams
+    beams: int = 1
+    calibration: Any = None
+
+    local, room, home = OldName("recent"), OldName("capacity"), OldName("host_device")
+    samples, prepared = OldName("beams"), OldName("calibration")
 
     def left_aligned(self, x: Tensor) -> Tensor:
-        """x [B, H, S, *] in columns, padding on the left -> slot = position, as `keys` and `values` are."""
+        """x [B, H, S, *], padded on the left, moved to slot = position, as `keys` and `values` are."""
         return left_aligned(x, self.lengths)
 
     def real(self) -> Tensor:
-        """[B, S] bool: the slots that hold a token."""
+        """The slots that hold a token: [B, S] bool."""
         ends = torch.tensor(self.lengths, device=self.device)
         return torch.arange(self.keys.shape[2], device=self.device) < ends[:, None]
 
 
 def left_aligned(x: Tensor, lengths: list[int]) -> Tensor:
-    """x [B, H, S, D] in columns, padding on the left -> slot = position; what lies behind a row's end is nothing."""
+    """x [B, H, S, D], padded on the left, moved to slot = position; slots behind a row's length hold nothing."""
     if min(lengths) == x.shape[2]:
         return x
     pads = x.shape[2] - torch.tensor(lengths, device=x.device)[:, None]
@@ -60,7 +73,7 @@ def left_aligned(x: Tensor, lengths: list[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Retrieval(Method):
-    """Base of every retrieval method. Subclasses say how relevant each slot is; what they remember is the `Index`.
+    """Base of every retrieval method. Subclasses say how relevant each slot is; all they remember is in the `KVIndex`.
 
     attended = sinks U recent window U current token U chosen, budget slots in all, the current token included. Of the
     budget less sinks and current token, `recent_ratio` is the window (floored) and the rest is chosen: at equal counts
@@ -70,11 +83,15 @@ class Retrieval(Method):
     offload: keep all but sinks, window, block cache and index in CPU memory (on a CPU: report what would move).
     """
 
-    keeps_everything: ClassVar[bool] = True
-    whole_prompt: ClassVar[bool] = False  # it cannot index a prompt that comes in chunks
+    full_cache: ClassVar[bool] = True
+    whole_prompt: ClassVar[bool] = False  # whether it can only index a prompt that comes in one forward
     n_sinks: int = 4
     recent_ratio: float = 0.5
     offload: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        keep_old_hooks(cls, RENAMED)
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:
@@ -91,60 +108,70 @@ class Retrieval(Method):
 
     # -- what a method is made of -------------------------------------------------------------------------------------
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
-        """Index a prompt."""
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
+        """Index a prompt, by registering tensors with the index."""
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
-        """Index the new token of every row: key [B, H, D], value [B, H, Dv] at position at[i]."""
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
+        """Index the new token of every row: key [B, H, D], value [B, H, Dv] at position at[i] of row i."""
 
-    def relevance(self, asked: RetrievalQuery) -> Tensor:
-        """[B, H, S] float32, higher is chosen first; what it says about other slots than candidates is ignored."""
+    def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
+        """Relevance [B, H, S] float32 of every slot, higher is selected first; values of non-candidates are ignored."""
         raise NotImplementedError
 
-    def select(self, asked: RetrievalQuery) -> Chosen:
-        """The slots to attend to, besides sinks, window and current token."""
-        return Chosen(asked.top(self.relevance(asked)))
+    def select(self, retrieval_query: RetrievalQuery) -> Selection:
+        """The slots to attend to besides sinks, window and current token: by default those of highest relevance."""
+        return Selection(retrieval_query.topk(self.relevance(retrieval_query)))
 
     # -- what a method may do differently -----------------------------------------------------------------------------
 
-    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
-        """Output [B, H, G, 1, Dv] over the slots of `sight`: sinks, chosen, window and current token, in this order."""
-        return attend_prompt(sight)
+    def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
+        """Attention output [B, H, G, 1, Dv] over `inputs`: sinks, selected slots, window and current token, in this
+        order.
+        """
+        return sdpa_attention(inputs)
 
-    def attend_prompt(self, sight: AttentionInputs, index: Index, local: list[int], counts: list[int]) -> Tensor:
-        """Output [B, H, G, Q, Dv] of prompt rows; local, counts: past window and slots to choose, per row."""
-        return attend_prompt(sight)
+    def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
+        """Attention output [B, H, G, Q, Dv] of prompt rows.
+
+        local: past tokens of the recent window, per row; counts: slots to select, per row.
+        """
+        return sdpa_attention(inputs)
 
     @property
-    def cache(self) -> CacheSpec | None:
-        """The block cache on the device; None: there is none."""
+    def cache(self) -> BlockCacheConfig | None:
+        """Settings of the block cache on the device; None: no block cache."""
         return None
 
     @property
-    def builds_on_host(self) -> bool:
-        """`build` reads the keys at home, beside the computation on a GPU, and is waited for at the first new token."""
+    def indexes_on_host(self) -> bool:
+        """Whether `build` runs on the CPU beside a GPU's computation; it is waited for at the first new token."""
         return False
 
     @property
-    def ungrouped(self) -> bool:
-        """Every query head chooses for itself: its kv head is repeated for it, in memory too."""
+    def per_query_head(self) -> bool:
+        """Whether every query head selects for itself: keys and values are then repeated for every query head."""
         return False
 
     @property
-    def clamps(self) -> bool:
-        """`attend` moves keys to other positions, so it needs the model's rotation."""
+    def clamps_positions(self) -> bool:
+        """Whether `attend` moves keys to other positions, for which it needs the model's RoPE."""
         return False
 
     def check_heads(self, dim: int) -> None:
-        """ConfigError if the method cannot work with heads of `dim` components."""
+        """ConfigError where the method cannot work with heads of `dim` dimensions."""
 
-    def prepare(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
-        """Once per model, before the first prompt; the result is handed to `build`.
+    def calibrate(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
+        """Measure what the method needs to know of model and machine; called once per model, before the first prompt.
 
-        seconds(n): how long one layer takes for n <= longest prompt tokens on this machine; heads: kv heads.
+        seconds(n): time of one layer for n <= longest prompt tokens on this machine; heads: kv heads; dim: D;
+        device: the
+        model's. The result is `PrefillKV.calibration`.
         """
         return None
 
-    def search_bits(self, dim: int) -> float:
-        """Bits per token and kv head that the choice reads at every step, in the papers' accounting of 16-bit keys."""
+    def index_bits_per_token(self, dim: int) -> float:
+        """Bits per token and kv head that selecting reads at every step, in the papers' accounting of 16-bit keys."""
         return 0.0
+
+
+keep_old_hooks(Retrieval, RENAMED)

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the CPU beside the computation; on a CPU the same calls copy at once."""
+"""CUDA streams for copies between a GPU and the CPU beside the computation; on a CPU the same calls copy at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 
-class Lanes:
-    """One copy stream out of a device and one into it; without streams, copies are made where they are asked for."""
+class CopyStreams:
+    """One copy stream from the device to the host and one back; without streams, copies are synchronous."""
 
     def __init__(self, device: torch.device, *, streams: bool) -> None:
         self.device = device
@@ -24,24 +24,26 @@ class Lanes:
         self.streams[which].wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.streams[which])
 
-    def outwards(self) -> Any:
-        """Context in which copies leave the device, after everything issued so far."""
+    def d2h(self) -> Any:
+        """Context for copies from the device to the host; they start after everything issued so far."""
         return self._on(0)
 
-    def inwards(self) -> Any:
-        """Context in which copies come to the device, after everything issued so far."""
+    def h2d(self) -> Any:
+        """Context for copies from the host to the device; they start after everything issued so far."""
         return self._on(1)
 
-    def mark_out(self) -> torch.cuda.Event | None:
-        """Reached when all copies out so far have arrived."""
+    def record_d2h(self) -> torch.cuda.Event | None:
+        """An event that is reached when all device-to-host copies so far have arrived; None without streams."""
         return self.streams[0].record_event() if self.streams is not None else None
 
-    def mark_in(self) -> torch.cuda.Event | None:
-        """Reached when all copies in so far have arrived."""
+    def record_h2d(self) -> torch.cuda.Event | None:
+        """An event that is reached when all host-to-device copies so far have arrived; None without streams."""
         return self.streams[1].record_event() if self.streams is not None else None
 
-    def join(self, event: torch.cuda.Event | None, *arrived: Tensor) -> None:
-        """The computation goes on once `event` is reached; `arrived` were made on a copy stream and are used here."""
+    def wait(self, event: torch.cuda.Event | None, *arrived: Tensor) -> None:
+        """Let the computation's stream wait for `event`; arrived: tensors made on a copy stream that it uses from here
+        on.
+        """
         if event is None:
             return
         current = torch.cuda.current_stream(self.device)
@@ -49,12 +51,12 @@ class Lanes:
         for tensor in arrived:
             tensor.record_stream(current)
 
-    def leaving(self, *tensors: Tensor) -> None:
-        """These are read by copies out: their memory may not be reused before those are done."""
+    def record_read(self, *tensors: Tensor) -> None:
+        """Keep the memory of tensors that device-to-host copies read until these copies are done."""
         self._used(0, tensors)
 
-    def filling(self, *tensors: Tensor) -> None:
-        """These are written by copies in: their memory may not be reused before those are done."""
+    def record_write(self, *tensors: Tensor) -> None:
+        """Keep the memory of tensors that host-to-device copies write until these copies are done."""
         self._used(1, tensors)
 
     def _used(self, which: int, tensors: tuple[Tensor, ...]) -> None:
@@ -64,15 +66,15 @@ class Lanes:
 
 
 @lru_cache(maxsize=16)
-def lanes_of(device: torch.device, apart: bool) -> Lanes:
-    """The lanes of a device, the same for every layer and cache there; apart: tokens have their home elsewhere."""
-    return Lanes(device, streams=apart)
+def get_streams(device: torch.device, offloaded: bool) -> CopyStreams:
+    """The copy streams of a device, shared by all layers and caches; offloaded: whether tokens live on the host."""
+    return CopyStreams(device, streams=offloaded)
 
 
-def on_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinned: bool) -> tuple[Tensor, bool]:
+def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinned: bool) -> tuple[Tensor, bool]:
     """An empty tensor of `like`'s dtype on `device`, in pinned memory if asked for; and whether it is where asked.
 
-    Where no more memory can be pinned it is ordinary memory: copies are then slower and wait for each other.
+    Where no more memory can be pinned, ordinary memory is used: copies are then slower and wait for each other.
     """
     if pinned:
         try:
@@ -82,7 +84,7 @@ def on_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinne
     return torch.empty(shape, dtype=like.dtype, device=device), True
 
 
-def rows_at_home(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
-    """Rows of a tensor at home, in memory of the same kind: what `on_host` returns, filled."""
-    made, fine = on_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
+def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
+    """Batch rows `rows` [n] of a host tensor, in memory of the same kind: what `on_host` returns, filled."""
+    made, fine = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
     return torch.index_select(x, 0, rows.to(x.device), out=made), fine

@@ -8,14 +8,21 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, attend_prompt, attend_with
-from kvexp.core.select import best
+from kvexp.core.attention import AttentionInputs, apply_probs, sdpa_attention
+from kvexp.core.select import topk_slots
 from kvexp.errors import ConfigError
 from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.infllm_blocks import banded, block_scores, blockwise, far_query, far_sight, representatives
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Chosen, RetrievalQuery
+from kvexp.retrieval.block_cache import BlockCacheConfig
+from kvexp.retrieval.infllm_blocks import (
+    block_scores,
+    blockwise_prefill,
+    clamped_inputs,
+    clamped_query,
+    representatives,
+    window_attention_mass,
+)
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.query import RetrievalQuery, Selection
 
 
 @dataclass(frozen=True)
@@ -60,122 +67,126 @@ class InfLLM(Retrieval):
         _ = self.cache  # checks its settings
 
     @property
-    def cache(self) -> CacheSpec | None:
+    def cache(self) -> BlockCacheConfig | None:
         if self.cache_tokens == 0:
             return None
-        return CacheSpec(self.cache_tokens, self.block, self.cache_policy, self.cache_blocks_per_step)
+        return BlockCacheConfig(self.cache_tokens, self.block, self.cache_policy, self.cache_blocks_per_step)
 
     @property
-    def ungrouped(self) -> bool:
+    def per_query_head(self) -> bool:
         return self.choice == "query_head"
 
     @property
-    def clamps(self) -> bool:
+    def clamps_positions(self) -> bool:
         return self.far_positions == "clamped"
 
-    def search_bits(self, dim: int) -> float:
+    def index_bits_per_token(self, dim: int) -> float:
         return 16.0 * dim / self.block
 
     # -- indexing -----------------------------------------------------------------------------------------------------
 
     @property
-    def alters_prompt(self) -> bool:
+    def modifies_prefill(self) -> bool:
         return self.prefill == "blockwise"
 
-    def attend_prompt(self, sight: AttentionInputs, index: Index, local: list[int], counts: list[int]) -> Tensor:
+    def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
-            out = attend_prompt(sight)
-            received = banded(sight, local)
+            out = sdpa_attention(inputs)
+            received = window_attention_mass(inputs, local)
         else:
-            out, received = blockwise(self, sight, local, counts)
-        index.put("received", received)
+            out, received = blockwise_prefill(self, inputs, local, counts)
+        index.register("received", received)
         return out
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         received = prompt.left_aligned(index["received"])
         blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
         inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
         own = prompt.keys[:, :, inside], received[:, :, inside]
-        keys, at = representatives(self, *own, self.n_sinks, prompt.geometry)
-        index.put("repr", keys, per=self.block)
-        index.put("repr_at", at, per=self.block)
+        keys, at = representatives(self, *own, self.n_sinks, prompt.params)
+        index.register("repr", keys, per=self.block)
+        index.register("repr_at", at, per=self.block)
         # From here on only tokens of the window and of the block behind it matter: position p at p % width.
-        width = max(prompt.local) + 1 + 2 * self.block
+        width = max(prompt.recent) + 1 + 2 * self.block
         ends = torch.tensor(prompt.lengths, device=received.device)[:, None]
         newest = ends - 1 - (ends - 1 - torch.arange(width, device=received.device)) % width
         place = newest.clamp(min=0, max=received.shape[2] - 1)[:, None, :, None]
-        index.put("received", received.gather(2, place.expand(-1, received.shape[1], -1, received.shape[3])))
+        index.register("received", received.gather(2, place.expand(-1, received.shape[1], -1, received.shape[3])))
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
         received = index["received"]
         rows, places = torch.arange(len(at)), torch.tensor([p % received.shape[2] for p in at])
         received[rows, :, places] = 0.0
         index.grow(max(at) + 1)
 
-    def _observe(self, sight: AttentionInputs, asked: RetrievalQuery, probabilities: Tensor) -> None:
-        """Add what the window's tokens got, and represent the block that is complete from the next step on."""
-        index, memory, received = asked.index, asked.memory, asked.index["received"]
-        local = torch.tensor(memory.layout.local, device=sight.positions.device)
-        near = sight.positions >= (asked.positions - local)[:, None, None]
+    def _observe(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, probabilities: Tensor) -> None:
+        """Add the attention that the window's tokens received, and index the block that is complete from the next
+        step on.
+
+        probabilities [B, H, G, 1, S]: of the new token.
+        """
+        index, memory, received = retrieval_query.index, retrieval_query.memory, retrieval_query.index["received"]
+        local = torch.tensor(memory.config.local, device=inputs.positions.device)
+        near = inputs.positions >= (retrieval_query.positions - local)[:, None, None]
         seen = probabilities[..., 0, :].transpose(2, 3).masked_fill(~near[..., None], 0.0)
-        slots = (sight.positions % received.shape[2])[..., None].expand_as(seen)
+        slots = (inputs.positions % received.shape[2])[..., None].expand_as(seen)
         received.scatter_add_(2, slots, seen.to(received.dtype))
-        for row, (length, past) in enumerate(zip(memory.lengths, memory.layout.local, strict=True)):
+        for row, (length, past) in enumerate(zip(memory.lengths, memory.config.local, strict=True)):
             behind = length - 1 - past - self.n_sinks  # tokens that lie in blocks at the next step
             if behind < self.block or behind % self.block:
                 continue
             start, number = self.n_sinks + behind - self.block, behind // self.block - 1
-            memory.settle()
+            memory.flush()
             keys = memory.keys[row : row + 1, :, start : start + self.block].to(received.device)
             places = torch.arange(start, start + self.block, device=received.device) % received.shape[2]
-            new, at = representatives(self, keys, received[row : row + 1, :, places], start, asked.geometry)
+            new, at = representatives(self, keys, received[row : row + 1, :, places], start, retrieval_query.params)
             index["repr"][row, :, number], index["repr_at"][row, :, number] = new[0, :, 0], at[0, :, 0]
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
-    def select(self, asked: RetrievalQuery) -> Chosen:
-        local, size = asked.memory.layout.local, self.block
-        lengths = asked.memory.lengths
+    def select(self, retrieval_query: RetrievalQuery) -> Selection:
+        local, size = retrieval_query.memory.config.local, self.block
+        lengths = retrieval_query.memory.lengths
         complete = [max(0, n - 2 - past - self.n_sinks) // size for n, past in zip(lengths, local, strict=True)]
-        score = self._scores(asked, max(complete))
+        score = self._scores(retrieval_query, max(complete))
         numbers = torch.arange(score.shape[-1], device=score.device)
         done = torch.tensor(complete, device=score.device)
         if self.rounding == "exact":
             tokens = score.masked_fill(numbers >= done[:, None, None], torch.inf).repeat_interleave(size, dim=-1)
-            spare = asked.memory.used - self.n_sinks - tokens.shape[-1]
+            spare = retrieval_query.memory.length - self.n_sinks - tokens.shape[-1]
             tokens = torch.nn.functional.pad(tokens, (0, max(0, spare)), value=torch.inf)
-            tokens = torch.nn.functional.pad(tokens, (self.n_sinks, 0))[..., : asked.memory.used]
-            return Chosen(asked.top(tokens))
-        wanted = torch.tensor([-(-count // size) for count in asked.counts], device=score.device)
+            tokens = torch.nn.functional.pad(tokens, (self.n_sinks, 0))[..., : retrieval_query.memory.length]
+            return Selection(retrieval_query.topk(tokens))
+        wanted = torch.tensor([-(-count // size) for count in retrieval_query.counts], device=score.device)
         widest = min(int(wanted.max()), score.shape[-1])
-        found = best(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
+        found = topk_slots(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
         inside = torch.arange(size, device=score.device)
         slots = torch.where(found >= 0, self.n_sinks + found * size + inside, -1).flatten(2)
         rest = (self.n_sinks + done * size)[:, None] + torch.arange(size, device=score.device)
-        open_end = asked.candidates[:, 0].gather(1, rest.clamp(max=asked.memory.used - 1))
-        rest = rest.masked_fill(~open_end | (rest >= asked.memory.used), -1)
-        return Chosen(torch.cat([slots, rest[:, None].expand(-1, slots.shape[1], -1)], dim=2))
+        open_end = retrieval_query.candidates[:, 0].gather(1, rest.clamp(max=retrieval_query.memory.length - 1))
+        rest = rest.masked_fill(~open_end | (rest >= retrieval_query.memory.length), -1)
+        return Selection(torch.cat([slots, rest[:, None].expand(-1, slots.shape[1], -1)], dim=2))
 
-    def _scores(self, asked: RetrievalQuery, blocks: int) -> Tensor:
-        """[B, H, blocks] float32."""
-        keys, at = asked.index["repr"][:, :, :blocks], asked.index["repr_at"][:, :, :blocks]
-        query, place = asked.query[..., None, :], asked.positions[:, None]
-        if self.clamps:
-            edge = torch.tensor(asked.memory.layout.local, device=query.device)
-            query = far_query(query, place, edge, asked.geometry)
-        return block_scores(self, query, place, keys, at, asked.geometry)
+    def _scores(self, retrieval_query: RetrievalQuery, blocks: int) -> Tensor:
+        """Scores [B, H, blocks] float32 of the first `blocks` blocks."""
+        keys, at = retrieval_query.index["repr"][:, :, :blocks], retrieval_query.index["repr_at"][:, :, :blocks]
+        query, place = retrieval_query.query[..., None, :], retrieval_query.positions[:, None]
+        if self.clamps_positions:
+            edge = torch.tensor(retrieval_query.memory.config.local, device=query.device)
+            query = clamped_query(query, place, edge, retrieval_query.params)
+        return block_scores(self, query, place, keys, at, retrieval_query.params)
 
-    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
+    def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
         rows = slice(0, 1)
-        x = sight.logits(rows, sight.keys.shape[2])
-        if self.clamps:
-            edge = torch.tensor(asked.memory.layout.local, device=x.device)
-            far = far_sight(sight, edge).logits(rows, sight.keys.shape[2])
-            beyond = sight.positions < (asked.positions - edge)[:, None, None]
+        x = inputs.logits(rows, inputs.keys.shape[2])
+        if self.clamps_positions:
+            edge = torch.tensor(retrieval_query.memory.config.local, device=x.device)
+            far = clamped_inputs(inputs, edge).logits(rows, inputs.keys.shape[2])
+            beyond = inputs.positions < (retrieval_query.positions - edge)[:, None, None]
             x = torch.where(beyond[:, :, None, None], far, x)
         probabilities = torch.softmax(x, dim=-1)
-        self._observe(sight, asked, probabilities)
-        return attend_with(probabilities, sight.values)
+        self._observe(inputs, retrieval_query, probabilities)
+        return apply_probs(probabilities, inputs.values)
 
 
 _CHOICES = {

@@ -1,4 +1,4 @@
-"""How many k-means iterations hide behind a layer's prefill: measured times, fitted, turned into a cap."""
+"""The number of k-means iterations that hide behind a layer's prefill, from a cost model fitted to measured times."""
 
 from __future__ import annotations
 
@@ -8,47 +8,50 @@ from dataclasses import dataclass
 
 import torch
 
-from kvexp.retrieval.kmeans import lloyd, starting_rows
+from kvexp.retrieval.kmeans import init_rows, lloyd
 
-FEW, MORE = 3, 9  # iterations timed: the fixed part of clustering is that of `FEW`, the slope comes from both
-PATIENCE = 2.0  # seconds: a length that took more to measure is the longest one measured
+MIN_ITERATIONS, TIMED_ITERATIONS = (
+    3,
+    9,
+)  # iterations timed: the fixed cost of clustering is that of MIN_ITERATIONS, the slope comes from both
+MAX_SECONDS = 2.0  # seconds: a length that took more to measure is the longest one measured
 
 
 @dataclass(frozen=True)
-class Profile:
-    """Seconds as polynomials of the prompt's tokens n, highest power first.
+class CostModel:
+    """Times in seconds as polynomials of the prompt's tokens n, highest power first.
 
-    compute: of one layer's prefill; base: of clustering one layer's keys with FEW iterations; per_iteration: of each
-    one more.
+    compute: one layer's prefill; base: clustering one layer's keys with MIN_ITERATIONS; per_iteration: each iteration
+    more.
     """
 
     compute: tuple[float, ...]
     base: tuple[float, ...]
     per_iteration: tuple[float, ...]
 
-    def iterations(self, tokens: int, *, share: float = 1.0, least: int = FEW, most: int = 300) -> int:
-        """int((share * compute - base) / per_iteration + FEW), within [least, most].
+    def iterations(self, tokens: int, *, share: float = 1.0, least: int = MIN_ITERATIONS, most: int = 300) -> int:
+        """int((share * compute - base) / per_iteration + MIN_ITERATIONS), within [least, most].
 
         Source: PQCache, arXiv:2407.12820, section 3.3, which leaves the formula open; this is that of its code, with
         coefficients measured here instead of one card's. Defaults are those of the SIGMOD version; the first release
         has share=0.5 (it clusters while two layers compute) and most=10.
         """
-        spare = share * at(self.compute, tokens) - at(self.base, tokens)
-        slope = at(self.per_iteration, tokens)
-        wanted = spare / slope + FEW if slope > 0 else float(most)
+        spare = share * polyval(self.compute, tokens) - polyval(self.base, tokens)
+        slope = polyval(self.per_iteration, tokens)
+        wanted = spare / slope + MIN_ITERATIONS if slope > 0 else float(most)
         return max(least, min(most, int(wanted)))
 
 
-def at(polynomial: Sequence[float], x: float) -> float:
-    """Its value at x."""
+def polyval(polynomial: Sequence[float], x: float) -> float:
+    """The value of a polynomial, highest power first, at x."""
     value = 0.0
     for coefficient in polynomial:
         value = value * x + coefficient
     return value
 
 
-def fitted(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tuple[float, ...]:
-    """Least squares, highest power first; points count by their share of the time, so that short prompts fit too."""
+def polyfit(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tuple[float, ...]:
+    """Polynomial fitted by least squares, highest power first; errors are relative, so that short prompts fit too."""
     x, y = (torch.tensor(values, dtype=torch.float64) for values in (lengths, seconds))
     degree = min(degree, len(set(lengths)) - 1)
     scale = x.max()
@@ -58,12 +61,12 @@ def fitted(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> tup
     return tuple((found / scales).tolist())
 
 
-def measured(
+def profile_kmeans(
     layer_seconds: Callable[[int], float], problems: int, dim: int, clusters: int, lengths: Sequence[int], device: str
-) -> Profile:
+) -> CostModel:
     """Time one layer and the clustering of its keys (`problems` = kv heads x sub-spaces, `dim` components each).
 
-    lengths: ascending; those after one that takes longer than PATIENCE are left to the fit.
+    lengths: prompt lengths, ascending; the first that takes longer than MAX_SECONDS is the last one measured.
     """
     known: list[int] = []
     compute, few, slopes = [], [], []
@@ -71,12 +74,12 @@ def measured(
         start = time.perf_counter()
         known.append(n)
         compute.append(layer_seconds(n))
-        few.append(clustering_seconds(n, problems, dim, clusters, FEW, device))
-        more = clustering_seconds(n, problems, dim, clusters, MORE, device)
-        slopes.append(max(1e-9, (more - few[-1]) / (MORE - FEW)))
-        if time.perf_counter() - start > PATIENCE:
+        few.append(clustering_seconds(n, problems, dim, clusters, MIN_ITERATIONS, device))
+        more = clustering_seconds(n, problems, dim, clusters, TIMED_ITERATIONS, device)
+        slopes.append(max(1e-9, (more - few[-1]) / (TIMED_ITERATIONS - MIN_ITERATIONS)))
+        if time.perf_counter() - start > MAX_SECONDS:
             break
-    return Profile(fitted(known, compute, 2), fitted(known, few, 1), fitted(known, slopes, 1))
+    return CostModel(polyfit(known, compute, 2), polyfit(known, few, 1), polyfit(known, slopes, 1))
 
 
 def clustering_seconds(
@@ -85,7 +88,7 @@ def clustering_seconds(
     """Seconds that exactly so many iterations over random points take: the fastest of a few."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(problems, max(tokens, clusters), dim, generator=generator).to(device)
-    start, best = starting_rows(points.shape[1], clusters, 0), float("inf")
+    start, best = init_rows(points.shape[1], clusters, 0), float("inf")
     for _ in range(repeats):
         begin = time.perf_counter()
         lloyd(points, start, iterations, tolerance=0.0).labels.sum().item()  # reading it waits for the device

@@ -1,4 +1,4 @@
-"""What a retrieval method remembers of one layer: tensors that the core grows, ships and moves with the rows."""
+"""The index of a retrieval method for one layer: named tensors that grow, move with the rows and may be offloaded."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.copy_streams import Lanes, on_host, rows_at_home
+from kvexp.deprecation import OldName, deprecated_names
+from kvexp.retrieval.copy_streams import CopyStreams, empty_host, index_select_host
 
 
 @dataclass
 class _Entry:
-    """tensor [B, ...]; per: positions per place along axis 2 (0: it does not grow); ship: lives at home."""
+    """A tensor [B, ...] of the index. per: positions per entry of axis 2 (0: it does not grow); ship: kept on
+    the host.
+    """
 
     tensor: Tensor
     per: int = 0
     ship: bool = False
 
 
-class Index:
-    """Named tensors with the batch first, and notes per row. Shipped ones live at home and come over at every step."""
+class KVIndex:
+    """Named tensors [B, ...], and notes per row. Offloaded ones live on the host and are copied over at every step."""
 
     def __init__(self) -> None:
-        self.lanes: Lanes | None = None  # set once it is known where the prompt is
+        self.copy_streams: CopyStreams | None = None  # set once it is known where the prompt is
         self.entries: dict[str, _Entry] = {}
         self.notes: dict[str, list[Any]] = {}  # what a row of results should say, per batch row
         self.pinned = True  # False: no memory was left to pin for something that is shipped
-        self._on_its_way: dict[str, tuple[Tensor, torch.cuda.Event | None]] = {}
-        self._to_write: list[tuple[str, list[int], Tensor, torch.cuda.Event | None]] = []
+        self._in_flight: dict[str, tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._pending_writes: list[tuple[str, list[int], Tensor, torch.cuda.Event | None]] = []
 
-    def put(self, name: str, tensor: Tensor, *, per: int = 0, home: torch.device | None = None) -> None:
-        """Remember a tensor [B, ...].
+    def register(self, name: str, tensor: Tensor, *, per: int = 0, home: torch.device | None = None) -> None:
+        """Add a tensor [B, ...] to the index.
 
-        per: axis 2 has a place for every so many positions and grows with them (0: it does not grow).
-        home: keep it there, in pinned memory beside a GPU, and copy it over at every step; None: it is on the device,
-        or goes there when it is first asked for, so that a job on the host waits for no computation.
+        per: axis 2 has one entry per so many positions and grows with them (0: it does not grow). home: the device to
+        keep it on (pinned CPU memory beside a GPU), from which it is copied over at every step; None: it is on the
+        computing device, or is moved there at its first use, so that a job on the host waits for no computation.
         """
-        if home is not None and self.lanes is not None and self.lanes.device != home:
-            kept, fine = on_host(tuple(tensor.shape), tensor, home, pinned=True)
+        if home is not None and self.copy_streams is not None and self.copy_streams.device != home:
+            kept, fine = empty_host(tuple(tensor.shape), tensor, home, pinned=True)
             tensor, self.pinned = kept.copy_(tensor), self.pinned and fine
         self.entries[name] = _Entry(tensor, per, home is not None)
 
@@ -48,88 +51,95 @@ class Index:
         return name in self.entries
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor on the device. A shipped one is a copy for this step, of which the next one knows nothing."""
-        entry, lanes = self.entries[name], self.lanes
-        if lanes is None or entry.tensor.device == lanes.device:
+        """The tensor on the device. Of an offloaded tensor it is a copy for this step only: changes to it are lost."""
+        entry, copy_streams = self.entries[name], self.copy_streams
+        if copy_streams is None or entry.tensor.device == copy_streams.device:
             return entry.tensor
         if not entry.ship:
-            entry.tensor = entry.tensor.to(lanes.device)
+            entry.tensor = entry.tensor.to(copy_streams.device)
             return entry.tensor
-        if name not in self._on_its_way:
+        if name not in self._in_flight:
             self.prefetch()
-        tensor, event = self._on_its_way.pop(name)
-        lanes.join(event, tensor)
+        tensor, event = self._in_flight.pop(name)
+        copy_streams.wait(event, tensor)
         return tensor
 
-    def write(self, name: str, at: list[int], value: Tensor) -> None:
-        """Put value [B, H, ...] at place at[i] of axis 2 for every row i; what goes home is there at the next step."""
+    def write(self, name: str, entries: list[int], value: Tensor) -> None:
+        """Write value [B, H, ...] to entries[i] of axis 2 for every row i; offloaded tensors have it from the next
+        step.
+        """
         entry = self.entries[name]
-        if max(at) >= entry.tensor.shape[2]:
-            self.grow(max(at) * max(entry.per, 1) + 1)
-        value, lanes = value.to(entry.tensor.dtype), self.lanes
-        if lanes is None or not self._elsewhere(entry):
-            entry.tensor[torch.arange(len(at)), :, torch.tensor(at)] = value
+        if max(entries) >= entry.tensor.shape[2]:
+            self.grow(max(entries) * max(entry.per, 1) + 1)
+        value, copy_streams = value.to(entry.tensor.dtype), self.copy_streams
+        if copy_streams is None or not self._is_remote(entry):
+            entry.tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = value
             return
-        part, _ = on_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
-        lanes.leaving(value)
-        with lanes.outwards():
+        part, _ = empty_host(tuple(value.shape), value, entry.tensor.device, pinned=True)
+        copy_streams.record_read(value)
+        with copy_streams.d2h():
             part.copy_(value, non_blocking=True)
-        self._to_write.append((name, at, part, lanes.mark_out()))
+        self._pending_writes.append((name, entries, part, copy_streams.record_d2h()))
 
-    def settle(self) -> None:
-        """Store what has been on its way home."""
-        for name, at, part, event in self._to_write:
+    def flush(self) -> None:
+        """Wait for pending copies to the host and store them in their tensors."""
+        for name, entries, part, event in self._pending_writes:
             if event is not None:
                 event.synchronize()
-            self.entries[name].tensor[torch.arange(len(at)), :, torch.tensor(at)] = part
-        self._to_write.clear()
+            self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
+        self._pending_writes.clear()
 
     def grow(self, positions: int) -> None:
-        """Make room for so many positions and some more; new places hold zeros."""
-        self.settle()
+        """Grow to at least so many positions; new entries hold zeros."""
+        self.flush()
         for name, entry in self.entries.items():
             old = entry.tensor
             if not entry.per or positions <= old.shape[2] * entry.per:
                 continue
             shape = (*old.shape[:2], -(-(positions + 63) // entry.per), *old.shape[3:])
-            new, fine = on_host(shape, old, old.device, pinned=self._elsewhere(entry) and self.pinned)
+            new, fine = empty_host(shape, old, old.device, pinned=self._is_remote(entry) and self.pinned)
             new[:, :, : old.shape[2]] = old
             new[:, :, old.shape[2] :] = 0
             entry.tensor, self.pinned = new, self.pinned and fine
-            self._on_its_way.pop(name, None)  # too short by now
+            self._in_flight.pop(name, None)  # too short by now
 
     # -- shipping -----------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start copying what is shipped to the device, beside the computation of the layer before."""
-        if self._to_write:
-            self.settle()
-            self._on_its_way.clear()  # nobody asked for it in the step before, and it does not know the newest tokens
+        """Start copying the offloaded tensors to the device, beside the computation of the previous layer."""
+        if self._pending_writes:
+            self.flush()
+            self._in_flight.clear()  # prefetched copies that the last step did not use lack the newest tokens
         for name, entry in self.entries.items():
-            if self._elsewhere(entry) and name not in self._on_its_way:
-                assert self.lanes is not None
-                with self.lanes.inwards():
-                    arriving = entry.tensor.to(self.lanes.device, non_blocking=True)
-                self._on_its_way[name] = (arriving, self.lanes.mark_in())
+            if self._is_remote(entry) and name not in self._in_flight:
+                assert self.copy_streams is not None
+                with self.copy_streams.h2d():
+                    arriving = entry.tensor.to(self.copy_streams.device, non_blocking=True)
+                self._in_flight[name] = (arriving, self.copy_streams.record_h2d())
 
-    def _elsewhere(self, entry: _Entry) -> bool:
-        """Is it shipped, and from another device?"""
-        return entry.ship and self.lanes is not None and entry.tensor.device != self.lanes.device
+    def _is_remote(self, entry: _Entry) -> bool:
+        """Whether the tensor is offloaded to another device than the computing one."""
+        return entry.ship and self.copy_streams is not None and entry.tensor.device != self.copy_streams.device
 
     def nbytes(self, *, ship: bool) -> int:
-        """Bytes of what is shipped, or of what stays on the device."""
+        """Bytes of the offloaded tensors (ship), or of those on the device."""
         return sum(entry.tensor.nbytes for entry in self.entries.values() if entry.ship == ship)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def picked(self, rows: Tensor) -> Index:
-        """These rows, which may repeat, in an index of their own."""
-        self.settle()
+    def index_rows(self, rows: Tensor) -> KVIndex:
+        """A copy of the index for batch rows `rows` [n], which may repeat."""
+        self.flush()
         other = copy.copy(self)
-        other._on_its_way, other._to_write = {}, []
+        other._in_flight, other._pending_writes = {}, []
         other.entries = {}
         for name, entry in self.entries.items():
-            tensor, fine = rows_at_home(entry.tensor, rows, pinned=self._elsewhere(entry) and self.pinned)
+            tensor, fine = index_select_host(entry.tensor, rows, pinned=self._is_remote(entry) and self.pinned)
             other.entries[name], other.pinned = _Entry(tensor, entry.per, entry.ship), other.pinned and fine
         other.notes = {name: [values[i] for i in rows.tolist()] for name, values in self.notes.items()}
         return other
+
+    put, settle = OldName("register"), OldName("flush")
+
+
+__getattr__ = deprecated_names(__name__, {"Index": ("KVIndex", KVIndex)})

@@ -1,4 +1,4 @@
-"""Where keys and values live: all of them at home, which is CPU memory beside a GPU; near ones on the device too."""
+"""Offloaded keys and values: all tokens in CPU memory beside a GPU; sinks and recent window on the device as well."""
 
 from __future__ import annotations
 
@@ -9,49 +9,53 @@ import torch
 from torch import Tensor
 
 from kvexp.retrieval.block_cache import BlockCache
-from kvexp.retrieval.copy_streams import lanes_of, on_host, rows_at_home
-from kvexp.retrieval.offload_config import Layout, Traffic, leaves
-from kvexp.retrieval.resident import Near
+from kvexp.retrieval.copy_streams import empty_host, get_streams, index_select_host
+from kvexp.retrieval.offload_config import OffloadConfig, TransferStats, should_offload
+from kvexp.retrieval.resident import ResidentKV
 
 GROWTH = 64  # positions added at a time where the final length is not known
 
 
-class Memory:
-    """One layer's tokens, slot = position in every row; rows may differ in length.
+class OffloadedKV:
+    """All keys and values of one layer, slot = position in every row; rows may differ in length.
 
-    keys [B, H, P, D], values [B, H, P, Dv] at home: every token. lengths: tokens held, per row. On a CPU, or with
-    offload=False, home is the device and no copy needs a stream; the code is the same.
+    keys [B, H, C, D], values [B, H, C, Dv]: every token, in CPU memory (offloaded), or on the device on a CPU or with
+    offload=False; the code is the same. lengths: tokens held, per row. resident: sinks and recent window on the device.
+    traffic: bytes moved, per row. pinned: whether all CPU memory could be pinned.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], layout: Layout) -> None:
-        """Take a prompt in columns, padding on the left. On CUDA this returns while the copies are under way."""
-        self.layout, self.lengths = layout, list(lengths)
-        self.apart = leaves(layout, keys.device)
-        self.lanes = lanes_of(keys.device, self.apart)
-        self.device = self.lanes.device
-        home, room = torch.device("cpu") if self.apart else keys.device, max(layout.room, max(lengths))
-        self.keys, pinned = on_host((*keys.shape[:2], room, keys.shape[3]), keys, home, pinned=self.apart)
-        self.values, also = on_host((*values.shape[:2], room, values.shape[3]), values, home, pinned=self.apart)
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], config: OffloadConfig) -> None:
+        """Take a prompt's keys [B, H, S, D] and values, padded on the left.
+
+        On CUDA this returns before copies are done.
+        """
+        self.config, self.lengths = config, list(lengths)
+        self.offloaded = should_offload(config, keys.device)
+        self.copy_streams = get_streams(keys.device, self.offloaded)
+        self.device = self.copy_streams.device
+        home, room = torch.device("cpu") if self.offloaded else keys.device, max(config.room, max(lengths))
+        self.keys, pinned = empty_host((*keys.shape[:2], room, keys.shape[3]), keys, home, pinned=self.offloaded)
+        self.values, also = empty_host((*values.shape[:2], room, values.shape[3]), values, home, pinned=self.offloaded)
         self.pinned = pinned and also
-        self.near = Near(keys, values, lengths, layout.sinks, layout.local)
-        self.lanes.leaving(keys, values)
-        with self.lanes.outwards():
+        self.resident = ResidentKV(keys, values, lengths, config.sinks, config.local)
+        self.copy_streams.record_read(keys, values)
+        with self.copy_streams.d2h():
             for target, source in ((self.keys, keys), (self.values, values)):
                 for row, length in enumerate(lengths):
                     for head in range(source.shape[1]):  # contiguous pieces: only those are copied asynchronously
                         target[row, head, :length].copy_(source[row, head, -length:], non_blocking=True)
-        self._offloaded = self.lanes.mark_out()
-        self._arriving: list[tuple[torch.cuda.Event | None, Tensor, Tensor, list[int]]] = []
-        self.traffic = [Traffic(out=length * self._token * keys.shape[1] * layout.offload) for length in lengths]
+        self._offloaded = self.copy_streams.record_d2h()
+        self._in_flight: list[tuple[torch.cuda.Event | None, Tensor, Tensor, list[int]]] = []
+        self.traffic = [TransferStats(d2h=length * self._token * keys.shape[1] * config.offload) for length in lengths]
         self.cache: BlockCache | None = None
-        if layout.cache is not None and layout.offload:
-            self.cache = BlockCache(layout.cache, layout.sinks, self.keys, self.values, self.device)
+        if config.cache is not None and config.offload:
+            self.cache = BlockCache(config.cache, config.sinks, self.keys, self.values, self.device)
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
     @property
-    def used(self) -> int:
-        """Positions of the longest row."""
+    def length(self) -> int:
+        """Tokens held by the longest row."""
         return max(self.lengths)
 
     @property
@@ -60,62 +64,63 @@ class Memory:
         return (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
 
     @property
-    def home_bytes(self) -> int:
+    def host_bytes(self) -> int:
+        """Bytes of all keys and values, room to grow included."""
         return self.keys.nbytes + self.values.nbytes
 
     @property
-    def near_bytes(self) -> int:
-        """What is on the device beside home: sinks, window, cached blocks."""
-        return self.near.nbytes + (self.cache.nbytes if self.cache is not None else 0)
+    def resident_bytes(self) -> int:
+        """Bytes on the device: sinks, recent window, cached blocks."""
+        return self.resident.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     # -- tokens coming in ---------------------------------------------------------------------------------------------
 
     def add(self, key: Tensor, value: Tensor) -> None:
-        """One more token in every row: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        at = list(self.lengths)
-        self._grow(max(at) + 1)
-        self.near.add(key, value, at)
-        if self.apart:
-            self._send(key, value, at)
+        """Append one token to every row: key [B, H, 1, D], value [B, H, 1, Dv]."""
+        positions = list(self.lengths)
+        self._grow(max(positions) + 1)
+        self.resident.add(key, value, positions)
+        if self.offloaded:
+            self._copy_out_async(key, value, positions)
         else:
-            self._write(key, value, at)
-        self.lengths = [p + 1 for p in at]
+            self._write(key, value, positions)
+        self.lengths = [p + 1 for p in positions]
         for row in self.traffic:
-            row.out += self._token * key.shape[1] * self.layout.offload
+            row.d2h += self._token * key.shape[1] * self.config.offload
 
-    def _send(self, key: Tensor, value: Tensor, at: list[int]) -> None:
-        """Start copying one token per row to the host, from where `settle` stores it in its place."""
-        self.lanes.leaving(key, value)
-        parts = [on_host(tuple(x.shape), x, self.keys.device, pinned=self.pinned)[0] for x in (key, value)]
-        with self.lanes.outwards():
+    def _copy_out_async(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        """Start copying one token per row to the host; `flush` stores it at positions[i] of row i."""
+        self.copy_streams.record_read(key, value)
+        parts = [empty_host(tuple(x.shape), x, self.keys.device, pinned=self.pinned)[0] for x in (key, value)]
+        with self.copy_streams.d2h():
             for part, source in zip(parts, (key, value), strict=True):
                 part.copy_(source, non_blocking=True)
-        self._arriving.append((self.lanes.mark_out(), parts[0], parts[1], at))
+        self._in_flight.append((self.copy_streams.record_d2h(), parts[0], parts[1], positions))
 
-    def _write(self, key: Tensor, value: Tensor, at: list[int]) -> None:
-        rows, place = torch.arange(len(at)), torch.tensor(at)
+    def _write(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        rows, place = torch.arange(len(positions)), torch.tensor(positions)
         self.keys[rows, :, place] = key[:, :, 0]
         self.values[rows, :, place] = value[:, :, 0]
 
-    def settle(self) -> None:
-        """Wait until everything sent home has arrived: before the host reads."""
+    def flush(self) -> None:
+        """Wait until all copies to the host have arrived; to be called before the host reads."""
         if self._offloaded is not None:
             self._offloaded.synchronize()
             self._offloaded = None
-        for event, key, value, at in self._arriving:
+        for event, key, value, positions in self._in_flight:
             if event is not None:
                 event.synchronize()
-            self._write(key, value, at)
-        self._arriving.clear()
+            self._write(key, value, positions)
+        self._in_flight.clear()
 
     def _grow(self, need: int) -> None:
         if need <= self.keys.shape[2]:
             return
-        self.settle()
+        self.flush()
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             shape = (*old.shape[:2], need + GROWTH, old.shape[3])
-            new, fine = on_host(shape, old, old.device, pinned=self.apart and self.pinned)
+            new, fine = empty_host(shape, old, old.device, pinned=self.offloaded and self.pinned)
             new[:, :, : old.shape[2]] = old
             self.pinned = self.pinned and fine
             setattr(self, name, new)
@@ -123,17 +128,17 @@ class Memory:
     # -- tokens going out ---------------------------------------------------------------------------------------------
 
     def fetch(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or from home.
+        """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or from CPU memory.
 
-        On CUDA this is where a step waits: the slots must be known on the host to be gathered there.
+        On CUDA this is where a step waits: the host must know the slots to gather them.
         """
         wanted = slots.to(self.keys.device)
-        self.settle()
+        self.flush()
         out = tuple(x.new_zeros(*slots.shape, x.shape[3], device=self.device) for x in (self.keys, self.values))
         missing = wanted >= 0
         asked = missing.sum((1, 2)).tolist()
         if self.cache is not None:
-            self.lanes.join(self.cache.ready)
+            self.copy_streams.wait(self.cache.ready)
             held = self.cache.lookup(wanted)
             missing = missing & (held < 0)
             self._copy(out, (self.cache.keys, self.cache.values), held)
@@ -141,71 +146,71 @@ class Memory:
         head = torch.arange(b * h, device=wanted.device).view(b, h, 1) * p
         self._copy(out, (self.keys, self.values), torch.where(missing, head + wanted, -1))
         for row, pairs, missed in zip(self.traffic, asked, missing.sum((1, 2)).tolist(), strict=True):
-            row.asked += pairs
+            row.lookups += pairs
             row.hits += pairs - missed
-            row.into += missed * self._token * self.layout.offload
+            row.h2d += missed * self._token * self.config.offload
         if self.cache is not None:
             self._note(self.cache, wanted)
         return out[0], out[1]
 
     def _copy(self, out: tuple[Tensor, ...], buffers: tuple[Tensor, Tensor], source: Tensor) -> None:
-        """Rows `source` [B, H, N] (-1: none) of the flattened buffers to their places in `out`."""
+        """Copy entries source [B, H, N] (-1: none) of the buffers, flattened over rows and heads, to `out`."""
         flat = source.flatten()
         place = (flat >= 0).nonzero()[:, 0]
         if not len(place):
             return
-        at, rows = place.to(self.device), flat[place]
+        targets, rows = place.to(self.device), flat[place]
         for target, buffer in zip(out, buffers, strict=True):
             table = buffer.view(-1, buffer.shape[3])
             if buffer.device == self.device:
                 found = table[rows.to(self.device)]
             else:
-                staged, _ = on_host((len(rows), table.shape[1]), table, table.device, pinned=self.pinned)
+                staged, _ = empty_host((len(rows), table.shape[1]), table, table.device, pinned=self.pinned)
                 torch.index_select(table, 0, rows, out=staged)
-                with self.lanes.inwards():
+                with self.copy_streams.h2d():
                     found = staged.to(self.device, non_blocking=True)
-                self.lanes.join(self.lanes.mark_in(), found)
-            target.view(-1, target.shape[3]).index_copy_(0, at, found)
+                self.copy_streams.wait(self.copy_streams.record_h2d(), found)
+            target.view(-1, target.shape[3]).index_copy_(0, targets, found)
 
     def _note(self, cache: BlockCache, slots: Tensor) -> None:
-        """Tell the block cache what was asked for, after it has been used."""
-        fixed = [length - 1 - local for length, local in zip(self.lengths, self.layout.local, strict=True)]
-        came = cache.note(slots, fixed, self.keys, self.values, self.lanes)
+        """Update the block cache with the slots of this step, after the step has read it."""
+        fixed = [length - 1 - local for length, local in zip(self.lengths, self.config.local, strict=True)]
+        came = cache.update(slots, fixed, self.keys, self.values, self.copy_streams)
         for row, blocks in zip(self.traffic, came, strict=True):
-            row.into += blocks * cache.spec.block * self.keys.shape[1] * self._token
+            row.h2d += blocks * cache.config.block * self.keys.shape[1] * self._token
 
-    def shipped(self, per_token: int) -> None:
-        """Note that `per_token` bytes of every token came to the device."""
+    def add_index_traffic(self, per_token: int) -> None:
+        """Count `per_token` bytes of every token as copied to the device for the index."""
         for row, length in zip(self.traffic, self.lengths, strict=True):
-            row.into += length * per_token * self.layout.offload
+            row.h2d += length * per_token * self.config.offload
 
     def all_keys(self) -> Tensor:
-        """[B, H, used, D] on the device: every key, fetched from home."""
-        self.settle()
-        self.shipped(self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size())
-        return self.keys[:, :, : self.used].to(self.device)
+        """All keys [B, H, length, D] on the device, fetched from CPU memory."""
+        self.flush()
+        self.add_index_traffic(self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size())
+        return self.keys[:, :, : self.length].to(self.device)
 
     def components(self, dims: Tensor) -> Tensor:
-        """[B, H, used, R]: components dims [B, H, R] of every key, gathered at home and fetched."""
-        self.settle()
-        index = dims.to(self.keys.device)[:, :, None].expand(-1, -1, self.used, -1)
-        self.shipped(dims.shape[1] * dims.shape[2] * self.keys.element_size())
-        return self.keys[:, :, : self.used].gather(3, index).to(self.device)
+        """Components dims [B, H, n] of every key, gathered on the host and fetched: [B, H, length, n]."""
+        self.flush()
+        index = dims.to(self.keys.device)[:, :, None].expand(-1, -1, self.length, -1)
+        self.add_index_traffic(dims.shape[1] * dims.shape[2] * self.keys.element_size())
+        return self.keys[:, :, : self.length].gather(3, index).to(self.device)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def picked(self, rows: Tensor) -> Memory:
-        """These rows, which may repeat, in a memory of their own."""
-        self.settle()
+    def index_rows(self, rows: Tensor) -> OffloadedKV:
+        """A copy for batch rows `rows` [n], which may repeat."""
+        self.flush()
         other, chosen = copy.copy(self), rows.tolist()
-        other._arriving = []
+        other._in_flight = []
         other.lengths = [self.lengths[i] for i in chosen]
         other.traffic = [copy.copy(self.traffic[i]) for i in chosen]
-        other.layout = replace(self.layout, local=[self.layout.local[i] for i in chosen])
-        pinned = self.apart and self.pinned
-        other.keys, fine = rows_at_home(self.keys, rows, pinned=pinned)
-        other.values, also = rows_at_home(self.values, rows, pinned=pinned)
+        other.config = replace(self.config, local=[self.config.local[i] for i in chosen])
+        pinned = self.offloaded and self.pinned
+        other.keys, fine = index_select_host(self.keys, rows, pinned=pinned)
+        other.values, also = index_select_host(self.values, rows, pinned=pinned)
         other.pinned = self.pinned and fine and also
-        other.near = self.near.picked(rows)
-        other.cache = self.cache.picked(rows, self.lanes) if self.cache is not None else None
+        other.resident = self.resident.index_rows(rows)
+        other.cache = self.cache.index_rows(rows, self.copy_streams) if self.cache is not None else None
         return other

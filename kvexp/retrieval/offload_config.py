@@ -1,4 +1,4 @@
-"""What is asked of one layer's memory, and what it has moved."""
+"""Configuration of offloading for one layer, and counters of the bytes it moves."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ from dataclasses import dataclass
 
 import torch
 
-from kvexp.retrieval.block_cache import CacheSpec
+from kvexp.retrieval.block_cache import BlockCacheConfig
 
 
 @dataclass
-class Traffic:
-    """Bytes that crossed between device and home for one batch row, and hits of the block cache.
+class TransferStats:
+    """Transfers between device and CPU memory for one batch row; on a CPU, those that a GPU would make.
 
-    On a CPU nothing crosses: these are the bytes that would. out: keys and values offloaded; into: everything fetched
-    (selected rows, cached blocks, whatever a method's index ships); asked, hits: (kv head, token) pairs selected, and
-    those of them found in the block cache.
+    d2h: bytes of keys and values offloaded; h2d: bytes fetched (selected tokens, cached blocks, offloaded index);
+    lookups: (kv head, token) pairs selected; hits: those of them found in the block cache.
     """
 
-    out: int = 0
-    into: int = 0
-    asked: int = 0
+    d2h: int = 0
+    h2d: int = 0
+    lookups: int = 0
     hits: int = 0
 
 
 @dataclass(frozen=True)
-class Layout:
-    """sinks: first tokens that stay on the device; local: past tokens of the recent window, per row (the newest token
-    comes on top); room: positions to make room for; offload: the rest leaves the device; cache: of blocks."""
+class OffloadConfig:
+    """What of one layer is offloaded.
+
+    sinks: first tokens that stay on the device; local: past tokens of the recent window, per row, newest token not
+    included; room: positions to allocate; offload: whether the rest leaves the device; cache: the block cache, if any.
+    """
 
     sinks: int
     local: list[int]
     room: int
     offload: bool = True
-    cache: CacheSpec | None = None
+    cache: BlockCacheConfig | None = None
 
 
-def leaves(layout: Layout, device: torch.device) -> bool:
-    """Do tokens go to another device than the one they were made on?"""
-    return layout.offload and device.type == "cuda"
+def should_offload(config: OffloadConfig, device: torch.device) -> bool:
+    """Whether tokens are moved from `device` to CPU memory."""
+    return config.offload and device.type == "cuda"

@@ -21,8 +21,8 @@ class Oracle(Retrieval):
 
     name: ClassVar[str] = "oracle"
 
-    def search_bits(self, dim: int) -> float:
+    def index_bits_per_token(self, dim: int) -> float:
         return 16.0 * dim
 
-    def relevance(self, asked: RetrievalQuery) -> Tensor:
-        return torch.softmax(asked.exact(past=True), dim=-1).sum(2)
+    def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
+        return torch.softmax(retrieval_query.exact_logits(past=True), dim=-1).sum(2)

@@ -1,4 +1,4 @@
-"""Which blocks stay in a small cache: least frequently used, least recently used."""
+"""Replacement policies of the block cache: least frequently used, least recently used."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ from kvexp.errors import ConfigError
 
 
 class Policy:
-    """At most `limit` blocks by number, each in a place 0..limit-1 of its own. `places`: block -> place."""
+    """A set of at most `limit` blocks. slots: block number -> cache slot 0..limit-1."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.places: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
 
     def insert(self, block: int) -> None:
-        """The block was used. One that is not there comes in, for another where there is no free place."""
-        if block in self.places:
-            self._used(block)
+        """Count a use of the block; a block not cached is inserted, in place of another one where the cache is full."""
+        if block in self.slots:
+            self._touch(block)
             return
-        room = len(self.places) < self.limit
-        self.places[block] = len(self.places) if room else self.places.pop(self._leave())
-        self._enter(block)
+        room = len(self.slots) < self.limit
+        self.slots[block] = len(self.slots) if room else self.slots.pop(self._evict())
+        self._insert(block)
 
-    def _used(self, block: int) -> None:
+    def _touch(self, block: int) -> None:
+        """Record a use of a cached block."""
         raise NotImplementedError
 
-    def _enter(self, block: int) -> None:
+    def _insert(self, block: int) -> None:
+        """Record a block that has just been cached."""
         raise NotImplementedError
 
-    def _leave(self) -> int:
-        """The block to give up, forgotten by the policy's own books."""
+    def _evict(self) -> int:
+        """Choose the block to evict and remove it from the policy's own records."""
         raise NotImplementedError
 
 
 class LFU(Policy):
-    """Least frequently used goes; among equals the one that came to its count first. Counts start at 1, never age.
+    """Evicts the least frequently used block, among equals the one that reached its count first. Counts never age.
 
     As the block cache of PQCache's release (arXiv:2407.12820, section 3.4), of which the recorded runs are.
     """
@@ -43,16 +45,16 @@ class LFU(Policy):
         self.counts: dict[int, int] = {}
         self.by_count: dict[int, dict[int, None]] = {}  # count -> blocks, in the order in which they came to it
 
-    def _used(self, block: int) -> None:
-        self._forget(block)
+    def _touch(self, block: int) -> None:
+        self._remove(block)
         self._note(block, self.counts[block] + 1)
 
-    def _enter(self, block: int) -> None:
+    def _insert(self, block: int) -> None:
         self._note(block, 1)
 
-    def _leave(self) -> int:
+    def _evict(self) -> int:
         block = next(iter(self.by_count[min(self.by_count)]))
-        self._forget(block)
+        self._remove(block)
         del self.counts[block]
         return block
 
@@ -60,7 +62,7 @@ class LFU(Policy):
         self.counts[block] = count
         self.by_count.setdefault(count, {})[block] = None
 
-    def _forget(self, block: int) -> None:
+    def _remove(self, block: int) -> None:
         peers = self.by_count[self.counts[block]]
         del peers[block]
         if not peers:
@@ -68,27 +70,27 @@ class LFU(Policy):
 
 
 class LRU(Policy):
-    """Least recently used goes. Not in PQCache's release; its Fig. 10d compares both."""
+    """Evicts the least recently used block. Not in PQCache's release; its Fig. 10d compares both."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
         self.order: dict[int, None] = {}
 
-    def _used(self, block: int) -> None:
+    def _touch(self, block: int) -> None:
         del self.order[block]
         self.order[block] = None
 
-    def _enter(self, block: int) -> None:
+    def _insert(self, block: int) -> None:
         self.order[block] = None
 
-    def _leave(self) -> int:
+    def _evict(self) -> int:
         block = next(iter(self.order))
         del self.order[block]
         return block
 
 
-def policy_of(name: str, limit: int) -> Policy:
-    """lfu or lru."""
+def make_policy(name: str, limit: int) -> Policy:
+    """The policy called lfu or lru; ConfigError for other names."""
     if name not in ("lfu", "lru"):
         raise ConfigError(f"cache_policy must be lfu or lru, got {name!r}")
     return LFU(limit) if name == "lfu" else LRU(limit)

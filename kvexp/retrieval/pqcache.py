@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kvexp.errors import ConfigError
 from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.block_cache import CacheSpec
-from kvexp.retrieval.kmeans import assign, lloyd, starting_rows
-from kvexp.retrieval.kmeans_schedule import Profile, measured
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import RetrievalQuery, combined
+from kvexp.retrieval.block_cache import BlockCacheConfig
+from kvexp.retrieval.kmeans import assign, init_rows, lloyd
+from kvexp.retrieval.kmeans_schedule import CostModel, profile_kmeans
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.query import RetrievalQuery, reduce_group
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 
@@ -67,16 +67,16 @@ class PQCache(Retrieval):
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if not 0 <= self.kmeans_seed < 1 << 32:
             raise ConfigError(f"kmeans_seed must be between 0 and 2**32 - 1, got {self.kmeans_seed}")
-        _ = self.cache, combined(torch.zeros(1, 1, 1, 1), self.combine)  # check their settings
+        _ = self.cache, reduce_group(torch.zeros(1, 1, 1, 1), self.combine)  # check their settings
 
     @property
-    def cache(self) -> CacheSpec | None:
+    def cache(self) -> BlockCacheConfig | None:
         if self.cache_tokens == 0:
             return None
-        return CacheSpec(self.cache_tokens, self.cache_block, self.cache_policy, self.cache_blocks_per_step)
+        return BlockCacheConfig(self.cache_tokens, self.cache_block, self.cache_policy, self.cache_blocks_per_step)
 
     @property
-    def builds_on_host(self) -> bool:
+    def indexes_on_host(self) -> bool:
         return self.cluster_on == "cpu"
 
     def check_heads(self, dim: int) -> None:
@@ -86,41 +86,42 @@ class PQCache(Retrieval):
                 f"method.m={self.m} does not divide the {dim} components of this model's heads; m may be {fits}"
             )
 
-    def prepare(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
+    def calibrate(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
         if self.max_iter != "adaptive":
             return None
         lengths = [n for n in PROFILED if n <= longest] or [longest]
         where = "cpu" if self.cluster_on == "cpu" and self.offload else device
-        return measured(seconds, heads * self.m, dim // self.m, 1 << self.b, lengths, where)
+        return profile_kmeans(seconds, heads * self.m, dim // self.m, 1 << self.b, lengths, where)
 
     # -- indexing -----------------------------------------------------------------------------------------------------
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         keys, (batch, heads, _, dim) = prompt.keys, prompt.keys.shape
         shape = (batch, heads, self.m, 1 << self.b, dim // self.m)
         centroids = torch.zeros(shape, device=keys.device)
-        codes = torch.zeros(batch, heads, prompt.room, self.m, dtype=self._dtype, device=keys.device)
+        codes = torch.zeros(batch, heads, prompt.capacity, self.m, dtype=self._dtype, device=keys.device)
         index.notes = {"kmeans_iterations": [0.0] * batch, "exact": [False] * batch}
-        for row in range(0, batch, prompt.samples):
-            same = slice(row, row + prompt.samples)  # the beams of a sample hold one prompt
+        for row in range(0, batch, prompt.beams):
+            same = slice(row, row + prompt.beams)  # the beams of a sample hold one prompt
             made = self._cluster(keys[row], prompt, row, centroids[row], codes[row])
             centroids[same], codes[same] = centroids[row].clone(), codes[row].clone()
-            index.notes["kmeans_iterations"][same] = [made or 0.0] * prompt.samples
-            index.notes["exact"][same] = [made is None] * prompt.samples
-        index.put("centroids", centroids)
-        index.put("codes", codes, per=1, home=prompt.home)
+            index.notes["kmeans_iterations"][same] = [made or 0.0] * prompt.beams
+            index.notes["exact"][same] = [made is None] * prompt.beams
+        index.register("centroids", centroids)
+        index.register("codes", codes, per=1, home=prompt.host_device)
 
     def _cluster(self, keys: Tensor, prompt: PrefillKV, row: int, centroids: Tensor, codes: Tensor) -> float | None:
-        """One row's keys [H, S, D] into centroids [H, m, C, d] and codes [H, S, m]; mean iterations, None: too few."""
+        """Cluster one row's keys [H, S, D] into centroids [H, m, K, d] and codes [H, S, m], in place.
+
+        Returns the mean number of iterations, or None where there are no more keys than centroids.
+        """
         length, clusters = prompt.lengths[row], 1 << self.b
-        last = length if self.cluster == "prompt" else length - prompt.local[row]
+        last = length if self.cluster == "prompt" else length - prompt.recent[row]
         count = last - self.n_sinks
         if count <= clusters:
             return None
         parts = keys[:, self.n_sinks : length].float().unflatten(-1, (self.m, -1)).transpose(1, 2).flatten(0, 1)
-        found = lloyd(
-            parts[:, :count], starting_rows(count, clusters, self.kmeans_seed), self._iterations(prompt, count)
-        )
+        found = lloyd(parts[:, :count], init_rows(count, clusters, self.kmeans_seed), self._iterations(prompt, count))
         labels = found.labels
         if last < length:
             labels = torch.cat([labels, assign(parts[:, count:].contiguous(), found.centroids)[0]], dim=1)
@@ -131,40 +132,42 @@ class PQCache(Retrieval):
     def _iterations(self, prompt: PrefillKV, count: int) -> int:
         if self.max_iter != "adaptive":
             return self.max_iter
-        assert isinstance(prompt.prepared, Profile)
-        return prompt.prepared.iterations(count)
+        assert isinstance(prompt.calibration, CostModel)
+        return prompt.calibration.iterations(count)
 
     @property
     def _dtype(self) -> torch.dtype:
         return torch.uint8 if self.b <= 8 else torch.int16
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
         centroids = index["centroids"]
         parts = key.float().unflatten(-1, (self.m, 1, -1)).flatten(0, 2)
         codes = assign(parts, centroids.flatten(0, 2))[0].view(*key.shape[:2], self.m)
         index.write("codes", at, codes)
 
-    def search_bits(self, dim: int) -> float:
+    def index_bits_per_token(self, dim: int) -> float:
         return float(self.m * self.b)
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
-    def relevance(self, asked: RetrievalQuery) -> Tensor:
-        codes = asked.index["codes"][:, :, : asked.memory.used]
-        asked.memory.shipped(codes.shape[1] * self.m * codes.element_size())
-        found = combined(asked.logits(dots(asked.query, asked.index["centroids"], codes)), self.combine)
-        exact = asked.index.notes["exact"]
+    def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
+        codes = retrieval_query.index["codes"][:, :, : retrieval_query.memory.length]
+        retrieval_query.memory.add_index_traffic(codes.shape[1] * self.m * codes.element_size())
+        found = reduce_group(
+            retrieval_query.logits(dots(retrieval_query.query, retrieval_query.index["centroids"], codes)), self.combine
+        )
+        exact = retrieval_query.index.notes["exact"]
         if not any(exact):
             return found
-        searched = combined(asked.exact(), self.combine)
+        searched = reduce_group(retrieval_query.exact_logits(), self.combine)
         return torch.where(torch.tensor(exact, device=found.device)[:, None, None], searched, found)
 
 
 def dots(query: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
-    """Approximate q.k [B, H, G, S] float32 from query [B, H, G, D], centroids [B, H, m, C, d], codes [B, H, S, m]."""
+    """Approximate q.k [B, H, G, S] float32 of query [B, H, G, D], centroids [B, H, m, K, d] and codes [B, H, S, m]."""
     b, h, m, clusters = centroids.shape[:4]
     tables = torch.einsum("bhgmd,bhmcd->bhmcg", query.float().unflatten(-1, (m, -1)), centroids)
-    # One look-up that adds the m table rows of a token, for all heads and query heads at once.
+    # One embedding_bag call adds the m table rows of each token, for all kv and query heads at once.
     slots = codes.shape[2]
     rows = codes.to(torch.int32).reshape(b * h, slots * m)
     rows = rows + torch.arange(m, dtype=torch.int32, device=codes.device).mul(clusters).repeat(slots)

@@ -1,4 +1,4 @@
-"""A question and what may be used to answer it: the one argument of every choice."""
+"""The query of one decode step, with all that a retrieval method may use to select slots for it."""
 
 from __future__ import annotations
 
@@ -9,93 +9,112 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionParams
-from kvexp.core.select import best
+from kvexp.core.select import topk_slots
+from kvexp.deprecation import OldName, deprecated_names
 from kvexp.errors import ConfigError
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.offload import Memory
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.offload import OffloadedKV
 
 COMBINE = ("softmax_sum", "raw_sum", "max")
 
 
 @dataclass(frozen=True)
 class RetrievalQuery:
-    """One query per row, and everything a method may use to answer it.
+    """One query per row, and everything a method may use to select slots for it.
 
-    query [B, H, G, D]; positions [B]: its position id; candidates [B, 1, S] bool: slots that may be chosen, neither
-    sinks nor recent window nor the future (slot = position); counts: how many to choose in each row, at most `widest`.
+    query [B, H, G, D]; positions [B]: the queries' position ids; candidates [B, 1, S] bool: slots that may be
+    chosen, neither
+    sinks nor recent window nor the future (slot = position); counts: how many to select in each row, at most `max_k`.
+    index: what the method has indexed; memory: all keys and values; params: of the layer's attention.
     """
 
     query: Tensor
     positions: Tensor
     candidates: Tensor
     counts: list[int]
-    index: Index
-    memory: Memory
-    geometry: AttentionParams
+    index: KVIndex
+    memory: OffloadedKV
+    params: AttentionParams
 
     @classmethod
     def of(
-        cls, query: Tensor, positions: Tensor, most: list[int], index: Index, memory: Memory, geometry: AttentionParams
+        cls,
+        query: Tensor,
+        positions: Tensor,
+        most: list[int],
+        index: KVIndex,
+        memory: OffloadedKV,
+        params: AttentionParams,
     ) -> RetrievalQuery:
-        """The question of the newest token of every row; most: slots to choose in each, where there are as many."""
-        sinks = memory.layout.sinks
-        ends = [length - 1 - local for length, local in zip(memory.lengths, memory.layout.local, strict=True)]
+        """The query of the newest token of every row.
+
+        query [B, H, G, D]; most: slots to select in each row, where there are as many candidates.
+        """
+        sinks = memory.config.sinks
+        ends = [length - 1 - local for length, local in zip(memory.lengths, memory.config.local, strict=True)]
         counts = [min(count, max(0, end - sinks)) for count, end in zip(most, ends, strict=True)]
-        slots = torch.arange(memory.used, device=query.device)
+        slots = torch.arange(memory.length, device=query.device)
         candidates = (slots >= sinks) & (slots < torch.tensor(ends, device=query.device)[:, None])
-        if geometry.sliding_window is not None:
-            candidates = candidates & (slots > positions[:, None] - geometry.sliding_window)
-        return cls(query, positions, candidates[:, None], counts, index, memory, geometry)
+        if params.sliding_window is not None:
+            candidates = candidates & (slots > positions[:, None] - params.sliding_window)
+        return cls(query, positions, candidates[:, None], counts, index, memory, params)
 
     @property
-    def widest(self) -> int:
+    def max_k(self) -> int:
+        """The largest number of slots to select in a row."""
         return max(self.counts)
 
-    def everything(self) -> Tensor | None:
-        """All candidates as `Chosen.slots`, if every row may choose all of its own."""
-        sinks, local = self.memory.layout.sinks, self.memory.layout.local
+    def all_candidates(self) -> Tensor | None:
+        """All candidates as `Selection.slots` [B, H, N], where every row may select all of them; else None."""
+        sinks, local = self.memory.config.sinks, self.memory.config.local
         pairs = zip(self.counts, self.memory.lengths, local, strict=True)
         if any(count < length - 1 - past - sinks for count, length, past in pairs):
             return None
-        slots = torch.arange(self.memory.used, device=self.query.device).expand(*self.query.shape[:2], -1)
-        return slots.masked_fill(~self.candidates, -1)[:, :, sinks : sinks + self.widest]
+        slots = torch.arange(self.memory.length, device=self.query.device).expand(*self.query.shape[:2], -1)
+        return slots.masked_fill(~self.candidates, -1)[:, :, sinks : sinks + self.max_k]
 
     def logits(self, dots: Tensor, *, past: bool = False) -> Tensor:
         """Dot products [B, H, G, S] to float32 logits: scaled, ALiBi added, -inf outside the candidates.
 
-        past: everything up to the query itself counts, not only the candidates.
+        past: everything up to the query itself is left unmasked, not only the candidates.
         """
-        x = dots.float() * self.geometry.scale
+        x = dots.float() * self.params.scale
         slots = torch.arange(x.shape[-1], device=x.device)
-        if self.geometry.alibi is not None:
-            slopes = self.geometry.alibi.to(x.device).view(1, *x.shape[1:3], 1)
+        if self.params.alibi is not None:
+            slopes = self.params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
             x = x + slopes * (slots - self.positions[:, None]).float()[:, None, None]
         seen = self.candidates
         if past:
             seen = (slots <= self.positions[:, None])[:, None]
-            if self.geometry.sliding_window is not None:
-                seen = seen & (slots > self.positions[:, None] - self.geometry.sliding_window)[:, None]
+            if self.params.sliding_window is not None:
+                seen = seen & (slots > self.positions[:, None] - self.params.sliding_window)[:, None]
         return x.masked_fill(~seen[:, :, None], -torch.inf)
 
-    def against(self, keys: Tensor, *, past: bool = False) -> Tensor:
-        """Exact logits [B, H, G, S] of keys [B, H, S, D]."""
+    def logits_of(self, keys: Tensor, *, past: bool = False) -> Tensor:
+        """Exact logits [B, H, G, S] of the query with keys [B, H, S, D]; past: as in `logits`."""
         query = self.query
-        if self.geometry.upcast:
+        if self.params.upcast:
             query, keys = query.float(), keys.float()
         return self.logits(torch.matmul(query, keys.transpose(-1, -2)), past=past)
 
-    def exact(self, *, past: bool = False) -> Tensor:
-        """Exact logits [B, H, G, S] of every key, all of which are fetched for it."""
-        return self.against(self.memory.all_keys(), past=past)
+    def exact_logits(self, *, past: bool = False) -> Tensor:
+        """Exact logits [B, H, G, S] of the query with every key; fetches all keys to the device."""
+        return self.logits_of(self.memory.all_keys(), past=past)
 
-    def top(self, relevance: Tensor) -> Tensor:
-        """The slots [B, H, N] of the highest relevance [B, H, S] among the candidates, ascending; -1: none."""
+    def topk(self, relevance: Tensor) -> Tensor:
+        """The slots [B, H, max_k] of highest relevance [B, H, S] among the candidates, ascending; -1: none."""
         counts = torch.tensor(self.counts, device=relevance.device)
-        return best(relevance, self.candidates, counts, min(self.widest, relevance.shape[-1]))
+        return topk_slots(relevance, self.candidates, counts, min(self.max_k, relevance.shape[-1]))
+
+    everything, against, exact = OldName("all_candidates"), OldName("logits_of"), OldName("exact_logits")
+    top, widest = OldName("topk"), OldName("max_k")
 
 
-def combined(logits: Tensor, how: str) -> Tensor:
-    """One relevance [B, H, S] from the logits [B, H, G, S] of the query heads that share a kv head."""
+def reduce_group(logits: Tensor, how: str) -> Tensor:
+    """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads.
+
+    how: softmax_sum, raw_sum or max; ConfigError for others.
+    """
     if how not in COMBINE:
         raise ConfigError(f"combine must be one of {', '.join(COMBINE)}, got {how!r}")
     if logits.shape[2] == 1:
@@ -106,8 +125,17 @@ def combined(logits: Tensor, how: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """slots [B, H, N]: candidates to attend to, no slot twice in a head; -1: none. carry: for `attend`."""
+class Selection:
+    """A method's selection. slots [B, H, N]: candidates to attend to, no slot twice in a head, -1: none; extra:
+    whatever
+    the method's `attend` needs besides."""
 
     slots: Tensor
-    carry: Any = None
+    extra: Any = None
+
+    carry = OldName("extra")
+
+
+__getattr__ = deprecated_names(
+    __name__, {"Chosen": ("Selection", Selection), "combined": ("reduce_group", reduce_group)}
+)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvexp.errors import ConfigError
 from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import RetrievalQuery, combined
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.query import RetrievalQuery, reduce_group
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Quest(Retrieval):
         if self.page < 1:
             raise ConfigError(f"page must be at least 1 token, got {self.page}")
 
-    def search_bits(self, dim: int) -> float:
+    def index_bits_per_token(self, dim: int) -> float:
         return 2 * 16.0 * dim / self.page
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         keys, slots = prompt.keys, torch.arange(prompt.keys.shape[2], device=prompt.device)
-        nowhere = -(-prompt.room // self.page)
+        nowhere = -(-prompt.capacity // self.page)
         at = torch.where(prompt.real(), slots // self.page, nowhere)[:, None, :, None].expand_as(keys)
         for name, how in (("low", "amin"), ("high", "amax")):
             pages = keys.new_zeros(*keys.shape[:2], nowhere + 1, keys.shape[3])
-            index.put(name, pages.scatter_reduce(2, at, keys, how, include_self=False)[:, :, :-1], per=self.page)
+            index.register(name, pages.scatter_reduce(2, at, keys, how, include_self=False)[:, :, :-1], per=self.page)
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
         index.grow(max(at) + 1)
         rows, pages = torch.arange(len(at)), [p // self.page for p in at]
         first = torch.tensor([p % self.page == 0 for p in at], device=key.device)[:, None, None]
@@ -48,9 +48,9 @@ class Quest(Retrieval):
             before = index[name][rows, :, torch.tensor(pages)]
             index.write(name, pages, torch.where(first, key, pick(before, key)))
 
-    def relevance(self, asked: RetrievalQuery) -> Tensor:
-        query = asked.query
-        above = torch.matmul(query.clamp(min=0), asked.index["high"].transpose(-1, -2))
-        below = torch.matmul(query.clamp(max=0), asked.index["low"].transpose(-1, -2))
-        dots = (above + below).repeat_interleave(self.page, dim=-1)[..., : asked.memory.used]
-        return combined(asked.logits(dots), "max")
+    def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
+        query = retrieval_query.query
+        above = torch.matmul(query.clamp(min=0), retrieval_query.index["high"].transpose(-1, -2))
+        below = torch.matmul(query.clamp(max=0), retrieval_query.index["low"].transpose(-1, -2))
+        dots = (above + below).repeat_interleave(self.page, dim=-1)[..., : retrieval_query.memory.length]
+        return reduce_group(retrieval_query.logits(dots), "max")

@@ -1,4 +1,4 @@
-"""What never leaves the device: the first tokens and the newest ones."""
+"""The keys and values that stay on the device: sinks and the recent window."""
 
 from __future__ import annotations
 
@@ -8,58 +8,65 @@ import torch
 from torch import Tensor
 
 
-class Near:
-    """sinks [B, H, s, *] and ring [B, H, W, *], each keys and values; position p of a row at p % W of its ring.
+class ResidentKV:
+    """Sinks [B, H, n, *] and a ring buffer [B, H, W, *] of the newest tokens, each as a pair of keys and values.
 
-    locals: past tokens of the recent window, per row; W holds the longest and the newest token on top.
+    Position p of a row is at p % W of its ring. recent_lens: past tokens of the recent window, per row; W is the
+    largest of them plus 1 for the newest token.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], sinks: int, local: list[int]) -> None:
-        """keys [B, H, S, D], values: a prompt in columns, padding on the left; lengths: real tokens per row."""
-        self.locals, width = local, max(local) + 1
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], sinks: int, recent_lens: list[int]) -> None:
+        """keys [B, H, S, D], values [B, H, S, Dv]: of a prompt, padded on the left; lengths: real tokens per row."""
+        self.recent_lens, width = recent_lens, max(recent_lens) + 1
         ends = torch.tensor(lengths, device=keys.device)[:, None]
         place = torch.arange(width, device=keys.device)
         newest = ends - 1 - (ends - 1 - place) % width  # the newest position that belongs at each place
         first = torch.arange(sinks, device=keys.device).expand(len(lengths), -1)
         pads = keys.shape[2] - ends
-        self.sinks = _columns(keys, pads + first), _columns(values, pads + first)
-        self.ring = _columns(keys, pads + newest), _columns(values, pads + newest)
+        self.sinks = _gather_positions(keys, pads + first), _gather_positions(values, pads + first)
+        self.recent_ring = _gather_positions(keys, pads + newest), _gather_positions(values, pads + newest)
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.sinks, *self.ring))
+        """Bytes of sinks and ring."""
+        return sum(x.nbytes for x in (*self.sinks, *self.recent_ring))
 
-    def add(self, key: Tensor, value: Tensor, at: list[int]) -> None:
-        """The token of position at[i] for every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        width, device = self.ring[0].shape[2], key.device
-        rows, place = torch.arange(len(at), device=device), torch.tensor([p % width for p in at], device=device)
-        for ring, sinks, new in zip(self.ring, self.sinks, (key, value), strict=True):
+    def add(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        """Write the token at positions[i] of every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
+        width, device = self.recent_ring[0].shape[2], key.device
+        rows, place = (
+            torch.arange(len(positions), device=device),
+            torch.tensor([p % width for p in positions], device=device),
+        )
+        for ring, sinks, new in zip(self.recent_ring, self.sinks, (key, value), strict=True):
             ring[rows, :, place] = new[:, :, 0]
-            for row, p in enumerate(at):
+            for row, p in enumerate(positions):
                 if p < sinks.shape[2]:
                     sinks[row, :, p] = new[row, :, 0]
 
     def read(self, lengths: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Sinks, then window in order of position: keys, values, positions [B, N] (-1: not there)."""
-        device, width, sinks = self.ring[0].device, self.ring[0].shape[2], self.sinks[0].shape[2]
+        """(keys, values, positions) of the sinks, then of the window in order of position; positions [B, n],
+        -1: none.
+        """
+        device, width, sinks = self.recent_ring[0].device, self.recent_ring[0].shape[2], self.sinks[0].shape[2]
         ends = torch.tensor(lengths, device=device)[:, None]
         first = torch.arange(sinks, device=device).expand(len(lengths), -1)
         window = ends - width + torch.arange(width, device=device)
-        oldest = ends - 1 - torch.tensor(self.locals, device=device)[:, None]
-        keys, values = (_columns(x, window % width) for x in self.ring)
+        oldest = ends - 1 - torch.tensor(self.recent_lens, device=device)[:, None]
+        keys, values = (_gather_positions(x, window % width) for x in self.recent_ring)
         window = window.masked_fill((window < oldest) | (window < sinks), -1)
         return (*self.sinks, first.masked_fill(first >= ends, -1)), (keys, values, window)
 
-    def picked(self, rows: Tensor) -> Near:
-        """These rows, which may repeat, in buffers of their own."""
-        other, chosen = copy.copy(self), rows.to(self.ring[0].device)
-        other.locals = [self.locals[i] for i in rows.tolist()]
+    def index_rows(self, rows: Tensor) -> ResidentKV:
+        """A copy for batch rows `rows` [n], which may repeat."""
+        other, chosen = copy.copy(self), rows.to(self.recent_ring[0].device)
+        other.recent_lens = [self.recent_lens[i] for i in rows.tolist()]
         other.sinks = self.sinks[0].index_select(0, chosen), self.sinks[1].index_select(0, chosen)
-        other.ring = self.ring[0].index_select(0, chosen), self.ring[1].index_select(0, chosen)
+        other.recent_ring = self.recent_ring[0].index_select(0, chosen), self.recent_ring[1].index_select(0, chosen)
         return other
 
 
-def _columns(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, H, S, D] at columns index [B, N], the same for all heads; what is out of range is some other token."""
+def _gather_positions(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, H, S, D] gathered at columns index [B, n], the same for all heads; indices out of range are clamped."""
     index = index.clamp(min=0, max=x.shape[2] - 1)[:, None, :, None]
     return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))

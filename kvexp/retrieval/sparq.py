@@ -8,11 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, attend_prompt
+from kvexp.core.attention import AttentionInputs, sdpa_attention
 from kvexp.errors import ConfigError
 from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.kv_index import Index
-from kvexp.retrieval.query import Chosen, RetrievalQuery, combined
+from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.query import RetrievalQuery, Selection, reduce_group
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SparQ(Retrieval):
         super().__post_init__()
         if self.r < 1:
             raise ConfigError(f"r must be at least 1 component of the query, got {self.r}")
-        combined(torch.zeros(1, 1, 1, 1), self.combine)
+        reduce_group(torch.zeros(1, 1, 1, 1), self.combine)
 
     def check_heads(self, dim: int) -> None:
         if self.r > dim:
@@ -43,38 +43,38 @@ class SparQ(Retrieval):
                 f"method.r={self.r}, but this model's heads have {dim} components: set r to at most {dim}"
             )
 
-    def search_bits(self, dim: int) -> float:
+    def index_bits_per_token(self, dim: int) -> float:
         return 16.0 * self.r
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         if self.mean_value:
-            index.put("value_sum", (prompt.values.float() * prompt.real()[:, None, :, None]).sum(2))
+            index.register("value_sum", (prompt.values.float() * prompt.real()[:, None, :, None]).sum(2))
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
         if self.mean_value:
             index["value_sum"].add_(value.float())
 
-    def approximate(self, asked: RetrievalQuery) -> Tensor:
-        """[B, H, G, S]: s before scaling by the model's scale."""
-        query = asked.query.float()
+    def approximate(self, retrieval_query: RetrievalQuery) -> Tensor:
+        """Approximate q.k [B, H, G, S] of every key, before the model's scale."""
+        query = retrieval_query.query.float()
         largest = query.abs().sum(2).topk(self.r, dim=-1).indices
-        keys = asked.memory.components(largest).float()
+        keys = retrieval_query.memory.components(largest).float()
         part = query.gather(-1, largest[:, :, None].expand(-1, -1, query.shape[2], -1))
         share = part.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True).clamp(min=1e-30)
         return torch.matmul(part, keys.transpose(-1, -2)) / share.clamp(min=1e-30).sqrt()
 
-    def select(self, asked: RetrievalQuery) -> Chosen:
-        dots = self.approximate(asked)
-        chosen = asked.top(combined(asked.logits(dots), self.combine))
-        return Chosen(chosen, asked.logits(dots, past=True) if self.mean_value else None)
+    def select(self, retrieval_query: RetrievalQuery) -> Selection:
+        dots = self.approximate(retrieval_query)
+        chosen = retrieval_query.topk(reduce_group(retrieval_query.logits(dots), self.combine))
+        return Selection(chosen, retrieval_query.logits(dots, past=True) if self.mean_value else None)
 
-    def attend(self, sight: AttentionInputs, asked: RetrievalQuery, chosen: Chosen) -> Tensor:
-        out = attend_prompt(sight)
-        if chosen.carry is None:
+    def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
+        out = sdpa_attention(inputs)
+        if chosen.extra is None:
             return out
         groups = out.shape[2]
-        slots = sight.positions[:, :, None].expand(-1, -1, groups, -1)
-        weight = torch.softmax(chosen.carry, dim=-1).gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
+        slots = inputs.positions[:, :, None].expand(-1, -1, groups, -1)
+        weight = torch.softmax(chosen.extra, dim=-1).gather(-1, slots.clamp(min=0)).masked_fill(slots < 0, 0.0)
         covered = weight.sum(-1)[..., None, None]
-        mean = asked.index["value_sum"] / (asked.positions + 1)[:, None, None]
+        mean = retrieval_query.index["value_sum"] / (retrieval_query.positions + 1)[:, None, None]
         return (covered * out + (1 - covered) * mean[:, :, None, None]).to(out.dtype)

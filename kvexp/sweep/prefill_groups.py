@@ -66,7 +66,7 @@ def can_share(settings: Settings) -> bool:
         return False
     if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
         return False
-    return not shares_score_across_batch(settings) and not settings.method.alters_prompt
+    return not shares_score_across_batch(settings) and not settings.method.modifies_prefill
 
 
 def prefill_groups(wanted: Iterable[Settings]) -> list[list[Settings]]:

@@ -21,11 +21,11 @@ from kvexp.training.lessons import CURRICULUM
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per word between spaces. Adds nothing by itself: the prompt forms write their start token."""
-    words = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary())}, unk_token=UNKNOWN))
-    words.pre_tokenizer = WhitespaceSplit()
-    words.add_special_tokens([AddedToken(word, special=True) for word in (PAD, START, END, UNKNOWN)])
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary())}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(word, special=True) for word in (PAD, START, END, UNKNOWN)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=backend,
         bos_token=START,
         eos_token=END,
         pad_token=PAD,

@@ -1,6 +1,7 @@
-"""What a decode step does besides attending, in rows that all are full caches: add up scores, choose what to overwrite.
+"""The part of a fast decode step that is not attention: accumulate scores and choose the slot that is overwritten next.
 
-Tensors are [R, H, S] of one layer's rows, or [L, R, H, S] of several layers whose rows are kept alike.
+Every row is a full cache. Tensors are [R, H, S] for one layer's stacked rows, or [L, R, H, S] for several layers whose
+rows have the same budgets.
 """
 
 from __future__ import annotations
@@ -11,83 +12,105 @@ from torch.nn.functional import pad
 
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.eviction_backend import InPlace
-from kvexp.core.select import LAST
+from kvexp.core.select import INT64_MAX
 
 
 class BatchedEviction:
-    """How each row of one or several caches accumulates and gives up slots. sizes: rows of each cache."""
+    """Accumulates scores and selects the slot to evict, for the stacked rows of one or several caches.
 
-    def __init__(self, states: list[DecodableLayer], sizes: list[int], modes: list[InPlace]) -> None:
+    states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
+    capacities: slots allocated by each cache. out_of_budget [R, 1, S] bool: slots that a row's budget does not reach,
+    None where there are none. at_budget: every row is full, so which slots are dead never changes. no_padding_slots:
+    every row uses every slot.
+    """
+
+    def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
         self.states, self.sizes = states, sizes
-        self.places = [state.held().keys.shape[2] for state in states]
-        self.dense = all(mode.dense for mode in modes) and len(set(self.places)) == 1
-        self.full = all(mode.full for mode in modes)  # then what is dead never changes
-        closed = [mode.closed for mode in modes if mode.closed is not None]
-        self.closed = None if self.dense else joined([padded(one, max(self.places), True) for one in closed])
-        self.recent = joined([state.quota.recent_t for state in states if state.quota is not None])[:, None, None]
+        self.capacities = [state.require_slots().keys.shape[2] for state in states]
+        self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
+        self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
+        out_of_budget = [backend.out_of_budget for backend in backends if backend.out_of_budget is not None]
+        self.out_of_budget = (
+            None
+            if self.no_padding_slots
+            else cat_rows([pad_last_dim(one, max(self.capacities), True) for one in out_of_budget])
+        )
+        self.recent = cat_rows(
+            [state.resolved_budget.recent_t for state in states if state.resolved_budget is not None]
+        )[:, None, None]
         sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
-        self.most_sinks = max(sinks)
-        self.newest_only = all(state.config.method.keeps_newest for state in states)
-        self.by_score = all(state.config.method.ranks_by_score for state in states)
-        decays = [1.0 if state.view is None else state.view.decay for state in states]
+        self.max_sinks = max(sinks)
+        self.is_window = all(state.config.method.is_window for state in states)
+        self.priority_is_score = all(state.config.method.priority_is_score for state in states)
+        decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
 
-    def kept_like(self, other: BatchedEviction) -> bool:
-        """Are another layer's rows of the same caches kept by the same numbers, in as many slots?"""
-        same = (self.sizes, self.places, self.dense, self.full) == (other.sizes, other.places, other.dense, other.full)
+    def same_policy(self, other: BatchedEviction) -> bool:
+        """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row."""
+        same = (self.sizes, self.capacities, self.no_padding_slots, self.at_budget) == (
+            other.sizes,
+            other.capacities,
+            other.no_padding_slots,
+            other.at_budget,
+        )
         return same and all(_quota(a) == _quota(b) for a, b in zip(self.states, other.states, strict=True))
 
-    def accumulate(self, score: Tensor, columns: Tensor) -> None:
-        """Add what was observed, columns [.., r, H, S] of the first r rows, to score [.., R, H, S], after its decay."""
-        if not columns.shape[-3]:
+    def accumulate(self, score: Tensor, sums: Tensor) -> None:
+        """Decay score [.., R, H, S] and add the column sums [.., r, H, S] of the first r rows, those that observe."""
+        if not sums.shape[-3]:
             return
         if self.decay is not None:
             score.mul_(self.decay)
-        score[..., : columns.shape[-3], :, :] += columns
+        score[..., : sums.shape[-3], :, :] += sums
 
-    def lowest(self, where: Tensor, rank: Tensor, newest: Tensor, window: int | None) -> Tensor:
-        """[.., R, H, 1]: the slot of the lowest rank among those at `where` that may go, empty ones first, among equals
-        the oldest. newest [R, 1, 1]; window: of a model that sees no further."""
-        if self.newest_only:
-            return where.masked_fill(self._kept(where), LAST).argmin(dim=-1, keepdim=True)
+    def select_victim(self, positions: Tensor, priority: Tensor, newest: Tensor, window: int | None) -> Tensor:
+        """The slot [.., R, H, 1] to evict: the lowest priority that is not protected, among equals the oldest token.
+
+        positions, priority [.., R, H, S]; dead slots count as lower than any live one. newest [R, 1, 1]: position id of
+        the newest token; window: the model's sliding window, behind which a slot is evicted first.
+        """
+        if self.is_window:
+            return positions.masked_fill(self._protected(positions), INT64_MAX).argmin(dim=-1, keepdim=True)
         if window is not None:
-            rank = rank.masked_fill(where <= newest + 1 - window, -torch.inf)
-        guard = where > newest - self.recent
-        if self.most_sinks:
-            guard |= where < self.sinks
-        if self.closed is not None:
-            if not self.full:
-                rank = rank.masked_fill(where < 0, -torch.inf)
-                guard &= where >= 0
-            guard |= self.closed
-        rank = rank.masked_fill(guard, torch.inf)
-        higher = rank != rank.amin(dim=-1, keepdim=True)
-        return where.masked_fill(higher, LAST).argmin(dim=-1, keepdim=True)
+            priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
+        protected = positions > newest - self.recent
+        if self.max_sinks:
+            protected |= positions < self.sinks
+        if self.out_of_budget is not None:
+            if not self.at_budget:
+                priority = priority.masked_fill(positions < 0, -torch.inf)
+                protected &= positions >= 0
+            protected |= self.out_of_budget
+        priority = priority.masked_fill(protected, torch.inf)
+        higher = priority != priority.amin(dim=-1, keepdim=True)
+        return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
 
-    def _kept(self, where: Tensor) -> Tensor:
-        """Where all but the newest are sinks: these, and the slots that no token may take."""
-        sinks = where < self.sinks if self.full else (where < self.sinks) & (where >= 0)
-        return sinks if self.closed is None else sinks | self.closed
+    def _protected(self, positions: Tensor) -> Tensor:
+        """[.., R, H, S] bool for methods that keep sinks and the newest tokens: the sinks, and slots outside the
+        budget.
+        """
+        sinks = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
+        return sinks if self.out_of_budget is None else sinks | self.out_of_budget
 
     def _by_row(self, values: list[float]) -> Tensor:
-        """[R, 1, 1] float32: one value per cache."""
+        """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
         each = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
-        return torch.tensor(each, device=self.states[0].held().keys.device)[:, None, None]
+        return torch.tensor(each, device=self.states[0].require_slots().keys.device)[:, None, None]
 
 
 def _quota(state: DecodableLayer) -> tuple[list[int], list[int], list[int]]:
-    quota = state.quota
-    assert quota is not None
-    return quota.slots, quota.kept, quota.recent
+    resolved = state.resolved_budget
+    assert resolved is not None
+    return resolved.slots, resolved.keep, resolved.recent
 
 
-def padded(x: Tensor, width: int, value: float) -> Tensor:
-    """x [.., n] with `value` up to [.., width]."""
+def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
+    """x [.., S] padded behind with `value` to [.., width]."""
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]), value=value)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """Rows behind rows; nothing is copied where there is one part."""
+def cat_rows(parts: list[Tensor]) -> Tensor:
+    """Tensors concatenated along the rows; a single tensor is returned as it is, without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

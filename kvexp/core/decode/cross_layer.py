@@ -1,9 +1,9 @@
-"""What does not depend on attention, for all layers of a decode step at once.
+"""Bookkeeping of a fast decode step for all layers at once: everything that does not depend on attention.
 
-One layer's positions and scores are small, so that the cost of an operation on them is that of calling it. Once every
-layer has taken a step by itself, the positions, scores and free slots of all become parts of common buffers
-[L, R, H, S]. From then on the first layer of a step enters the newcomer everywhere and draws the noise, and the last
-one accumulates and selects, each in as many calls as one layer needs.
+Positions and scores of one layer are small tensors, so an operation on them costs no more than calling it. Once every
+layer has taken one step by itself, the positions, scores and free slots of all layers are merged into common buffers
+[L, R, H, S], of which each layer's are views. From then on the first layer of a step writes the new token's position
+into all layers and draws the noise for all of them; the last layer accumulates all scores and selects all victims.
 """
 
 from __future__ import annotations
@@ -15,128 +15,151 @@ import torch
 from torch import Tensor
 
 from kvexp.core.decode.bookkeeping import BatchedEviction
-from kvexp.core.decode.noised_attention import NoisedObserver, ahead
+from kvexp.core.decode.noised_attention import NoisedObserver, next_noise_and_tau
 from kvexp.core.slots import Slots
 
-MOST = (
+MAX_MERGED_SLOTS = (
     1 << 20
-)  # slots of all rows, heads and layers; beyond, on a CPU, one layer's fit its caches and all together do not
+)  # slots of all rows, heads and layers; above it, on a CPU, merged buffers do not fit into its caches
 
 
 class StackedLayerProtocol(Protocol):
-    """What it needs to know of one layer's stack (`kvexp.core.decode.fast_step.StackedLayer`)."""
+    """The part of `kvexp.core.decode.fast_step.StackedLayer` that `CrossLayerBuffers` uses."""
 
     @property
     def index(self) -> int:
-        """Which layer it is."""
+        """The layer's number, from 0."""
 
     @property
     def slots(self) -> Slots:
-        """Of its rows R."""
+        """The slots [R, H, S] of all stacked rows."""
 
     @property
-    def books(self) -> BatchedEviction:
-        """How these accumulate and give up slots."""
+    def eviction(self) -> BatchedEviction:
+        """How the stacked rows accumulate scores and select the slot to evict."""
 
     @property
-    def tempered(self) -> Sequence[NoisedObserver]:
-        """Those that observe tempered or noised attention."""
+    def noised(self) -> Sequence[NoisedObserver]:
+        """The runs of rows whose observed attention is tempered or noised."""
 
     @property
-    def pools(self) -> bool:
-        """Does a row observe more than itself?"""
+    def pools_scores(self) -> bool:
+        """Whether a row's score sums up the attention of other rows or heads too."""
 
     @property
-    def free(self) -> Tensor:
-        """[R, H, 1]: the slots for the next newcomers."""
+    def free_slots(self) -> Tensor:
+        """The free slot [R, H, 1] that the next token of each row is written to."""
 
-    def move(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
-        """Go on in these buffers, which hold the same."""
+    def rebind(self, positions: Tensor, score: Tensor, free_slots: Tensor) -> None:
+        """Use these buffers, which hold the same numbers, in place of the layer's own."""
 
-    def rank(self, newest: Tensor) -> Tensor:
-        """[R, H, S], by each cache's method."""
+    def priority(self, newest: Tensor) -> Tensor:
+        """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""
 
 
 class CrossLayerBuffers:
-    """The stacks of all `layers` of the same caches."""
+    """Positions, scores and free slots of all layers of the same stacked caches, merged after the first step.
+
+    merged: whether the layers' buffers are views of common ones [L, R, H, S] yet.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
-        self.clear()
+        self.reset()
 
     def __deepcopy__(self, memo: Any) -> CrossLayerBuffers:
         return CrossLayerBuffers(self.layers)  # a copy of the caches has stacks of its own
 
-    def clear(self) -> None:
-        """Let go of all stacks: caches or their rows have changed."""
-        self.joint = False  # do all stacks lie in common buffers?
+    def reset(self) -> None:
+        """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
+        self.merged = False  # do all stacks lie in common buffers?
         self._stacks: dict[int, StackedLayerProtocol] = {}
         self._windows: list[int | None] = []
-        self._columns: list[Tensor] = []
+        self._sums: list[Tensor] = []
         self._drawn: list[tuple[list[Tensor] | None, Tensor]] = []
 
-    def stepped(self, stack: StackedLayerProtocol, window: int | None) -> None:
-        """A stack has taken a step by itself; if all have in order, their buffers become one. window: its layer's."""
+    def register_layer(self, stack: StackedLayerProtocol, window: int | None) -> None:
+        """Note that a layer has taken a step by itself; after the last layer, merge. window: the layer's sliding
+        window.
+        """
         if len(self._stacks) != stack.index:
-            self.clear()
+            self.reset()
         if len(self._stacks) == stack.index:
             self._stacks[stack.index] = stack
             self._windows.append(window)
         if len(self._stacks) == self.layers > 1:
-            if self._alike():
-                self._join()
+            if self._can_merge():
+                self._merge()
             else:
-                self.clear()
+                self.reset()
 
-    def _alike(self) -> bool:
+    def _can_merge(self) -> bool:
+        """Whether the layers' stacks have the same shapes, budgets and windows, and are small enough for a CPU's
+        caches.
+        """
         first, *others = self._stacks.values()
-        where = first.slots.positions
-        if where.device.type == "cpu" and self.layers * where.numel() > MOST:
+        positions = first.slots.positions
+        if positions.device.type == "cpu" and self.layers * positions.numel() > MAX_MERGED_SLOTS:
             return False
-        alike = len(set(self._windows)) == 1 and not first.pools
+        alike = len(set(self._windows)) == 1 and not first.pools_scores
         return alike and all(
-            one.slots.positions.device == where.device
-            and one.slots.positions.shape == where.shape
-            and first.books.kept_like(one.books)
+            one.slots.positions.device == positions.device
+            and one.slots.positions.shape == positions.shape
+            and first.eviction.same_policy(one.eviction)
             for one in others
         )
 
-    def _join(self) -> None:
+    def _merge(self) -> None:
+        """Copy positions, scores and free slots of all layers into common buffers, and let the layers use views of
+        them.
+        """
         stacks = list(self._stacks.values())
         self.positions = torch.stack([stack.slots.positions for stack in stacks])
         self.score = torch.stack([stack.slots.score for stack in stacks])
-        self.free = torch.stack([stack.free for stack in stacks])
-        for stack, positions, score, free in zip(stacks, self.positions, self.score, self.free, strict=True):
-            stack.move(positions, score, free)
-        self.joint = True
+        self.free_slots = torch.stack([stack.free_slots for stack in stacks])
+        for stack, positions, score, free_slots in zip(
+            stacks, self.positions, self.score, self.free_slots, strict=True
+        ):
+            stack.rebind(positions, score, free_slots)
+        self.merged = True
 
     # -- a step of all ------------------------------------------------------------------------------------------------
 
-    def enter(self, stack: StackedLayerProtocol, positions: Tensor) -> Tensor:
-        """The slots [R, H, 1] that newcomers at positions [R, 1] take in this layer; the first one gives all theirs."""
-        if stack.index == 0:
-            self.positions.scatter_(3, self.free, positions[None, :, None].expand(self.free.shape))
-            self.score.scatter_(3, self.free, 0.0)
-            self._columns = []
-        return self.free[stack.index]
+    def write_token(self, stack: StackedLayerProtocol, positions: Tensor) -> Tensor:
+        """The slots [R, H, 1] that this layer's new tokens are written to.
 
-    def ahead(
+        Layer 0 writes the positions [R, 1] of all layers.
+        """
+        if stack.index == 0:
+            self.positions.scatter_(3, self.free_slots, positions[None, :, None].expand(self.free_slots.shape))
+            self.score.scatter_(3, self.free_slots, 0.0)
+            self._sums = []
+        return self.free_slots[stack.index]
+
+    def draw_noise(
         self, stack: StackedLayerProtocol, positions: Tensor, groups: int
     ) -> list[tuple[list[Tensor] | None, Tensor]]:
-        """Noise by layer and temperature of every run of tempered rows; the first layer draws for all."""
+        """Noise of all layers, and tau, of every run of noised rows; layer 0 draws for all layers of the step."""
         if stack.index == 0:
-            self._drawn = ahead(stack.tempered, positions, self.positions, range(self.layers), groups)
+            self._drawn = next_noise_and_tau(stack.noised, positions, self.positions, range(self.layers), groups)
         return self._drawn
 
-    def attended(self, stack: StackedLayerProtocol, columns: Tensor, newest: Tensor) -> None:
-        """Take what a layer has observed, columns [r, H, S] of its first rows; the last layer closes all books."""
-        self._columns.append(columns)
+    def collect(self, stack: StackedLayerProtocol, sums: Tensor, newest: Tensor) -> None:
+        """Collect a layer's column sums [r, H, S]; after the last layer, accumulate and select victims for all layers.
+
+        r: the rows that observe, which come first; newest [R, 1, 1]: position id of each row's new token.
+        """
+        self._sums.append(sums)
         if stack.index + 1 < self.layers:
             return
-        books = stack.books
-        books.accumulate(self.score, torch.stack(self._columns))
-        rank = self.score if books.by_score else torch.stack([one.rank(newest) for one in self._stacks.values()])
-        lowest = books.lowest(self.positions, rank, newest, self._windows[0])
-        self.positions.scatter_(3, lowest, -1)
-        self.free.copy_(lowest)
-        self._columns = []
+        eviction = stack.eviction
+        eviction.accumulate(self.score, torch.stack(self._sums))
+        priority = (
+            self.score
+            if eviction.priority_is_score
+            else torch.stack([one.priority(newest) for one in self._stacks.values()])
+        )
+        victim = eviction.select_victim(self.positions, priority, newest, self._windows[0])
+        self.positions.scatter_(3, victim, -1)
+        self.free_slots.copy_(victim)
+        self._sums = []

@@ -1,4 +1,4 @@
-"""What a decode step needs to know of a layer's cache, which is `kvexp.core.eviction_layer.EvictionLayer`."""
+"""The part of `kvexp.core.eviction_layer.EvictionLayer` that the fast decode step uses, as a protocol."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from kvexp.core.slots import Slots
 
 
 class DecodableLayer(Protocol):
-    """One layer's cache in the middle of decoding."""
+    """The eviction cache of one layer, whose prompt has ended."""
 
     @property
     def config(self) -> CacheConfig:
-        """What was asked for."""
+        """The configuration of the whole cache: method, budget, cadence, mode."""
 
     @property
     def index(self) -> int:
-        """Which layer it is."""
+        """The layer's number, from 0."""
 
     @property
-    def timeline(self) -> SequenceState:
-        """Of all layers of the cache."""
+    def sequence(self) -> SequenceState:
+        """Position ids and lengths, shared by all layers of the cache."""
 
     @property
-    def view(self) -> AttentionScoreSpec | None:
-        """What of attention is accumulated."""
+    def score_spec(self) -> AttentionScoreSpec | None:
+        """What the method sums up of the attention; None: nothing."""
 
     @property
-    def quota(self) -> ResolvedBudget | None:
-        """Slots by row, once resolved."""
+    def resolved_budget(self) -> ResolvedBudget | None:
+        """The budget in slots, row by row; None until the prompt has ended."""
 
     @property
-    def mode(self) -> EvictionBackend:
-        """How slots are dropped."""
+    def backend(self) -> EvictionBackend:
+        """The way in which slots are dropped, and the slots that are free."""
 
     @property
-    def steady(self) -> bool:
-        """Will the next real token overwrite a free slot, and its eviction free one again?"""
+    def is_steady(self) -> bool:
+        """Whether the next token fits into a free slot and its eviction frees exactly one slot again."""
 
-    def held(self) -> Slots:
-        """The slots."""
+    def require_slots(self) -> Slots:
+        """The layer's slots; an AssertionError before the first forward."""
 
-    def join(self, key: Tensor, padding: Tensor | None) -> Tensor:
-        """Take part in the forward in progress: position ids [B, Q]."""
+    def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
+        """Join the forward in progress and return the position ids [B, Q] of its new tokens."""
 
-    def note_losses(self) -> None:
-        """Remember, row by row, when the first slot was lost."""
+    def note_first_eviction(self) -> None:
+        """Record for every row at which decode step its first slot was evicted."""

@@ -1,8 +1,8 @@
-"""One decode step of full caches: what `EvictionLayer.forward` does in general, in as few operations as possible.
+"""The fast decode step: what `EvictionLayer.forward` does in general, for full caches and one new token per row.
 
-Positions of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and where
-all rows fill their budgets there are none. The numbers are those of the general path up to the order of sums over the
-query heads of a group; kept sets are the same (tests compare both, and both with the two slower modes).
+Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
+where all rows fill their budgets there are no dead slots. The numbers are those of the general path up to the order of
+sums over the query heads of a group; kept sets are the same (tests compare the two, and both with the slower modes).
 """
 
 from __future__ import annotations
@@ -10,178 +10,197 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionParams, attend_with, newest_logits
+from kvexp.core.attention import AttentionParams, apply_probs, decode_logits
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.decode import triton_decode
-from kvexp.core.decode.bookkeeping import BatchedEviction, joined, padded
+from kvexp.core.decode.bookkeeping import BatchedEviction, cat_rows, pad_last_dim
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.decodable_layer import DecodableLayer
-from kvexp.core.decode.noised_attention import ahead, runs
+from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_tau
 from kvexp.core.decode.sink_rerotation import SinkRerotation
 from kvexp.core.eviction_backend import InPlace
 from kvexp.core.method import EvictionContext, Method
-from kvexp.core.observe.accumulate import pooled
+from kvexp.core.observe.accumulate import pool_sums
 from kvexp.core.slots import Slots
 
 
-def allowed(config: CacheConfig, shared: bool) -> bool:
-    """Whether caches of this configuration come to a state in which every step is the same."""
+def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
+    """Whether full caches of this configuration can take the fast step; shared: their scores span all layers."""
     method, kind = config.method, type(config.method)
-    plain = kind.birth is Method.birth and kind.after_eviction is Method.after_eviction
+    plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
-    steady = steady and (config.positions == "original" or method.keeps_newest)
+    steady = steady and (config.positions == "original" or method.is_window)
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 
-def ready(state: DecodableLayer, query: Tensor, padding: Tensor | None) -> bool:
-    """Whether this forward brings one real token to every row, and each has a free slot for it."""
-    return query.shape[2] == 1 and padding is None and state.steady
+def can_fast_decode(state: DecodableLayer, query: Tensor, padding: Tensor | None) -> bool:
+    """Whether this forward brings one real token to every row, and each row has a free slot for it."""
+    return query.shape[2] == 1 and padding is None and state.is_steady
 
 
 class StackedLayer:
-    """One layer of one or several caches in the steady state of `ready`, in the order of `turn`; rows R: those of all.
+    """One layer of one or several caches, stacked as the R rows of one decode step.
 
-    The slots of several become parts of common buffers, so each cache goes on holding and reporting its own; behind
-    the slots of a cache that has fewer than the largest are dead ones that nobody may take.
+    states: the same layer of every cache, each with a free slot (`can_fast_decode`), sorted by `stack_order`. The slots
+    of several caches become views of common buffers, so each cache still holds and reports its own slots. A cache with
+    fewer slots than the largest has dead slots behind its own, which no token may take.
     """
 
-    def __init__(self, states: list[DecodableLayer], ladder: CrossLayerBuffers | None = None) -> None:
+    def __init__(self, states: list[DecodableLayer], buffers: CrossLayerBuffers | None = None) -> None:
         self.states, self.index = states, states[0].index
-        held = [state.held() for state in states]
+        held = [state.require_slots() for state in states]
         self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
         self.keys = self.slots.keys
-        modes = [state.mode for state in states]
-        assert all(isinstance(mode, InPlace) for mode in modes)
-        self.modes: list[InPlace] = modes  # type: ignore[assignment]
+        backends = [state.backend for state in states]
+        assert all(isinstance(backend, InPlace) for backend in backends)
+        self.backends: list[InPlace] = backends  # type: ignore[assignment]
         self.sizes = [slots.keys.shape[0] for slots in held]
-        self.books = BatchedEviction(states, self.sizes, self.modes)
-        self.views = [state.view for state in states]
-        self.observing = sum(view is not None for view in self.views)  # caches, and their rows
-        self.observed = sum(self.sizes[: self.observing])
-        self.pools = any(map(_pools, states))
-        self.plain = sum(n for n, view in zip(self.sizes, self.views, strict=True) if view is not None and view.plain)
-        self.tempered = runs(states, self.sizes, self.plain)
+        self.eviction = BatchedEviction(states, self.sizes, self.backends)
+        self.score_specs = [state.score_spec for state in states]
+        self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
+        self.num_observed_rows = sum(self.sizes[: self.num_observing])
+        self.pools_scores = any(map(_pools_scores, states))
+        self.num_plain_rows = sum(
+            n for n, spec in zip(self.sizes, self.score_specs, strict=True) if spec is not None and spec.is_plain
+        )
+        self.noised = group_by_noise(states, self.sizes, self.num_plain_rows)
         renumbered = [state.config.renumbered for state in states]
         assert all(renumbered) or not any(renumbered)
-        moves = renumbered[0] and self.books.most_sinks
-        self.moved = SinkRerotation(self.books.most_sinks, self.books.sinks) if moves else None
-        kernels = triton_decode.able(states) and self.keys.dtype != torch.float64
+        moves = renumbered[0] and self.eviction.max_sinks
+        self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
+        kernels = triton_decode.supported(states) and self.keys.dtype != torch.float64
         self.fused = triton_decode.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
-        self.ladder = CrossLayerBuffers(1) if ladder is None else ladder
-        self.ladder.clear()
+        self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
+        self.buffers.reset()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, geometry: AttentionParams) -> Tensor:
-        """As `EvictionLayer.forward`; query [R, H * G, 1, D] -> [R, H * G, 1, Dv]."""
-        slots, ladder = self.slots, self.ladder
-        positions = joined([state.join(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)])
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """One new token per row, as `EvictionLayer.forward`: query [R, H * G, 1, D] -> output [R, H * G, 1, Dv]."""
+        slots, buffers = self.slots, self.buffers
+        positions = cat_rows(
+            [state.advance(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)]
+        )
         newest = positions[:, None]  # [R, 1, 1]
-        if ladder.joint:
-            slots.write(ladder.enter(self, positions), key, value)
+        if buffers.merged:
+            slots.write(buffers.write_token(self, positions), key, value)
         else:
-            free = joined([mode.take() for mode in self.modes])
+            free = cat_rows([backend.pop_free() for backend in self.backends])
             slots.write(free, key, value)
-            slots.enter(free, positions, torch.zeros((), device=key.device).expand(free.shape))
+            slots.set_metadata(free, positions, torch.zeros((), device=key.device).expand(free.shape))
         query = query.unflatten(1, (key.shape[1], -1))
         if self.fused is None:
-            out, columns = self._attend(query, positions, geometry)
+            out, sums = self._attend(query, positions, params)
         else:
-            out, columns = self.fused(query, slots, positions, geometry)
-        columns = self._pooled(columns[: self.observed])
-        if ladder.joint:
-            ladder.attended(self, columns, newest)
+            out, sums = self.fused(query, slots, positions, params)
+        sums = self._pool_sums(sums[: self.num_observed_rows])
+        if buffers.merged:
+            buffers.collect(self, sums, newest)
         else:
-            self.books.accumulate(slots.score, columns)
-            self._free(newest, geometry.sliding_window)
-            ladder.stepped(self, geometry.sliding_window)
+            self.eviction.accumulate(slots.score, sums)
+            self._evict_one(newest, params.sliding_window)
+            buffers.register_layer(self, params.sliding_window)
         for state in self.states:
-            state.note_losses()
-            state.timeline.arrive()
+            state.note_first_eviction()
+            state.sequence.layer_done()
         return out.flatten(1, 2)
 
     @property
-    def free(self) -> Tensor:
-        """[R, H, 1]: the slots for the next newcomers."""
-        return joined([mode.free for mode in self.modes if mode.free is not None])
+    def free_slots(self) -> Tensor:
+        """The free slot [R, H, 1] that the next token of each row is written to."""
+        return cat_rows([backend.free_slots for backend in self.backends if backend.free_slots is not None])
 
-    def move(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
-        """Go on in these buffers, which hold the same: positions and score [R, H, S], free [R, H, 1]."""
+    def rebind(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
+        """Use these buffers, which hold the same numbers: positions, score [R, H, S]; free [R, H, 1]."""
         self.slots.positions, self.slots.score = positions, score
         parts = [x.split(self.sizes) for x in (positions, score, free)]
-        for state, mode, where, own, spot in zip(self.states, self.modes, *parts, strict=True):
-            slots = state.held()
+        for state, backend, slot_positions, own, spot in zip(self.states, self.backends, *parts, strict=True):
+            slots = state.require_slots()
             count = slots.keys.shape[2]
-            slots.positions, slots.score = where[:, :, :count], own[:, :, :count]
-            mode.give(spot)
+            slots.positions, slots.score = slot_positions[:, :, :count], own[:, :, :count]
+            backend.set_free(spot)
 
-    def _attend(self, query: Tensor, positions: Tensor, geometry: AttentionParams) -> tuple[Tensor, Tensor]:
-        """Output [R, H, G, 1, Dv] and column sums of the rows that are observed, the first ones."""
+    def _attend(self, query: Tensor, positions: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """Output [R, H, G, 1, Dv], and column sums [r, H, S] of the r rows that are observed, which come first."""
         slots, newest = self.slots, positions[:, None]
-        x = newest_logits(query, slots.keys, slots.positions, newest, geometry)
-        by = None if self.moved is None else self.moved.by(slots.positions, newest, dense=self.books.dense)
-        if self.moved is not None and by is not None:
-            self.moved.correct(x, query, slots, newest, by, geometry)
-        dead = self._dead(newest, by, geometry)
+        x = decode_logits(query, slots.keys, slots.positions, newest, params)
+        offset = (
+            None
+            if self.sink_rerotation is None
+            else self.sink_rerotation.offset(slots.positions, newest, no_padding_slots=self.eviction.no_padding_slots)
+        )
+        if self.sink_rerotation is not None and offset is not None:
+            self.sink_rerotation.apply(x, query, slots, newest, offset, params)
+        dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
         probabilities = torch.softmax(x, dim=-1)
-        drawn = self._ahead(positions, query.shape[2]) if self.tempered else []
-        tempered = (part.observed(x[part.rows], *its) for part, its in zip(self.tempered, drawn, strict=True))
-        seen = joined([part for part in (probabilities[: self.plain], *tempered) if len(part)] or [probabilities[:0]])
-        columns = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
-        return attend_with(probabilities, slots.values), columns
+        drawn = self._next_noise_and_tau(positions, query.shape[2]) if self.noised else []
+        tempered = (part.observed_probs(x[part.rows], *its) for part, its in zip(self.noised, drawn, strict=True))
+        seen = cat_rows(
+            [part for part in (probabilities[: self.num_plain_rows], *tempered) if len(part)] or [probabilities[:0]]
+        )
+        sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
+        return apply_probs(probabilities, slots.values), sums
 
-    def _ahead(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
-        """Noise and temperature of every run of `tempered`."""
-        if self.ladder.joint:
-            drawn, place = self.ladder.ahead(self, positions, groups), self.index
+    def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
+        """Noise and temperature of every run of rows in `noised`, at this step."""
+        if self.buffers.merged:
+            drawn, layer = self.buffers.draw_noise(self, positions, groups), self.index
         else:
-            drawn, place = ahead(self.tempered, positions, self.slots.positions[None], [self.index], groups), 0
-        return [(None if zeta is None else zeta[place], tau) for zeta, tau in drawn]
+            drawn, layer = (
+                next_noise_and_tau(self.noised, positions, self.slots.positions[None], [self.index], groups),
+                0,
+            )
+        return [(None if zeta is None else zeta[layer], tau) for zeta, tau in drawn]
 
-    def _dead(self, newest: Tensor, by: Tensor | None, geometry: AttentionParams) -> Tensor | None:
-        """[R, H, S] bool: slots that are not seen; None: there are none. by: how far sinks have moved."""
-        where = self.slots.positions
-        dead = self.books.closed if self.books.full else where < 0
-        if geometry.sliding_window is None:
+    def _invisible_mask(self, newest: Tensor, offset: Tensor | None, params: AttentionParams) -> Tensor | None:
+        """[R, H, S] bool: slots that the new token does not see; None: it sees all. offset [R, 1, 1]: how far sinks
+        moved.
+        """
+        slot_positions = self.slots.positions
+        dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
+        if params.sliding_window is None:
             return dead
-        past = where <= newest - geometry.sliding_window
-        if self.moved is not None and by is not None:
-            past &= ~(self.moved.among(where) & (where > newest + by - geometry.sliding_window))
+        past = slot_positions <= newest - params.sliding_window
+        if self.sink_rerotation is not None and offset is not None:
+            past &= ~(
+                self.sink_rerotation.is_sink(slot_positions)
+                & (slot_positions > newest + offset - params.sliding_window)
+            )
         return past if dead is None else past | dead
 
-    def _pooled(self, columns: Tensor) -> Tensor:
-        """What each cache observes of its rows, the first ones, as its own score takes it."""
-        if not self.pools:
-            return columns
-        each = zip(self.states, self.views, columns.split(self.sizes[: self.observing]), strict=False)
-        return joined([pooled(view, own, state.timeline) for state, view, own in each if view is not None])
+    def _pool_sums(self, sums: Tensor) -> Tensor:
+        """Column sums [r, H, S] pooled over heads, beams or the batch, as each cache's `score_spec` says."""
+        if not self.pools_scores:
+            return sums
+        each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
+        return cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
 
-    def _free(self, newest: Tensor, window: int | None) -> None:
-        """Free the slot of the lowest rank for the next token."""
+    def _evict_one(self, newest: Tensor, window: int | None) -> None:
+        """Evict the slot of the lowest priority in every row and head: the next token is written there."""
         slots = self.slots
-        free = self.books.lowest(slots.positions, self.rank(newest), newest, window)
-        slots.kill(free)
-        for mode, part in zip(self.modes, free.split(self.sizes), strict=True):
-            mode.give(part)
+        free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
+        slots.invalidate(free)
+        for backend, part in zip(self.backends, free.split(self.sizes), strict=True):
+            backend.set_free(part)
 
-    def rank(self, newest: Tensor) -> Tensor:
-        """[R, H, S], by each cache's method."""
-        if self.books.by_score:
+    def priority(self, newest: Tensor) -> Tensor:
+        """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""
+        if self.eviction.priority_is_score:
             return self.slots.score
-        ranks = []
+        priorities = []
         for state, last in zip(self.states, newest[:, 0, 0].split(self.sizes), strict=True):
-            quota, slots = state.quota, state.held()
-            assert quota is not None
-            seeds = state.timeline.seeds.to(last.device)
-            now = EvictionContext(slots, state.index, quota.slots_t, quota.recent_t, last, seeds)
-            ranks.append(state.config.method.rank(now).to(torch.float32))
-        return joined([padded(rank, max(self.books.places), -torch.inf) for rank in ranks])
+            resolved, slots = state.resolved_budget, state.require_slots()
+            assert resolved is not None
+            seeds = state.sequence.seeds.to(last.device)
+            ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
+            priorities.append(state.config.method.priority(ctx).to(torch.float32))
+        return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
 
-def _pools(state: DecodableLayer) -> bool:
-    """Whether a column sum is more than that of its own row and head."""
-    view = state.view
-    if view is None:
+def _pools_scores(state: DecodableLayer) -> bool:
+    """Whether a cache's score sums up the attention of several heads or batch rows."""
+    spec = state.score_spec
+    if spec is None:
         return False
-    return view.pool_heads or view.batch == "sum_all" or (view.batch == "per_sample" and state.timeline.num_beams > 1)
+    return spec.pool_heads or spec.batch == "sum_all" or (spec.batch == "per_sample" and state.sequence.num_beams > 1)

@@ -1,4 +1,4 @@
-"""What a decode step of several caches observes where that is not attention itself: softmax((x + zeta) / tau)."""
+"""Observed attention of a fast decode step where it is not the attention itself: softmax((x + zeta) / tau)."""
 
 from __future__ import annotations
 
@@ -9,86 +9,99 @@ import torch
 from torch import Tensor
 
 from kvexp.core.decode.decodable_layer import DecodableLayer
-from kvexp.core.observe.noise import AHEAD, Noise
+from kvexp.core.observe.noise import STEPS_AHEAD, Noise
 
 
 class TauSchedule:
-    """tau of every row by the schedules of its cache; those of AHEAD steps come to the device at once."""
+    """The temperature tau of every stacked row, by its cache's schedule; STEPS_AHEAD steps are sent to the device at
+    once.
+    """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int]) -> None:
         self.states, self.sizes = states, sizes
         self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
         self._table = torch.empty(0)
 
-    def now(self, device: torch.device) -> Tensor:
-        """[R] float32 at the step in progress; 1 for rows that are not observed."""
-        step, ends = self.states[0].timeline.query_steps[0], [state.timeline.max_new_tokens for state in self.states]
+    def current(self, device: torch.device) -> Tensor:
+        """tau [R] float32 of the step in progress; 1 for rows that observe nothing."""
+        step, ends = self.states[0].sequence.query_steps[0], [state.sequence.max_new_tokens for state in self.states]
         if self._of[1] != ends or not 0 <= step - self._of[0] < len(self._table):
-            last = min([step + AHEAD, *(max(end, step) for end in ends if end is not None)])
+            last = min([step + STEPS_AHEAD, *(max(end, step) for end in ends if end is not None)])
             rows = [self._row(at) for at in range(step, last + 1)]
             self._of, self._table = (step, ends), torch.tensor(rows, device=device)
         return self._table[step - self._of[0]]
 
     def _row(self, step: int) -> list[float]:
         each = [
-            1.0 if state.view is None else state.view.tau_at(step, state.timeline.max_new_tokens)
+            1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
             for state in self.states
         ]
         return [tau for tau, size in zip(each, self.sizes, strict=True) for _ in range(size)]
 
 
 class NoisedObserver:
-    """Caches next to each other in a stack that observe through one kind of noise, each at its own temperature."""
+    """Adjacent caches of a stack that observe through the same kind of noise, each at its own temperature.
+
+    rows: their rows in the stack.
+    """
 
     def __init__(self, rows: slice, states: list[DecodableLayer], sizes: list[int]) -> None:
         self.rows, self.states, self.sizes = rows, states, sizes
-        self.noise: Noise | None = states[0].view.noise if states[0].view is not None else None
-        self.temperatures = TauSchedule(states, sizes)
-        self._following: tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] | None = None
+        self.noise: Noise | None = states[0].score_spec.noise if states[0].score_spec is not None else None
+        self.tau_schedule = TauSchedule(states, sizes)
+        self._stepper: tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] | None = None
 
-    def zeta(self, positions: Tensor, where: Tensor, layers: Sequence[int], groups: int) -> list[Tensor] | None:
-        """Per layer the noise [R, H, G, 1, S] (or a scalar) of queries at positions [R, 1] and slots at where [L, R, H,
-        S]; None where there is none. To be called once a step."""
+    def noise_for(
+        self, positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
+    ) -> list[Tensor] | None:
+        """The noise of each layer, [R, H, G, 1, S] or a scalar; None where these rows have no noise.
+
+        positions [R, 1]: of the new tokens; slot_positions [L, R, H, S]; layers: their L numbers; groups: query heads
+        per kv head. To be called exactly once per decode step, since the draws follow the steps.
+        """
         if self.noise is None:
             return None
-        count, heads = len(layers), where.shape[2] * groups
-        if self._following is None or self._following[0] != tuple(layers):
-            seeds = torch.cat([state.timeline.seeds.to(where.device) for state in self.states])
-            self._following = tuple(layers), self.noise.following(seeds, layers, heads)
-        drawn = self._following[1](positions.repeat(count, 1), where.flatten(0, 1))
+        count, heads = len(layers), slot_positions.shape[2] * groups
+        if self._stepper is None or self._stepper[0] != tuple(layers):
+            seeds = torch.cat([state.sequence.seeds.to(slot_positions.device) for state in self.states])
+            self._stepper = tuple(layers), self.noise.make_stepper(seeds, layers, heads)
+        drawn = self._stepper[1](positions.repeat(count, 1), slot_positions.flatten(0, 1))
         if drawn.ndim == 0:
             return [drawn] * count
         return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0]))
 
-    def observed(self, x: Tensor, zeta: Tensor | None, tau: Tensor) -> Tensor:
-        """[R, H, G, 1, S] of rows x [R, H, G, 1, S]; tau [R]."""
+    def observed_probs(self, x: Tensor, zeta: Tensor | None, tau: Tensor) -> Tensor:
+        """softmax((x + zeta) / tau) of the logits x [R, H, G, 1, S], tau [R]; same shape."""
         # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
         tau = tau[:, None, None, None, None]
         return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
 
 
-def ahead(
-    parts: Sequence[NoisedObserver], positions: Tensor, where: Tensor, layers: Sequence[int], groups: int
+def next_noise_and_tau(
+    parts: Sequence[NoisedObserver], positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
 ) -> list[tuple[list[Tensor] | None, Tensor]]:
-    """`zeta` and the temperatures of every run, once a step; positions [R, 1] and where [L, R, H, S] of all rows."""
+    """Noise (`NoisedObserver.noise_for`) and tau of every run of noised rows; to be called once per decode step."""
     return [
-        (part.zeta(positions[part.rows], where[:, part.rows], layers, groups), part.temperatures.now(positions.device))
+        (
+            part.noise_for(positions[part.rows], slot_positions[:, part.rows], layers, groups),
+            part.tau_schedule.current(positions.device),
+        )
         for part in parts
     ]
 
 
-def turn(state: DecodableLayer) -> tuple[int, str]:
-    """The order of caches in a stack: those that observe attention as it is, tempered or noised, and not at all."""
-    if state.view is None:
+def stack_order(state: DecodableLayer) -> tuple[int, str]:
+    """Sort key of caches in a stack: plain attention first, then tempered or noised, last without observation."""
+    if state.score_spec is None:
         return 2, ""
-    return (0, "") if state.view.plain else (1, repr(state.view.noise))
+    return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))
 
 
-def runs(states: list[DecodableLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
-    """The runs of equal noise among the states that do not observe attention as it is; the first row is `start`."""
+def group_by_noise(states: list[DecodableLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
+    """The runs of equal noise among caches that observe tempered or noised attention; start: the first such row."""
     made = []
-    pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if turn(state)[0] == 1]
-    for _, run in groupby(pairs, key=lambda pair: turn(pair[0])):
+    pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if stack_order(state)[0] == 1]
+    for _, run in groupby(pairs, key=lambda pair: stack_order(pair[0])):
         some, counts = map(list, zip(*run, strict=True))
         made.append(NoisedObserver(slice(start, start + sum(counts)), some, counts))
         start += sum(counts)

@@ -1,8 +1,8 @@
-"""Renumbered sinks in one decode step, where everything else that is kept is the newest tokens.
+"""Sinks at renumbered positions in a fast decode step (StreamingLLM: sinks and the newest tokens are all that is kept).
 
-The newest tokens of such a cache are as far from the query by their places in the cache as by their positions; only the
-sinks have come nearer, all by as much. So the step looks at them from a query that is turned back by that, instead of
-turning every cached key as the general path does (`kvexp.core.attention.renumbered`).
+With survivors renumbered 0..S-1, the newest tokens are as far from the query as by their original position ids; only
+the sinks have come nearer, all by the same offset. So the logits of the sinks are computed from a query that is rotated
+back by this offset, instead of rotating every cached key (`kvexp.core.attention.with_renumbered_positions`).
 """
 
 from __future__ import annotations
@@ -10,33 +10,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionParams, newest_logits
+from kvexp.core.attention import AttentionParams, decode_logits
 from kvexp.core.slots import Slots
 
 
 class SinkRerotation:
-    """The sinks of a stack's rows. most: the largest number of them; sinks: the number, or [R, 1, 1] of each row."""
+    """Logits of the sinks of stacked rows. max_sinks: the largest number of sinks; sinks: the number, or [R, 1, 1]."""
 
-    def __init__(self, most: int, sinks: int | Tensor) -> None:
-        self.most, self.sinks = most, sinks
+    def __init__(self, max_sinks: int, sinks: int | Tensor) -> None:
+        self.max_sinks, self.sinks = max_sinks, sinks
 
-    def by(self, where: Tensor, newest: Tensor, *, dense: bool) -> Tensor:
-        """[R, 1, 1]: the place of the query among the slots at `where` [R, H, S] less its position; never positive."""
-        live = where.shape[-1] if dense else (where[:, :1] >= 0).sum(-1, keepdim=True)
+    def offset(self, slot_positions: Tensor, newest: Tensor, *, no_padding_slots: bool) -> Tensor:
+        """[R, 1, 1]: the query's renumbered position less its original one, newest [R, 1, 1]; never positive.
+
+        slot_positions [R, H, S]: original position ids. no_padding_slots: every slot is live, so none is counted.
+        """
+        live = slot_positions.shape[-1] if no_padding_slots else (slot_positions[:, :1] >= 0).sum(-1, keepdim=True)
         return live - 1 - newest
 
-    def correct(
-        self, x: Tensor, query: Tensor, slots: Slots, newest: Tensor, by: Tensor, geometry: AttentionParams
+    def apply(
+        self, x: Tensor, query: Tensor, slots: Slots, newest: Tensor, offset: Tensor, params: AttentionParams
     ) -> None:
-        """Replace the sinks' logits in x [R, H, G, 1, S]. They never left the first slots, where eviction put them."""
-        if geometry.rotation is not None:
-            heads = query.flatten(1, 2)
-            turned = geometry.rotation.shift(heads, by)
-            query = turned.unflatten(1, query.shape[1:3])
-        keys, where = slots.keys[:, :, : self.most], slots.positions[:, :, : self.most]
-        nearer = newest_logits(query, keys, where, newest + by, geometry)
-        x[..., : self.most] = torch.where(self.among(where)[:, :, None, None], nearer, x[..., : self.most])
+        """Replace the sinks' logits in x [R, H, G, 1, S], in place. Sinks stay in the first slots, where eviction
+        puts them.
 
-    def among(self, where: Tensor) -> Tensor:
-        """Which slots at `where` hold a sink."""
-        return (where >= 0) & (where < self.sinks)
+        query [R, H, G, 1, D]; newest, offset [R, 1, 1].
+        """
+        if params.rope is not None:
+            heads = query.flatten(1, 2)
+            turned = params.rope.rotate_by(heads, offset)
+            query = turned.unflatten(1, query.shape[1:3])
+        keys, slot_positions = slots.keys[:, :, : self.max_sinks], slots.positions[:, :, : self.max_sinks]
+        nearer = decode_logits(query, keys, slot_positions, newest + offset, params)
+        x[..., : self.max_sinks] = torch.where(
+            self.is_sink(slot_positions)[:, :, None, None], nearer, x[..., : self.max_sinks]
+        )
+
+    def is_sink(self, slot_positions: Tensor) -> Tensor:
+        """[R, H, S] bool: which slots, by their original position ids, hold a sink."""
+        return (slot_positions >= 0) & (slot_positions < self.sinks)

@@ -1,4 +1,4 @@
-"""One decode step of a stack by the Triton kernels: prepares what they read and launches them."""
+"""Attention and observation of a fast decode step by the Triton kernels: prepares their inputs and launches them."""
 
 from __future__ import annotations
 
@@ -8,86 +8,100 @@ from torch import Tensor
 from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import TauSchedule
-from kvexp.core.observe.noise import Following, Noise, pool, stream
+from kvexp.core.observe.noise import Noise, PoolOffsets, pool, stream_id
 from kvexp.core.slots import Slots
 
-TILE = 64  # slots of a kernel's tile
-PARTS = 64  # at most so many programs share a row's slots: one per head would leave most of a GPU idle
-PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_step_kernels; 0: not observed
+KV_TILE = 64  # slots of a kernel's tile
+# at most so many programs share the slots of one row and head: one program each would leave most of a GPU idle
+MAX_KV_SPLITS = 64
+PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_decode_kernels; 0: not observed
 
 
-def able(states: list[DecodableLayer]) -> bool:
-    """Was it asked for, and is every noise one that the kernels know?"""
-    if not asked(states) or any(state.config.positions != "original" for state in states):
+def supported(states: list[DecodableLayer]) -> bool:
+    """Whether these caches ask for the kernels (observe=triton) and the kernels know their noises and positions."""
+    if not requested(states) or any(state.config.positions != "original" for state in states):
         return False
-    noises = [state.view.noise for state in states if state.view is not None]
+    noises = [state.score_spec.noise for state in states if state.score_spec is not None]
     return all(noise is None or (type(noise) is Noise and (noise.fresh or noise.constant)) for noise in noises)
 
 
-def asked(states: list[DecodableLayer]) -> bool:
+def requested(states: list[DecodableLayer]) -> bool:
+    """Whether all these caches are configured with observe=triton."""
     return all(state.config.observe == "triton" for state in states)
 
 
 class FusedDecodeAttention:
-    """Attention and observation of the rows R of a stack in two kernels."""
+    """Attention of R stacked rows, and what they observe of it, in two kernels.
+
+    states: one layer of each cache; sizes: batch rows of each cache.
+    """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int], device: torch.device) -> None:
         self.states, self.device = states, device
         kinds = [_kind(state) for state, size in zip(states, sizes, strict=True) for _ in range(size)]
         self.kinds = torch.tensor(kinds, dtype=torch.int32, device=device)
         self.noisy, self.observes = max(kinds) >= GUMBEL, max(kinds) > 0
-        self.temperatures = TauSchedule(states, sizes)
-        self._following: Following | None = None
+        self.tau_schedule = TauSchedule(states, sizes)
+        self._offsets: PoolOffsets | None = None
 
-    def __call__(self, query: Tensor, slots: Slots, newest: Tensor, geometry: AttentionParams) -> tuple[Tensor, Tensor]:
-        """query [R, H, G, 1, D], newest [R, 1] -> output [R, H, G, 1, Dv] and what each slot is given [R, H, S].
+    def __call__(self, query: Tensor, slots: Slots, newest: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """query [R, H, G, 1, D], newest [R, 1] -> output [R, H, G, 1, Dv] and column sums [R, H, S].
 
         In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise
-        is left out: a softmax does not see it. Rows that observe nothing give nothing.
+        is left out, since it does not change a softmax. The column sums of rows that observe nothing are 0.
         """
         from kvexp.core.decode import triton_decode_kernels as kernels
 
         r, h, g, _, d = query.shape
         count, width = slots.keys.shape[2], slots.values.shape[-1]
-        block, parts, length = shares(count)
-        wide = {"DV": width, "BLOCK_DV": _power(width), "G": _power(g)}
+        block, parts, length = num_kv_splits(count)
+        wide = {"DV": width, "BLOCK_DV": next_power_of_2(width), "G": next_power_of_2(g)}
         scratch = _Scratch(query.new_empty(0, dtype=torch.float32), (r, h, g), count, parts, width)
         observation = self._observation(newest, h * g)
-        where = slots.positions
-        slopes = scratch.none if geometry.alibi is None else geometry.alibi.to(scratch.none).contiguous()
+        slot_positions = slots.positions
+        slopes = scratch.none if params.alibi is None else params.alibi.to(scratch.none).contiguous()
         fixed = {"OBSERVED": self.observes, "NOISE": self.noisy, "N": block, **wide}
         single = query[..., 0, :]
-        kernels.attend_parts[(parts, r * h)](
-            *(single, slots.keys, slots.values, *scratch.partial, where, newest.contiguous(), slopes, *observation),
-            *(h, g, count, parts, length, float(geometry.scale), geometry.sliding_window or 0),
-            *(*single.stride(), *slots.keys.stride(), *slots.values.stride(), *where.stride()[:2]),
-            **{"D": d, "BLOCK_D": _power(d), **fixed},
-            ALIBI=geometry.alibi is not None,
-            WINDOW=geometry.sliding_window is not None,
-            UPCAST=geometry.upcast,
+        kernels.split_kv_attention[(parts, r * h)](
+            *(
+                single,
+                slots.keys,
+                slots.values,
+                *scratch.partial,
+                slot_positions,
+                newest.contiguous(),
+                slopes,
+                *observation,
+            ),
+            *(h, g, count, parts, length, float(params.scale), params.sliding_window or 0),
+            *(*single.stride(), *slots.keys.stride(), *slots.values.stride(), *slot_positions.stride()[:2]),
+            **{"D": d, "BLOCK_D": next_power_of_2(d), **fixed},
+            ALIBI=params.alibi is not None,
+            WINDOW=params.sliding_window is not None,
+            UPCAST=params.upcast,
         )
-        kernels.add_parts[(-(-count // block) if self.observes else 1, r * h)](
-            *(*scratch.partial, scratch.out, scratch.given, where, *observation),
-            *(h, g, count, parts, *where.stride()[:2]),
+        kernels.combine_splits[(-(-count // block) if self.observes else 1, r * h)](
+            *(*scratch.partial, scratch.out, scratch.given, slot_positions, *observation),
+            *(h, g, count, parts, *slot_positions.stride()[:2]),
             **{"PARTS": 1 << (parts - 1).bit_length(), **fixed},
         )
         return scratch.out[..., None, :].to(slots.values.dtype), scratch.given
 
     def _observation(self, newest: Tensor, heads: int) -> list[Tensor]:
-        """How each row is observed: kinds, taus, places in the pools, and the pools."""
+        """How each row is observed: kind of noise, tau, offsets into the noise pools, the two pools."""
         none = torch.empty(1, device=self.device)
-        taus = self.temperatures.now(self.device) if self.observes else none
+        taus = self.tau_schedule.current(self.device) if self.observes else none
         if not self.noisy:
             return [self.kinds, taus, none, none, none]
-        if self._following is None:
-            seeds = torch.cat([state.timeline.seeds.to(self.device) for state in self.states])
-            self._following = Following(stream(seeds, self.states[0].index, heads))
-        places = self._following.places_of(newest).contiguous()
-        return [self.kinds, taus, places, pool("gumbel", self.device), pool("gaussian", self.device)]
+        if self._offsets is None:
+            seeds = torch.cat([state.sequence.seeds.to(self.device) for state in self.states])
+            self._offsets = PoolOffsets(stream_id(seeds, self.states[0].index, heads))
+        pool_offsets = self._offsets.next_offsets(newest).contiguous()
+        return [self.kinds, taus, pool_offsets, pool("gumbel", self.device), pool("gaussian", self.device)]
 
 
 class _Scratch:
-    """What the kernels write; partial: logits, and statistics and sums of the parts."""
+    """Buffers that the kernels write. partial: logits, statistics and sums of the splits; given: column sums."""
 
     def __init__(self, like: Tensor, heads: tuple[int, int, int], slots: int, parts: int, width: int) -> None:
         new = like.new_empty
@@ -97,24 +111,27 @@ class _Scratch:
         self.out, self.given = new(*heads, width), like.new_zeros(*heads[:2], slots)
 
 
-def shares(slots: int) -> tuple[int, int, int]:
-    """Slots of a tile, into how many parts the slots fall, and slots of a part (a whole number of tiles)."""
-    tiles = -(-slots // TILE)
-    per_part = -(-tiles // PARTS)
-    return TILE, -(-tiles // per_part), per_part * TILE
+def num_kv_splits(slots: int) -> tuple[int, int, int]:
+    """(slots of a tile, number of splits, slots of a split): each split is a whole number of tiles."""
+    tiles = -(-slots // KV_TILE)
+    per_part = -(-tiles // MAX_KV_SPLITS)
+    return KV_TILE, -(-tiles // per_part), per_part * KV_TILE
 
 
 def _kind(state: DecodableLayer) -> int:
-    view = state.view
-    if view is None:
+    """How a cache observes, as a number that the kernels know: 0 for not at all, PLAIN, TEMPERED, GUMBEL or
+    GAUSSIAN.
+    """
+    spec = state.score_spec
+    if spec is None:
         return 0
-    if view.plain:
+    if spec.is_plain:
         return PLAIN
-    if view.noise is None or view.noise.constant:
+    if spec.noise is None or spec.noise.constant:
         return TEMPERED
-    return GUMBEL if view.noise.kind == "gumbel" else GAUSSIAN
+    return GUMBEL if spec.noise.kind == "gumbel" else GAUSSIAN
 
 
-def _power(n: int) -> int:
-    """The side of a tile that holds n: tensor cores take 16 at least."""
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n and at least 16, which tensor cores need."""
     return max(16, 1 << (n - 1).bit_length())

@@ -1,1 +1,1 @@
-"""Observation: the attention that each slot receives, summed over queries, as methods accumulate it."""
+"""Observation: column sums of attention, that is, what each slot receives, summed over query rows."""

@@ -1,4 +1,4 @@
-"""The score a layer keeps: column sums of a forward, pooled over rows and heads, added to what was there."""
+"""Accumulation of a layer's scores: column sums of a forward, pooled over rows and heads, added to the old scores."""
 
 from __future__ import annotations
 
@@ -14,28 +14,35 @@ from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 
 
-def columns(
+def forward_column_sums(
     config: CacheConfig,
-    view: AttentionScoreSpec,
-    sight: AttentionInputs,
+    spec: AttentionScoreSpec,
+    inputs: AttentionInputs,
     probabilities: Tensor | None,
-    time: SequenceState,
+    sequence: SequenceState,
     layer: int,
 ) -> Tensor:
-    """Column sums [B, H, S] of this forward's rows; probabilities: those of a decode step, where it has them anyway."""
-    rows_left = time.prompt_columns - time.end if time.in_prompt and time.prompt_columns is not None else None
-    weights = naive.row_weights(view, sight.query_positions, rows_left)
-    if probabilities is not None and view.plain:
+    """Column sums [B, H, S] float32 of one forward's query rows.
+
+    probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
+    """
+    rows_left = (
+        sequence.prompt_columns - sequence.seq_len
+        if sequence.in_prompt and sequence.prompt_columns is not None
+        else None
+    )
+    weights = naive.row_weights(spec, inputs.query_positions, rows_left)
+    if probabilities is not None and spec.is_plain:
         return naive.weighted_column_sums(probabilities, weights)
-    taus = view.taus(time.query_steps, time.max_new_tokens, weights.device)
-    seeds = time.seeds.to(weights.device)
-    return column_sums_by(config.observe, sight, view, weights, taus, seeds, layer, rows_left, config.block)
+    taus = spec.taus(sequence.query_steps, sequence.max_new_tokens, weights.device)
+    seeds = sequence.seeds.to(weights.device)
+    return column_sums_by(config.observe, inputs, spec, weights, taus, seeds, layer, rows_left, config.block)
 
 
 def column_sums_by(
     how: str,
-    sight: AttentionInputs,
-    view: AttentionScoreSpec,
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
     weights: Tensor,
     taus: Tensor,
     seeds: Tensor,
@@ -43,47 +50,54 @@ def column_sums_by(
     rows_left: int | None,
     block: int | None,
 ) -> Tensor:
-    """[B, H, S] float32, naive, blocked or (how="triton") by kernels: those observe prompts, decode rows are few."""
+    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked or triton.
+
+    The Triton kernels observe prompts only; decode rows are few and take the blocked way. Arguments as in
+    `naive.column_sums`; rows_left as in `naive.row_weights`; block: query rows per block.
+    """
     if how == "naive":
-        return naive.column_sums(sight, view, weights, taus, seeds, layer)
+        return naive.column_sums(inputs, spec, weights, taus, seeds, layer)
     if how == "triton" and rows_left is not None:
-        first = blocked.first_weighted_row(view, sight.query.shape[3], rows_left)
-        return triton_observe.columns(sight, view, weights, taus, seeds, layer, first)
-    return blocked.column_sums(sight, view, weights, taus, seeds, layer, rows_left, block)
+        first = blocked.first_weighted_row(spec, inputs.query.shape[3], rows_left)
+        return triton_observe.triton_column_sums(inputs, spec, weights, taus, seeds, layer, first)
+    return blocked.column_sums(inputs, spec, weights, taus, seeds, layer, rows_left, block)
 
 
-def pooled(view: AttentionScoreSpec, columns: Tensor, time: SequenceState) -> Tensor:
-    """Sum columns [B, H, S] over heads and over the batch rows that share a score."""
-    b, h, s = columns.shape
-    if view.pool_heads:
-        columns = columns.sum(1, keepdim=True).expand(b, h, s)
-    group = {"per_beam": 1, "per_sample": time.num_beams, "sum_all": b}[view.batch]
+def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -> Tensor:
+    """Column sums [B, H, S] added up over the heads and the batch rows that share a score; same shape."""
+    b, h, s = sums.shape
+    if spec.pool_heads:
+        sums = sums.sum(1, keepdim=True).expand(b, h, s)
+    group = {"per_beam": 1, "per_sample": sequence.num_beams, "sum_all": b}[spec.batch]
     if group > 1:
-        view.check_lengths(time.prompt_lengths)
-        columns = columns.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
-        columns = columns.reshape(b, h, s)
-    return columns
+        spec.check_lengths(sequence.prompt_lengths)
+        sums = sums.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
+        sums = sums.reshape(b, h, s)
+    return sums
 
 
-def accumulate(
+def add_to_score(
     slots: Slots,
-    view: AttentionScoreSpec,
-    columns: Tensor,
+    spec: AttentionScoreSpec,
+    sums: Tensor,
     query_positions: Tensor,
-    time: SequenceState,
+    sequence: SequenceState,
     shared: CrossLayerScore | None,
 ) -> None:
-    """Let the score of the slots fade and add columns [B, H, S]; with a shared score, add to that and read from it."""
-    score = slots.score[:, :, : slots.used]
+    """Decay the slots' scores and add sums [B, H, S], in place; with a shared score, add to it and read it back.
+
+    query_positions [B, Q]: the rows observed, -1 for padding, by which scores decay.
+    """
+    score = slots.score[:, :, : slots.length]
     factor: Tensor | None = None
-    if view.decay < 1:
+    if spec.decay < 1:
         new = (query_positions >= 0).sum(1).float()
-        factor = torch.pow(torch.full((), view.decay, device=new.device), new)[:, None, None]
-    if shared is None or time.in_prompt:
-        result = columns + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
-        columns = result
-    if shared is not None and (not time.in_prompt or time.prompt_complete):
+        factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
+    if shared is None or sequence.in_prompt:
+        result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+        sums = result
+    if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
         # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
-        result = shared.update(slots.positions[:, :, : slots.used], columns, None if time.in_prompt else factor)
+        result = shared.update(slots.positions[:, :, : slots.length], sums, None if sequence.in_prompt else factor)
     # In mask mode -inf marks an evicted slot and must survive decay and addition.
     score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))

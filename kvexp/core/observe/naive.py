@@ -14,17 +14,17 @@ from kvexp.core.score_spec import AttentionScoreSpec
 
 
 def column_sums(
-    sight: AttentionInputs, view: AttentionScoreSpec, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int
+    inputs: AttentionInputs, spec: AttentionScoreSpec, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int
 ) -> Tensor:
     """[B, H, S] float32: sum over query heads g and rows q of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
 
     weights [B, Q]: `row_weights`; taus [Q]: temperature of each row; seeds [B]: of the noise zeta; layer: its number.
     """
-    rows, slots = slice(0, sight.query.shape[3]), sight.keys.shape[2]
-    return weighted_column_sums(observed_probs(sight, view, rows, slots, taus, seeds, layer), weights)
+    rows, slots = slice(0, inputs.query.shape[3]), inputs.keys.shape[2]
+    return weighted_column_sums(observed_probs(inputs, spec, rows, slots, taus, seeds, layer), weights)
 
 
-def row_weights(view: AttentionScoreSpec, query_positions: Tensor, rows_left: int | None) -> Tensor:
+def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: int | None) -> Tensor:
     """[B, Q] float32: decay^(real rows after this one), 0 for padding and for rows outside `last_rows`.
 
     query_positions [B, Q]: -1 for padding. rows_left: rows of the prompt still to come after this forward (0 in its
@@ -32,23 +32,23 @@ def row_weights(view: AttentionScoreSpec, query_positions: Tensor, rows_left: in
     """
     real = query_positions >= 0
     after = real.flip(1).cumsum(1).flip(1) - real.long()
-    weights = torch.pow(torch.full((), view.decay, device=real.device), after.float())
-    if view.last_rows is not None and rows_left is not None:
+    weights = torch.pow(torch.full((), spec.decay, device=real.device), after.float())
+    if spec.last_rows is not None and rows_left is not None:
         to_end = torch.arange(real.shape[1] - 1, -1, -1, device=real.device) + rows_left
-        real = real & (to_end < view.last_rows)
+        real = real & (to_end < spec.last_rows)
     return torch.where(real, weights, 0.0)
 
 
 def observed_probs(
-    sight: AttentionInputs, view: AttentionScoreSpec, rows: slice, slots: int, taus: Tensor, seeds: Tensor, layer: int
+    inputs: AttentionInputs, spec: AttentionScoreSpec, rows: slice, slots: int, taus: Tensor, seeds: Tensor, layer: int
 ) -> Tensor:
     """softmax((x + zeta) / tau) of these query rows over the first `slots` slots: [B, H, G, rows, slots] float32."""
-    x = sight.logits(rows, slots, everything=view.over == "full")
-    if view.noise is not None:
+    x = inputs.logits(rows, slots, include_evicted=spec.over == "full")
+    if spec.noise is not None:
         h, g = x.shape[1:3]
-        zeta = view.noise.draw(seeds, layer, h * g, sight.query_positions[:, rows], sight.positions[:, :, :slots])
+        zeta = spec.noise.draw(seeds, layer, h * g, inputs.query_positions[:, rows], inputs.positions[:, :, :slots])
         x = x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
-    if view.tau != (1.0, 1.0):
+    if spec.tau != (1.0, 1.0):
         x = x / taus[rows, None]
     return torch.softmax(x, dim=-1)
 

@@ -26,15 +26,15 @@ from kvexp.errors import ConfigError
 EULER = 0.5772156649015329  # mean of the standard Gumbel distribution
 GUMBEL_STD = math.pi / math.sqrt(6)  # its standard deviation, 1.2825
 KINDS = ("gumbel", "gaussian", "constant", "none")
-POOL = 1 << 22  # draws: 16 MiB in float32
-SPAN = 1 << 20  # the pool's first draws once more behind its end, so that a row up to this long is one run of memory
-AHEAD = 64  # decode steps whose places in the pool are hashed at once
+POOL_SIZE = 1 << 22  # draws: 16 MiB in float32
+POOL_OVERLAP = 1 << 20  # the pool's first draws repeated behind its end, so that a row up to this long is contiguous
+STEPS_AHEAD = 64  # decode steps whose offsets into the pool are hashed at once
 _GOLDEN = -1640531527  # 0x9E3779B9 as a signed 32-bit integer
-_CHUNK = 1 << 16  # draws made at a time: intermediate results stay in the processor's cache
+_CHUNK = 1 << 16  # draws made at a time, so that intermediate results stay in the CPU's cache
 
 
-def mix(x: Tensor) -> Tensor:
-    """lowbias32 of an int32 tensor; shifts are made logical by masking, products wrap."""
+def lowbias32(x: Tensor) -> Tensor:
+    """The hash lowbias32 of every int32 of x; shifts are made logical by masking, products wrap."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -43,53 +43,56 @@ def mix(x: Tensor) -> Tensor:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """int32 bits -> float32 strictly between 0 and 1, on the grid (i + 1/2) / 2**23.
+    """Random int32 bits as float32 strictly between 0 and 1, on the grid (i + 1/2) / 2**23.
 
     23 bits, because 2**24 - 1/2 is no float32: it would round to 1, and a Gumbel draw to infinity.
     """
     return (((bits >> 9) & 0x7FFFFF).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def shaped(bits: Tensor, kind: str) -> Tensor:
-    """int32 bits -> float32 draws of the Gumbel distribution, or of the Gaussian with its mean and deviation."""
+def to_distribution(bits: Tensor, kind: str) -> Tensor:
+    """Random int32 bits as float32 draws: Gumbel, or Gaussian with the Gumbel distribution's mean and deviation."""
     u = uniform(bits)
     if kind == "gumbel":
         return u.log_().neg_().log_().neg_()
     radius = u.log_().mul_(-2).sqrt_()
-    return radius.mul_(torch.cos(2 * math.pi * uniform(mix(bits ^ 0x5BD1E995)))).mul_(GUMBEL_STD).add_(EULER)
+    return radius.mul_(torch.cos(2 * math.pi * uniform(lowbias32(bits ^ 0x5BD1E995)))).mul_(GUMBEL_STD).add_(EULER)
 
 
-def stream(seeds: Tensor, layer: int, heads: int, first: int = 0) -> Tensor:
-    """[B] integer seeds -> [B, heads] int32: one independent stream per row seed, layer and head from `first` on."""
+def stream_id(seeds: Tensor, layer: int, heads: int, first: int = 0) -> Tensor:
+    """Stream ids [B, heads] int32 of seeds [B]: one independent stream per seed, layer and query head.
+
+    first: the first of the `heads` heads.
+    """
     low = seeds.to(torch.int64) & 0xFFFFFFFF
     low = torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
-    base = mix(mix(low) + layer * 97 + 1)
+    base = lowbias32(lowbias32(low) + layer * 97 + 1)
     heads_of = torch.arange(first, first + heads, device=seeds.device, dtype=torch.int32)
-    return mix(base[:, None] + heads_of * _GOLDEN)
+    return lowbias32(base[:, None] + heads_of * _GOLDEN)
 
 
-def hashed(kind: str, base: Tensor, keys: Tensor) -> Tensor:
-    """One hash per draw: streams `base` [...], integer keys [..., S] -> draws [..., S] float32."""
-    return shaped(mix(base[..., None] + keys.to(torch.int32) * _GOLDEN), kind)
+def hash_draws(kind: str, base: Tensor, keys: Tensor) -> Tensor:
+    """Draws [..., S] float32, one hash each, of stream ids `base` [...] at integer keys [..., S]."""
+    return to_distribution(lowbias32(base[..., None] + keys.to(torch.int32) * _GOLDEN), kind)
 
 
 def gumbel(seeds: Tensor, layer: int, query_positions: Tensor, keys: Tensor) -> Tensor:
     """Draws hashed one by one, for sampling: seeds [B], query_positions [B], keys [B, S] -> [B, S] float32."""
-    base = mix(stream(seeds, layer, 1)[:, 0] + query_positions.to(torch.int32) * _GOLDEN)
-    return hashed("gumbel", base, keys)
+    base = lowbias32(stream_id(seeds, layer, 1)[:, 0] + query_positions.to(torch.int32) * _GOLDEN)
+    return hash_draws("gumbel", base, keys)
 
 
 @functools.cache  # two kinds, on every device there is
 def pool(kind: str, device: torch.device) -> Tensor:
-    """[POOL + SPAN] float32 draws, the same to the bit on every device: they are made on the processor."""
+    """The pool of POOL_SIZE + POOL_OVERLAP float32 draws, made on the CPU so that every device has the same bits."""
     with torch.inference_mode(False), torch.no_grad():
         if device.type != "cpu":
             return pool(kind, torch.device("cpu")).to(device)
-        table = torch.empty(POOL + SPAN)
-        for start in range(0, POOL, _CHUNK):
+        table = torch.empty(POOL_SIZE + POOL_OVERLAP)
+        for start in range(0, POOL_SIZE, _CHUNK):
             index = torch.arange(start + 1, start + _CHUNK + 1, dtype=torch.int32)
-            table[start : start + _CHUNK] = shaped(mix(index * _GOLDEN), kind)
-        table[POOL:] = table[:SPAN]
+            table[start : start + _CHUNK] = to_distribution(lowbias32(index * _GOLDEN), kind)
+        table[POOL_SIZE:] = table[:POOL_OVERLAP]
         return table
 
 
@@ -111,11 +114,11 @@ class Noise:
 
     @property
     def constant(self) -> bool:
-        """Is it the same for all keys, so that a softmax does not see it?"""
+        """Whether the noise is the same for all keys, so that a softmax does not change by it."""
         return self.kind in ("constant", "none")
 
     def draw(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Noise for logits.
+        """Noise for the logits of one layer.
 
         seeds [B]; heads = H * G query heads; query_positions [B, Q]; key_positions [B, H, S] or [B, 1, S].
         Returns [B, H * G, Q (1 if per key), S] float32 on the same device, or a scalar where it is constant.
@@ -123,58 +126,64 @@ class Noise:
         if self.constant:
             return torch.full((), EULER if self.kind == "constant" else 0.0, device=key_positions.device)
         if not self.fresh:
-            return hashed(self.kind, stream(seeds, layer, heads), _by_query_head(key_positions, heads))[:, :, None]
-        return _taken(self.kind, self.places(seeds, layer, heads, query_positions), key_positions)
+            return hash_draws(self.kind, stream_id(seeds, layer, heads), _by_query_head(key_positions, heads))[
+                :, :, None
+            ]
+        return _gather_draws(self.kind, self.pool_offsets(seeds, layer, heads, query_positions), key_positions)
 
-    def following(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """`draw` as a function of positions, for one query per row whose position grows by one from call to call.
+    def make_stepper(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """`draw` as a function (query positions, key positions) -> noise, for decode steps: one query per row,
+        whose position
+        grows by one from call to call.
 
         Rows are those of the first of `layers`, then those of the next: positions [L * B, 1] and [L * B, H, S].
         """
-        streams = torch.cat([stream(seeds, layer, heads) for layer in layers])
+        streams = torch.cat([stream_id(seeds, layer, heads) for layer in layers])
         if self.constant:
             return lambda _, keys: torch.full((), EULER if self.kind == "constant" else 0.0, device=keys.device)
         if self.fresh:
-            places = Following(streams)
-            return lambda queries, keys: _taken(self.kind, places.places_of(queries), keys)
-        return lambda _, keys: hashed(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
+            pool_offsets = PoolOffsets(streams)
+            return lambda queries, keys: _gather_draws(self.kind, pool_offsets.next_offsets(queries), keys)
+        return lambda _, keys: hash_draws(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
 
-    def places(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
-        """Where in the pool each query's draws start, for `heads` query heads from `first` on: [B, heads, Q] int32."""
-        return _places(stream(seeds, layer, heads, first), query_positions)
+    def pool_offsets(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
+        """Offset into the pool at which each query's draws start: [B, heads, Q] int32, for query heads from
+        `first` on.
+        """
+        return _pool_offsets(stream_id(seeds, layer, heads, first), query_positions)
 
 
-class Following:
-    """Places in the pool of one query per row, whose position grows by one from call to call.
+class PoolOffsets:
+    """Offsets into the noise pool for decode steps: one query per row, whose position grows by one from call to call.
 
-    Those of AHEAD queries are hashed at once: of one query alone it would cost as much.
+    STEPS_AHEAD steps are hashed at once, which costs no more than hashing one. streams [B, heads]: of `stream_id`.
     """
 
     def __init__(self, streams: Tensor) -> None:
         self.streams = streams
         self.ready: Iterator[Tensor] = iter(())
 
-    def places_of(self, query_positions: Tensor) -> Tensor:
-        """[B, 1] -> [B, heads, 1] int32."""
-        places = next(self.ready, None)
-        if places is None:
-            ahead = torch.arange(AHEAD, device=query_positions.device)
-            self.ready = iter(_places(self.streams, query_positions + ahead).split(1, dim=-1))
-            places = next(self.ready)
-        return places
+    def next_offsets(self, query_positions: Tensor) -> Tensor:
+        """Offsets [B, heads, 1] int32 for queries at positions [B, 1]."""
+        pool_offsets = next(self.ready, None)
+        if pool_offsets is None:
+            ahead = torch.arange(STEPS_AHEAD, device=query_positions.device)
+            self.ready = iter(_pool_offsets(self.streams, query_positions + ahead).split(1, dim=-1))
+            pool_offsets = next(self.ready)
+        return pool_offsets
 
 
 def _by_query_head(keys: Tensor, heads: int) -> Tensor:
-    """[B, H or 1, S] -> [B, heads, S]."""
+    """Key positions [B, H or 1, S] repeated for every query head: [B, heads, S]."""
     return keys.repeat_interleave(heads // keys.shape[1], dim=1)
 
 
-def _places(streams: Tensor, query_positions: Tensor) -> Tensor:
-    """Streams [B, heads] and positions [B, Q] -> [B, heads, Q] int32."""
-    return mix(streams[:, :, None] + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL - 1)
+def _pool_offsets(streams: Tensor, query_positions: Tensor) -> Tensor:
+    """Offsets [B, heads, Q] int32 into the pool, hashed from stream ids [B, heads] and query positions [B, Q]."""
+    return lowbias32(streams[:, :, None] + query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL_SIZE - 1)
 
 
-def _taken(kind: str, places: Tensor, key_positions: Tensor) -> Tensor:
-    """The draws [B, H * G, Q, S] of queries at places [B, H * G, Q] and keys at positions [B, H or 1, S]."""
-    at = places.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
-    return pool(kind, places.device).take(at.bitwise_and_(POOL - 1)).flatten(1, 2)
+def _gather_draws(kind: str, pool_offsets: Tensor, key_positions: Tensor) -> Tensor:
+    """Draws [B, H * G, Q, S] out of the pool: offsets [B, H * G, Q] plus key positions [B, H or 1, S]."""
+    index = pool_offsets.unflatten(1, (key_positions.shape[1], -1))[..., None] + key_positions[:, :, None, None]
+    return pool(kind, pool_offsets.device).take(index.bitwise_and_(POOL_SIZE - 1)).flatten(1, 2)

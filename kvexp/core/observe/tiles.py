@@ -1,8 +1,8 @@
-"""Column sums of a prompt on a processor, tile by tile, in one buffer that stays in its cache.
+"""Column sums of a prompt on a CPU, tile by tile, in one buffer that stays in the CPU's cache.
 
-A tile is some query rows of one or several kv heads against all the slots they can see. Slots that stand in the order
-of their columns need no mask but on the diagonal, and a row's left padding is cut off instead of masked. What is left
-per logit is one product, one softmax in place, one weighted sum and, for noise, one copy out of its pool.
+A tile is some query rows of one or several kv heads against all the slots they can see. Slots in column order need a
+mask on the diagonal only, and a row's left padding is cut off instead of masked. Per logit this leaves one product, one
+softmax in place, one weighted sum and, for noise, one copy out of the pool.
 """
 
 from __future__ import annotations
@@ -14,62 +14,64 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.observe.noise import SPAN, Noise, hashed, pool, stream
+from kvexp.core.observe.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
 from kvexp.core.score_spec import AttentionScoreSpec
 
-TILE = 1 << 21  # logits: 8 MiB in float32
-WHOLE = 1 << 17  # logits of a prompt so short that all of it at once is quicker than tiles
-MOST = 128  # rows per tile: more waste time above the diagonal
-LEAST = 64  # rows of one product, over the query heads of a kv head: fewer make it slow
+MAX_TILE_LOGITS = 1 << 21  # logits: 8 MiB in float32
+MIN_TILED_LOGITS = 1 << 17  # up to so many logits the whole prompt at once is quicker than tiles
+MAX_TILE_ROWS = 128  # query rows per tile: more would waste time above the diagonal
+MIN_PRODUCT_ROWS = 64  # rows of one matrix product, query heads of a kv head included: fewer make it slow
 
 
-def suited(sight: AttentionInputs, view: AttentionScoreSpec) -> bool:
-    """Can these rows be observed in tiles? Not in float64, which is for truths; recorded noise knows whole batches."""
-    straight = sight.in_order and sight.visible is None and sight.places is None
-    straight = straight and sight.query.dtype != torch.float64
-    known = view.noise is None or (type(view.noise) is Noise and sight.keys.shape[2] <= SPAN)
-    return straight and known and sight.keys.device.type == "cpu"
+def supports(inputs: AttentionInputs, spec: AttentionScoreSpec) -> bool:
+    """Whether these inputs can be observed in tiles: on a CPU, in column order, not in float64, with noise of
+    `Noise`.
+    """
+    straight = inputs.in_column_order and inputs.visible is None and inputs.rope_positions is None
+    straight = straight and inputs.query.dtype != torch.float64
+    known = spec.noise is None or (type(spec.noise) is Noise and inputs.keys.shape[2] <= POOL_OVERLAP)
+    return straight and known and inputs.keys.device.type == "cpu"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some kv heads of one batch row without its left padding and without rows that weigh nothing.
+class HeadBlock:
+    """Some kv heads of one batch row, without its left padding and without query rows of weight 0.
 
     query [H, G, Q, D]; keys_t [H, D, S]; weights, taus [Q] (taus None: all are 1); slopes [H, G, 1, 1] of ALiBi.
-    places [H, G, Q]: where in `draws` each row's noise starts; per_key [H, G, 1, S]: noise all rows share.
+    pool_offsets [H, G, Q]: where in `draws` each row's noise starts; per_key [H, G, 1, S]: noise that all rows share.
     """
 
     query: Tensor
     keys_t: Tensor
-    geometry: AttentionParams
+    params: AttentionParams
     weights: Tensor
     taus: Tensor | None
     slopes: Tensor | None
-    places: Tensor | None = None
+    pool_offsets: Tensor | None = None
     draws: Tensor | None = None
     per_key: Tensor | None = None
 
     @property
-    def ahead(self) -> int:
-        """Slots that stand before the first query's own."""
+    def num_past(self) -> int:
+        """Slots before the first query's own slot."""
         return self.keys_t.shape[2] - self.query.shape[2]
 
-    def cut(self, block: int | None) -> Iterator[tuple[slice, slice]]:
-        """(query rows, slots they can see) of every tile."""
-        (h, g, count, _), window = self.query.shape, self.geometry.sliding_window
+    def tiles(self, block: int | None) -> Iterator[tuple[slice, slice]]:
+        """The tiles as pairs (query rows, slots that these rows can see). block: query rows per tile."""
+        (h, g, count, _), window = self.query.shape, self.params.sliding_window
         start = 0
         while start < count:
-            own = self.ahead + start
-            width = own + MOST if window is None else min(own, window) + MOST
-            rows = block or max(1, LEAST // g, min(MOST, TILE // (h * g * width)))
+            own = self.num_past + start
+            width = own + MAX_TILE_ROWS if window is None else min(own, window) + MAX_TILE_ROWS
+            rows = block or max(1, MIN_PRODUCT_ROWS // g, min(MAX_TILE_ROWS, MAX_TILE_LOGITS // (h * g * width)))
             stop = min(start + rows, count)
-            yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.ahead + stop)
+            yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.num_past + stop)
             start = stop
 
 
-def columns(
-    sight: AttentionInputs,
-    view: AttentionScoreSpec,
+def tiled_column_sums(
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
     weights: Tensor,
     taus: Tensor,
     seeds: Tensor,
@@ -77,36 +79,36 @@ def columns(
     block: int | None,
 ) -> Tensor:
     """[B, H, S] float32: see `kvexp.core.observe.blocked.column_sums`. block: rows per tile, None: as fit into TILE."""
-    b, h, g, count, _ = sight.query.shape
-    slots = sight.keys.shape[2]
-    dtype = torch.float32 if sight.geometry.upcast else sight.query.dtype
+    b, h, g, count, _ = inputs.query.shape
+    slots = inputs.keys.shape[2]
+    dtype = torch.float32 if inputs.params.upcast else inputs.query.dtype
     total = torch.zeros(b, h, slots)
-    together = min(h, max(1, TILE // (g * min(block or MOST, count) * slots)))
+    together = min(h, max(1, MAX_TILE_LOGITS // (g * min(block or MAX_TILE_ROWS, count) * slots)))
     tempered = None if bool((taus == 1).all()) else taus
     for row in range(b):
         observing = weights[row].nonzero()
         if not len(observing):
             continue
         rows = slice(int(observing[0]), count)
-        pad = int((sight.positions[row, 0] < 0).sum())
+        pad = int((inputs.positions[row, 0] < 0).sum())
         for first in range(0, h, together):
             heads = slice(first, min(first + together, h))
-            slopes = sight.geometry.alibi
-            piece = Piece(
-                query=sight.query[row, heads, :, rows].to(dtype),
-                keys_t=sight.keys[row, heads, pad:].to(dtype).transpose(1, 2),
-                geometry=sight.geometry,
+            slopes = inputs.params.alibi
+            block_of_heads = HeadBlock(
+                query=inputs.query[row, heads, :, rows].to(dtype),
+                keys_t=inputs.keys[row, heads, pad:].to(dtype).transpose(1, 2),
+                params=inputs.params,
                 weights=weights[row, rows],
                 taus=None if tempered is None else tempered[rows, None],
                 slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
-                **_noise(sight, view.noise, seeds, layer, row, rows, heads, pad),
+                **_noise(inputs, spec.noise, seeds, layer, row, rows, heads, pad),
             )
-            _add(total[row, heads, pad:], piece, block)
+            _accumulate(total[row, heads, pad:], block_of_heads, block)
     return total
 
 
 def _noise(
-    sight: AttentionInputs,
+    inputs: AttentionInputs,
     noise: Noise | None,
     seeds: Tensor,
     layer: int,
@@ -115,60 +117,68 @@ def _noise(
     heads: slice,
     pad: int,
 ) -> dict[str, Tensor]:
-    """The fields of a piece that give its noise; none where a softmax would not see it."""
+    """The fields of a `HeadBlock` that give its noise; empty for no or constant noise."""
     if noise is None or noise.constant:
         return {}
-    g = sight.query.shape[2]
+    g = inputs.query.shape[2]
     of, count, first = seeds[row : row + 1], (heads.stop - heads.start) * g, heads.start * g
-    positions = sight.positions[row, 0, pad:]
+    positions = inputs.positions[row, 0, pad:]
     if not noise.fresh:
-        per_key = hashed(noise.kind, stream(of, layer, count, first), positions.expand(1, count, -1))
+        per_key = hash_draws(noise.kind, stream_id(of, layer, count, first), positions.expand(1, count, -1))
         return {"per_key": per_key.view(-1, g, 1, len(positions))}
-    places = noise.places(of, layer, count, sight.query_positions[row : row + 1, rows], first)
+    pool_offsets = noise.pool_offsets(of, layer, count, inputs.query_positions[row : row + 1, rows], first)
     return {
-        "places": places.view(-1, g, places.shape[2]),
-        "draws": pool(noise.kind, places.device)[int(positions[0]) :],
+        "pool_offsets": pool_offsets.view(-1, g, pool_offsets.shape[2]),
+        "draws": pool(noise.kind, pool_offsets.device)[int(positions[0]) :],
     }
 
 
-def _add(total: Tensor, piece: Piece, block: int | None) -> None:
-    """Add a piece's column sums to total [H, S]."""
-    h, g = piece.query.shape[:2]
-    tiles = list(piece.cut(block))
+def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> None:
+    """Add the column sums of a block of heads to total [H, S], in place."""
+    h, g = block_of_heads.query.shape[:2]
+    tiles = list(block_of_heads.tiles(block))
     room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
     above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
     for rows, seen in tiles:
         q, slots = rows.stop - rows.start, seen.stop - seen.start
-        x = _logits(piece, rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
+        x = _logits(block_of_heads, rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
         x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
-        window = piece.geometry.sliding_window
-        if window is not None and piece.ahead + rows.stop > window:  # only the first q slots are too old for some row
-            own = torch.arange(piece.ahead + rows.start, piece.ahead + rows.stop)[:, None]
+        window = block_of_heads.params.sliding_window
+        if (
+            window is not None and block_of_heads.num_past + rows.stop > window
+        ):  # only the first q slots are too old for some row
+            own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
             x[..., :q].masked_fill_(torch.arange(seen.start, seen.start + q) <= own - window, -torch.inf)
-        if piece.taus is not None:
-            x /= piece.taus[rows]
+        if block_of_heads.taus is not None:
+            x /= block_of_heads.taus[rows]
         torch.softmax(x, dim=-1, out=x)
-        weights = piece.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
+        weights = block_of_heads.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
         total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
 
 
-def _logits(piece: Piece, rows: slice, seen: slice, out: Tensor) -> Tensor:
-    """Logits with noise, not masked yet, into out [H, G, rows, seen]."""
-    query, keys_t, scale = piece.query[:, :, rows], piece.keys_t[:, :, seen], piece.geometry.scale
+def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) -> Tensor:
+    """Logits plus noise of a tile, unmasked, written to out [H, G, rows, slots seen]."""
+    query, keys_t, scale = (
+        block_of_heads.query[:, :, rows],
+        block_of_heads.keys_t[:, :, seen],
+        block_of_heads.params.scale,
+    )
     product = out.view(out.shape[0], -1, out.shape[3])
-    if piece.places is not None and piece.draws is not None:
-        runs = piece.draws[seen.start :].unfold(0, out.shape[3], 1)
-        torch.index_select(runs, 0, piece.places[:, :, rows].flatten(), out=product.view(-1, out.shape[3]))
-    noised = float(piece.places is not None)
+    if block_of_heads.pool_offsets is not None and block_of_heads.draws is not None:
+        runs = block_of_heads.draws[seen.start :].unfold(0, out.shape[3], 1)
+        torch.index_select(
+            runs, 0, block_of_heads.pool_offsets[:, :, rows].flatten(), out=product.view(-1, out.shape[3])
+        )
+    noised = float(block_of_heads.pool_offsets is not None)
     if query.dtype == out.dtype:
         torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
     else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
         half = torch.bmm(query.flatten(1, 2), keys_t)
         torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
-    if piece.slopes is not None:
+    if block_of_heads.slopes is not None:
         key = torch.arange(seen.start, seen.stop)
-        own = torch.arange(piece.ahead + rows.start, piece.ahead + rows.stop)[:, None]
-        out.addcmul_(piece.slopes, (key - own).to(out))
-    if piece.per_key is not None:
-        out += piece.per_key[..., seen]
+        own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
+        out.addcmul_(block_of_heads.slopes, (key - own).to(out))
+    if block_of_heads.per_key is not None:
+        out += block_of_heads.per_key[..., seen]
     return out

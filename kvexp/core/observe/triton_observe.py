@@ -1,4 +1,4 @@
-"""Observation of a prompt by the Triton kernels: prepares what they read and launches them."""
+"""Column sums of a prompt by the Triton kernels: prepares their inputs and launches them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
-from kvexp.core.observe.noise import POOL, Noise, hashed, pool, stream
+from kvexp.core.observe.noise import POOL_SIZE, Noise, hash_draws, pool, stream_id
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
 
@@ -18,14 +18,14 @@ TILE = {2: 64, 4: 32}  # rows and slots of a kernel's tile by bytes per element:
 
 
 def available() -> bool:
-    """Is Triton installed? Says so without importing it."""
+    """Whether Triton is installed, without importing it."""
     return find_spec("triton") is not None
 
 
 @torch.no_grad()
-def columns(
-    sight: AttentionInputs,
-    view: AttentionScoreSpec,
+def triton_column_sums(
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
     weights: Tensor,
     taus: Tensor,
     seeds: Tensor,
@@ -35,21 +35,21 @@ def columns(
     """[B, H, S] float32, as `naive.column_sums`, of prompt rows from `first` on; rows before it weigh nothing.
 
     In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise is
-    left out: a softmax does not see it.
+    left out, since it does not change a softmax.
     """
-    _check(sight, view)
+    _check(inputs, spec)
     from kvexp.core.observe import triton_observe_kernels as kernels
 
-    assert kernels.POOL_MASK.value == POOL - 1
-    b, h, g, rows, d = sight.query.shape
-    slots, device = sight.keys.shape[2], sight.keys.device
+    assert kernels.POOL_MASK.value == POOL_SIZE - 1
+    b, h, g, rows, d = inputs.query.shape
+    slots, device = inputs.keys.shape[2], inputs.keys.device
     lse = torch.empty(b, h, g, rows, device=device)
     out = torch.empty(b, h, slots, device=device)
     if first >= rows:
         return out.zero_()
-    read, choices = _inputs(sight, view, taus, seeds, layer, first)
-    query, keys = sight.query, sight.keys
-    side = TILE[4 if sight.geometry.upcast else query.element_size()]
+    read, choices = _inputs(inputs, spec, taus, seeds, layer, first)
+    query, keys = inputs.query, inputs.keys
+    side = TILE[4 if inputs.params.upcast else query.element_size()]
     wide = {"D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length())}
     fixed = {**wide, "M": side, "N": side, **choices, "enable_fp_fusion": True}
     kernels.row_log_sum_exp[(-(-(rows - first) // side), b * h * g)](query, keys, lse, *read, **fixed)
@@ -59,52 +59,56 @@ def columns(
 
 
 def check_installed() -> None:
-    """ConfigError where Triton is not."""
+    """ConfigError where Triton is not installed."""
     if not available():
         raise ConfigError(
             "observe=triton needs Triton, which is not installed: pip install 'kvexp[gpu]', or set observe=blocked"
         )
 
 
-def _check(sight: AttentionInputs, view: AttentionScoreSpec) -> None:
+def _check(inputs: AttentionInputs, spec: AttentionScoreSpec) -> None:
     check_installed()
-    if sight.keys.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if inputs.keys.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("observe=triton needs a CUDA device, the model is on the CPU: set observe=blocked")
-    if sight.query.dtype == torch.float64:
+    if inputs.query.dtype == torch.float64:
         raise ConfigError("observe=triton computes in float32, the model in float64: set observe=blocked")
-    if sight.visible is not None or sight.places is not None or not (view.noise is None or type(view.noise) is Noise):
+    if (
+        inputs.visible is not None
+        or inputs.rope_positions is not None
+        or not (spec.noise is None or type(spec.noise) is Noise)
+    ):
         raise ValueError("the kernels observe prompts, with noise that kvexp draws itself")
 
 
 def _inputs(
-    sight: AttentionInputs, view: AttentionScoreSpec, taus: Tensor, seeds: Tensor, layer: int, first: int
+    inputs: AttentionInputs, spec: AttentionScoreSpec, taus: Tensor, seeds: Tensor, layer: int, first: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """What both kernels read behind their first tensors, and which of their branches apply."""
-    h, g, rows = sight.query.shape[1:4]
-    slots, geometry = sight.keys.shape[2], sight.geometry
-    places = per_key = noise_pool = unused = torch.empty(1, device=sight.keys.device)
-    noise, chosen = view.noise, 0
+    """Arguments that both kernels take behind their first tensors, and the constants that choose their branches."""
+    h, g, rows = inputs.query.shape[1:4]
+    slots, params = inputs.keys.shape[2], inputs.params
+    pool_offsets = per_key = noise_pool = unused = torch.empty(1, device=inputs.keys.device)
+    noise, chosen = spec.noise, 0
     if noise is not None and not noise.constant and noise.fresh:
-        chosen, noise_pool = 1, pool(noise.kind, sight.keys.device)
-        places = noise.places(seeds, layer, h * g, sight.query_positions).contiguous()
+        chosen, noise_pool = 1, pool(noise.kind, inputs.keys.device)
+        pool_offsets = noise.pool_offsets(seeds, layer, h * g, inputs.query_positions).contiguous()
     elif noise is not None and not noise.constant:
-        keys = sight.positions.repeat_interleave(h * g // sight.positions.shape[1], dim=1)
-        chosen, per_key = 2, hashed(noise.kind, stream(seeds, layer, h * g), keys).contiguous()
-    positions = sight.positions.to(torch.int32).contiguous()
-    query_positions = sight.query_positions.to(torch.int32).contiguous()
-    slopes = unused if geometry.alibi is None else geometry.alibi.to(unused).contiguous()
+        keys = inputs.positions.repeat_interleave(h * g // inputs.positions.shape[1], dim=1)
+        chosen, per_key = 2, hash_draws(noise.kind, stream_id(seeds, layer, h * g), keys).contiguous()
+    positions = inputs.positions.to(torch.int32).contiguous()
+    query_positions = inputs.query_positions.to(torch.int32).contiguous()
+    slopes = unused if params.alibi is None else params.alibi.to(unused).contiguous()
     read = [
-        *(query_positions, positions, slopes, places, per_key, noise_pool, taus.to(unused).contiguous()),
-        *(first, rows, slots, h, g, float(geometry.scale), geometry.sliding_window or 0),
-        *(*sight.query.stride(), *sight.keys.stride()),
+        *(query_positions, positions, slopes, pool_offsets, per_key, noise_pool, taus.to(unused).contiguous()),
+        *(first, rows, slots, h, g, float(params.scale), params.sliding_window or 0),
+        *(*inputs.query.stride(), *inputs.keys.stride()),
         *(positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
     ]
     choices = {
         "NOISE": chosen,
-        "ALIBI": geometry.alibi is not None,
-        "WINDOW": geometry.sliding_window is not None,
-        "TEMPERED": view.tau != (1.0, 1.0),
-        "UPCAST": geometry.upcast,
-        "IN_ORDER": sight.in_order,
+        "ALIBI": params.alibi is not None,
+        "WINDOW": params.sliding_window is not None,
+        "TEMPERED": spec.tau != (1.0, 1.0),
+        "UPCAST": params.upcast,
+        "IN_ORDER": inputs.in_column_order,
     }
     return read, choices
