@@ -1,5 +1,6 @@
 """Tasks on kvexp's own English: prompts to the letter, questions that count, needles where the grid says."""
 
+import re
 from dataclasses import replace
 
 import pandas as pd
@@ -201,8 +202,11 @@ def test_a_needle_is_at_its_depth_in_a_prompt_of_its_length():
         assert example.body.count(needle.needle) == 1 and example.reference == needle.answer
         assert example.prompt.endswith(f"\n\nQuestion: {needle.question}")
         around = example.body.replace(needle.needle, "")
-        share = example.body.index(needle.needle) / len(around)
-        assert abs(share - example.info["depth"] / 100) < 0.15, example.id
+        place, wanted = example.body.index(needle.needle), len(around) * example.info["depth"] / 100
+        assert place <= wanted + 1, example.id  # one more for the space beside the needle
+        assert not re.search(r"[.!?][\"')]*\s", around[place : max(place, int(wanted) - 1)]), (
+            "another sentence begins in between"
+        )
         assert around.rstrip()[-1] in ".\"'!?" or example.info["depth"] == 100
 
 
@@ -231,6 +235,14 @@ def test_cells_depend_on_nothing_but_themselves():
     assert one.info["needle"] != two.info["needle"] and one.body != two.body
     last = {example.body[-60:] for example in whole.values() if example.info["depth"] < 100}
     assert len(last) >= 6  # of 8: an order of the articles per cell
+
+
+def test_the_cells_of_a_length_ask_for_different_needles():
+    for depths in ((0, 25, 50, 75, 100), tuple(range(0, 101, 10))):
+        examples = list(NewsNeedle(depths=depths, repeats=20 // len(depths)).examples())
+        for length in NewsNeedle().lengths:
+            asked = [example.info["needle"] for example in examples if example.info["length"] == length]
+            assert len(asked) == len(set(asked)) == len(depths) * (20 // len(depths))
 
 
 def test_a_length_that_cannot_be_is_said():

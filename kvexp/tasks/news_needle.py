@@ -78,8 +78,9 @@ class NewsNeedle(NewsQuestions):
     def _filler(self, row: Mapping[str, Any]) -> tuple[NeedleSentence, list[str]]:
         """The needle of a cell, and the words of the articles to hide it in, each with the white space behind it."""
         length, depth = row["length"], row["depth"]
-        first = np.random.RandomState([self.seed, length, round(1000 * depth)]).randint(len(needles()))
-        needle = needles()[(first + row["repeat"]) % len(needles())]
+        # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
+        first = np.random.RandomState([self.seed, length]).randint(len(needles()))
+        needle = needles()[(first + round(depth) + 5 * row["repeat"]) % len(needles())]
         return needle, _shuffled(needle, (self.seed, length, round(1000 * depth), row["repeat"]))
 
     def _made(self, row: Mapping[str, Any], words: int) -> Example:
