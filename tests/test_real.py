@@ -83,7 +83,8 @@ def test_a_run_says_what_the_model_is_and_how_answers_ended(smollm2, tmp_path, m
     code, out, err = run_py(monkeypatch, capsys, *words)
     assert code == 0, err
     assert "smollm2_135m / sample, Q4_1 weights, chat template" in out and "ended" in out
-    rows = [json.loads(line) for file in tmp_path.glob("*/examples.jsonl") for line in file.open(encoding="utf-8")]
+    files = [file.read_text("utf-8").splitlines() for file in tmp_path.glob("*/examples.jsonl")]
+    rows = [json.loads(line) for lines in files for line in lines]
     assert len(rows) == 2  # h2o's and its baseline's
     for row in rows:
         assert row["chat_template"] is True and row["weights"]["quantisation"] == "Q4_1"
