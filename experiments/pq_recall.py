@@ -26,9 +26,9 @@ from kvexp.models.retrieval_calibration import head_dim
 from kvexp.pipes import watch_pipes
 from kvexp.retrieval import Oracle, PQCache
 from kvexp.retrieval.base import PrefillKV
-from kvexp.retrieval.kv_index import Index
+from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import RetrievalQuery, Selection, combined
+from kvexp.retrieval.query import RetrievalQuery, Selection, reduce_group
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,28 @@ class Watching(Oracle):
     """Oracle that also asks others. found: name -> [hits, asked]; "random" counts what chance would find."""
 
     rivals: dict[str, PQCache] = field(default_factory=dict, compare=False, hash=False)
-    indices: dict[tuple[int, str], Index] = field(default_factory=dict, compare=False, hash=False)
+    indices: dict[tuple[int, str], KVIndex] = field(default_factory=dict, compare=False, hash=False)
     found: dict[str, list[float]] = field(
         default_factory=lambda: defaultdict(lambda: [0.0, 0.0]), compare=False, hash=False
     )
 
-    def build(self, index: Index, prompt: PrefillKV) -> None:
+    def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         for name, rival in self.rivals.items():
-            self.indices[id(index), name] = Index()
+            self.indices[id(index), name] = KVIndex()
             rival.build(self.indices[id(index), name], prompt)
 
-    def extend(self, index: Index, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
         for name, rival in self.rivals.items():
             rival.extend(self.indices[id(index), name], key, value, at)
 
     def select(self, asked: RetrievalQuery) -> Selection:
-        exact = asked.top(combined(asked.exact(), "softmax_sum"))
-        truth = torch.zeros(*exact.shape[:2], asked.memory.used, dtype=torch.bool).scatter_(-1, exact, True)
+        exact = asked.topk(reduce_group(asked.exact_logits(), "softmax_sum"))
+        truth = torch.zeros(*exact.shape[:2], asked.memory.length, dtype=torch.bool).scatter_(-1, exact, True)
         pairs = truth.sum().item()
         for name, rival in self.rivals.items():
             index = self.indices[id(asked.index), name]
-            x = dots(asked.query, index["centroids"], index["codes"][:, :, : asked.memory.used])
-            chosen = asked.top(combined(asked.logits(x), rival.combine))
+            x = dots(asked.query, index["centroids"], index["codes"][:, :, : asked.memory.length])
+            chosen = asked.topk(reduce_group(asked.logits(x), rival.combine))
             self.found[name][0] += truth.gather(-1, chosen).sum().item()
             self.found[name][1] += pairs
         self.found["random"][0] += pairs * exact.shape[-1] / int(asked.candidates.sum())

@@ -28,7 +28,7 @@ def parameters(function):
 @pytest.mark.parametrize(("kind", "protocol"), [(k, LayerCache) for k in EVERY] + [(k, RowsCache) for k in WITH_ROWS])
 def test_it_is_called_as_the_protocol_says(kind, protocol):
     assert methods(protocol) >= (
-        {"forward", "select_rows", "reset"} if protocol is LayerCache else {"take_over", "kept"}
+        {"forward", "select_rows", "reset"} if protocol is LayerCache else {"copy_rows_from", "kept_positions"}
     )
     for name in methods(protocol):
         assert parameters(getattr(kind, name)) == parameters(getattr(protocol, name)), (kind.__name__, name)
@@ -45,8 +45,8 @@ def test_what_only_an_object_has_is_there_too(kind):
     budget, common = Budget(tokens=8), (0, 1, SequenceState(), MemoryTracker(1))
     retrieves = kind is RetrievalLayer
     layer = kind(CacheConfig(Quest() if retrieves else H2O(), budget), *common, LayerGroup() if retrieves else None)
-    assert (layer.columns, layer.slots, layer.first_eviction, layer.attention_kept) == (0, None, [], None)
-    assert isinstance(layer.large, list)
+    assert (layer.seq_len, layer.slots, layer.first_eviction, layer.retained_attention) == (0, None, [], None)
+    assert isinstance(layer.heavy_buffers, list)
 
 
 def test_layers_that_decode_together_keep_their_rows():

