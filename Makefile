@@ -29,7 +29,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
 	@echo 'Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS)  TIMEOUT=$(TIMEOUT) (seconds per test)  ARGS= (passed on to pytest)'
 
-setup: $(VENV)/.stamp ## build .venv with the pinned versions and fetch a small real model (once, and again when they change)
+setup: $(VENV)/.stamp ## build .venv with the pinned versions and fetch the default model (once, and again when they change)
 
 # torch comes first and by exact version: resolved together with the rest, pip may take another build of several GB.
 $(VENV)/.stamp: pyproject.toml constraints.txt
@@ -44,7 +44,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 
 demo: $(VENV)/.stamp ## three methods at three budgets on a real model: a table and a figure (outputs/demo/demo.png)
 	@$(BIN)/python -m kvexp.models.fetch smollm2_135m
-	@$(BIN)/python run.py -m model=smollm2_135m task=news method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
+	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
 	@$(BIN)/python -m kvexp.figures.quality outputs/demo outputs/demo/demo.png --metric rouge1
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
