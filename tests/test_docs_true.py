@@ -87,7 +87,13 @@ def test_all_that_a_protocol_sets_is_told(path):
 @pytest.fixture(scope="module")
 def row(tmp_path_factory):
     """A row of a retrieval method, whose receipt has everything, and of a task that chooses."""
-    words = ["task=testbed_choice", "method=oracle", "limit=1", f"outputs_dir={tmp_path_factory.mktemp('out')}"]
+    words = [
+        "model=testbed_rope",
+        "task=testbed_choice",
+        "method=oracle",
+        "limit=1",
+        f"outputs_dir={tmp_path_factory.mktemp('out')}",
+    ]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", words), resolve=True)
     given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}

@@ -88,7 +88,13 @@ def test_parts_of_a_run_are_claimed_beside_each_other_and_never_beside_the_whole
         pass
 
 
-TWENTY = ("limit=21", "task.max_new_tokens=16", "batch_size=3")  # of the testbed: enough for a verdict
+TWENTY = (
+    "model=testbed_rope",
+    "task=testbed_summary",
+    "limit=21",
+    "task.max_new_tokens=16",
+    "batch_size=3",
+)  # of the testbed: enough for a verdict
 
 
 @pytest.mark.parametrize(("launcher", "few"), [("basic", FEW), ("shared_prefill", TWENTY)])
