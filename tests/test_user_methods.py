@@ -23,7 +23,7 @@ from kvexp.core import AttentionScoreSpec, Budget, Method
 from kvexp.diagnose.__main__ import main as diagnose
 from kvexp.diagnose.__main__ import parser
 from kvexp.errors import ConfigError
-from kvexp.generate import generate
+from kvexp.generate import GenerationParams, generate
 from kvexp.paths import CONF
 from kvexp.record import runs
 from kvexp.sweep.remote_jobs import JobBatch, run_batch
@@ -315,17 +315,72 @@ HOOKS = {
         "ctx.score.tolist()",
         r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list",
     ),
+    "after_eviction": (
+        "score.sum(1)",
+        r"after_eviction must return a tensor of shape \[B, H, S\] = \[1, 3, 7\], got .* \[1, 7\]",
+    ),
+    "query_mask": (
+        "probabilities[0] > 0.1",
+        r"query_mask must return a tensor of shape \[B, H, S\] = \[1, 3, 31\], got .* \[3, 31\]",
+    ),
+    "query_mask of": (
+        "probabilities",
+        r"query_mask must return a tensor of dtype torch.bool, got torch.float32; compare, as in probabilities > 0.1",
+    ),
+    "hidden_next_step": (
+        "ctx.age()[:, :1] == 3",
+        r"hidden_next_step must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 1, 30\]",
+    ),
+    "hidden_next_step of": (
+        "ctx.score",
+        "hidden_next_step must return a tensor of dtype torch.bool, got torch.float32",
+    ),
 }
+ARGUMENTS = {
+    "initial_score": "self, keys, positions, seeds, layer",
+    "priority": "self, ctx",
+    "after_eviction": "self, score",
+    "query_mask": "self, probabilities, ctx",
+    "hidden_next_step": "self, ctx",
+}
+FLAGS = {"query_mask": "per_query = True", "hidden_next_step": "simulation_only = True"}
 
 
 @pytest.mark.parametrize("case", HOOKS)
 def test_a_hook_of_another_shape_is_named(case):
     made, said = HOOKS[case]
-    arguments = {"initial_score": "self, keys, positions, seeds, layer", "priority": "self, ctx"}[case.split()[0]]
-    scope = {"torch": torch, "Method": Method}
-    exec(f"class Odd(Method):\n    def {case.split()[0]}({arguments}):\n        return {made}\n", scope)
+    hook, scope = case.split()[0], {"torch": torch, "Method": Method}
+    flag = FLAGS.get(hook, "pass")
+    exec(f"class Odd(Method):\n    {flag}\n    def {hook}({ARGUMENTS[hook]}):\n        return {made}\n", scope)
+    mode = "mask" if hook in FLAGS else "overwrite"
     with pytest.raises(ConfigError, match="Odd." + said):
-        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
+        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7), mode=mode)
+
+
+def test_hiding_slots_where_nothing_is_hidden_is_refused():
+    class Hides(Method):
+        def hidden_next_step(self, ctx):
+            return ctx.age() == 3
+
+    with pytest.raises(ConfigError, match=r"Hides.hidden_next_step hides slots .* cache.mode=overwrite cannot: set"):
+        generate(tiny("llama"), prompts_of(4, (30,)), Hides(), Budget(tokens=7))
+
+
+def test_a_slot_of_no_priority_goes_first_in_the_fast_step_too():
+    class NoNumber(Method):
+        @property
+        def sinks(self):
+            return 2
+
+        def priority(self, ctx):
+            return torch.where(ctx.positions % 3 == 0, torch.nan, ctx.positions.float())
+
+    def kept(mode):
+        decoding = GenerationParams(max_new_tokens=8, eos=None)
+        done = generate(tiny("llama"), prompts_of(4, (30,)), NoNumber(), Budget(tokens=9), decoding=decoding, mode=mode)
+        return [done.cache.kept_positions(layer) for layer in range(2)]
+
+    assert kept("overwrite") == kept("compact")
 
 
 DECLARED = {

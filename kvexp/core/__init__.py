@@ -2,8 +2,9 @@
 
 Axis letters in every docstring: B batch rows, H kv heads, G query heads per kv head, Q queries of one forward, S slots,
 C slots allocated (S of them in use), N slots kept, D head dimension of queries and keys, Dv of values, T prompt tokens,
-L layers, R rows of several caches stacked for one decode step, V vocabulary, n a number said in the text.
-"Columns" are the tokens of a padded batch, padding included.
+L layers, R rows of several caches stacked for one decode step, V vocabulary, n a number said in the text. "Columns" of
+a batch are its tokens, padding included; a "column sum" is the attention that one slot received, summed over query
+rows.
 """
 
 from kvexp.core.attention import AttentionParams, RoPE

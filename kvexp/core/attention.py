@@ -47,8 +47,9 @@ class RoPE:
 class AttentionParams:
     """How a layer computes its logits: x = scale * q.k (+ slope * (slot position - query position) for ALiBi).
 
-    sliding_window: a query sees only this many newest positions. upcast: logits in float32 whatever the model's dtype
-    (GPT-J). rope: the model's RoPE, needed only where positions are renumbered.
+    sliding_window: a query sees the slots of the newest `sliding_window` positions, its own included; None: all. alibi:
+    the slopes, [H * G]; None: no ALiBi. upcast: logits in float32 whatever the model's dtype (GPT-J). rope: the model's
+    RoPE, needed only where positions are renumbered.
     """
 
     scale: float
@@ -65,7 +66,8 @@ class AttentionInputs:
     query [B, H, G, Q, D]; keys [B, H, S, D]; values [B, H, S, Dv].
     positions [B, H or 1, S], query_positions [B, Q]: position ids, -1 for dead slots and padding.
     visible [B, H, S] bool: slots that a simulation (mask mode) has not evicted; None: all.
-    rope_positions: the positions that RoPE and ALiBi see where survivors are renumbered; None: the position ids.
+    rope_positions: where survivors are renumbered, the positions that RoPE and ALiBi see, of slots [B, H, S] and of
+        queries [B, H, Q]; None: the position ids.
     in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
     padded: whether some row has padding; False spares the mask.
     """
@@ -82,7 +84,7 @@ class AttentionInputs:
     padded: bool = True
 
     def mask(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
-        """Which slots each query row sees: [B, H or 1, rows, slots] bool.
+        """Which of the first `slots` slots the query rows `rows` see: bool [B, H or 1, rows, slots].
 
         include_evicted: also slots that a simulation has evicted. A padded query row sees every slot: its output is
         unused but must be finite.
@@ -102,7 +104,7 @@ class AttentionInputs:
         return ok | (query < 0)
 
     def alibi_bias(self, rows: slice, slots: int) -> Tensor | None:
-        """The ALiBi term of the logits, [B, H, G, rows, slots]; None for models without ALiBi."""
+        """ALiBi's term of the logits, [B, H, G, rows, slots] float32; None for models without ALiBi."""
         slopes = self.params.alibi
         if slopes is None:
             return None
@@ -128,7 +130,7 @@ class AttentionInputs:
         return x.masked_fill_(~self.mask(rows, slots, include_evicted=include_evicted)[:, :, None], -torch.inf)
 
     def kv_len(self, rows: slice) -> int:
-        """How many slots, from the first on, the last of these query rows can possibly see."""
+        """The number of slots, from the first on, that suffices for the query rows `rows`: they see none behind."""
         total, count = self.keys.shape[2], self.query.shape[3]
         return total - count + rows.stop if self.in_column_order else total
 
@@ -136,7 +138,8 @@ class AttentionInputs:
 def sdpa_attention(inputs: AttentionInputs) -> Tensor:
     """Attention output [B, H, G, Q, Dv] by torch's scaled_dot_product_attention.
 
-    In one call where a causal mask is all it takes, else in blocks of QUERY_BLOCK rows with their masks.
+    One call for a whole prompt without padding, sliding window or ALiBi, which needs no mask but the causal one; else
+    blocks of QUERY_BLOCK query rows, each with its mask.
     """
     count, params = inputs.query.shape[3], inputs.params
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None
@@ -147,7 +150,10 @@ def sdpa_attention(inputs: AttentionInputs) -> Tensor:
 
 
 def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = False) -> Tensor:
-    """Attention output [B, H, G, rows, Dv] of some query rows over the first `slots` slots; causal: without a mask."""
+    """Attention output [B, H, G, rows, Dv] of query rows `rows` over the first `slots` slots.
+
+    causal: by torch's own causal mask, without one made from the position ids.
+    """
     query, keys, values = inputs.query[..., rows, :], inputs.keys[:, :, :slots], inputs.values[:, :, :slots]
     b, h, g, q, d = query.shape
     if inputs.params.upcast:
@@ -177,8 +183,8 @@ def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fa
 def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
     """Dot products of queries [B, H, n, D] and keys [B, H, S, D]: [B, H, n, S].
 
-    On a CPU the product of few queries with wide heads takes half the time with its factors swapped
-    (measured: docs/decisions/speed.md).
+    On a CPU the product of few queries with wide heads takes half the time with its factors swapped (measured:
+    docs/decisions/speed.md).
     """
     count, width = query.shape[-2:]
     if query.device.type == "cpu" and count <= SWAP_MAX_QUERIES and width >= SWAP_MIN_HEAD_DIM:
@@ -187,8 +193,9 @@ def qk_matmul(query: Tensor, keys: Tensor) -> Tensor:
 
 
 def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Probabilities [B, H, G, Q, S] float32 times values [B, H, S, Dv]: output [B, H, G, Q, Dv] in the values'
-    dtype.
+    """The attention output [B, H, G, Q, Dv], in the dtype of the values.
+
+    probabilities [B, H, G, Q, S] float32, values [B, H, S, Dv].
     """
     b, h, g, q, s = probabilities.shape
     out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
@@ -196,9 +203,10 @@ def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
 
 
 def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
-    """The same inputs with survivors at positions 0, 1, 2 … in their order, for RoPE (by rotating keys) and ALiBi.
+    """The same inputs with survivors at positions 0, 1, 2 … in their order, for RoPE and ALiBi.
 
-    positions [B, H, S]: original position ids, -1 for dead slots.
+    positions [B, H, S]: original position ids, -1 for dead slots. For RoPE the query stays as the model rotated it, and
+    each key is rotated by the change of its distance to the query.
     """
     live = positions >= 0 if inputs.visible is None else (positions >= 0) & inputs.visible
     new_positions = positions.masked_fill(~live, INT64_MAX).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)

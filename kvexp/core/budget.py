@@ -1,4 +1,4 @@
-"""Budgets and cadence: ratios become integers here, once, and nowhere else."""
+"""Budgets and cadence: the one place where a ratio becomes an integer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Literal
 
 from kvexp.errors import ConfigError
 
-MOST_TOKENS = 1 << 62  # a pyramid's half as many again are still a number of 64 bits
+MOST_TOKENS = 1 << 62  # times 1 + pyramid, which is below 2, it is still an int64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
 
 
 def floor_share(ratio: float, count: int) -> int:
     """ratio * count, rounded down: the one way in which a share becomes a number of slots.
 
-    The nudge undoes binary fractions only: 0.29 * 100 is 28.999999999999996 and means 29.
+    1e-9 is added first, because 0.29 * 100 is 28.999999999999996 in binary fractions and means 29.
     """
     return math.floor(ratio * count + 1e-9)
 
@@ -29,13 +29,15 @@ class Budget:
     with its padding (`of="padded"`, what the releases of Keyformer and A2SF do), or of prompt plus `max_new_tokens`
     (`of="sequence"`). Ratios are floored, as the papers' code does.
 
-    `counts_self`: the token being generated occupies one of the slots, so a query attends to exactly k keys
-    (Keyformer, arXiv:2403.09054, Fig. 2d). False is the habit of the real-drop releases: k kept, k + 1 attended.
+    `counts_self`: the token being generated occupies one of the slots, so a query attends to exactly k keys (Keyformer,
+    arXiv:2403.09054, Fig. 2d). False is the habit of the releases that really drop slots: k kept, k + 1 attended.
 
     Because of that `kv_ratio=1` still evicts one prompt token: its slot is the next token's.
 
     `pyramid` in [0, 1): layer 0 gets (1 + pyramid) times the budget, the last layer (1 - pyramid) times, linearly in
     between and floored, so the mean over layers is the budget or just below it (after PyramidKV, arXiv:2406.02069).
+
+    ConfigError for values outside these ranges.
     """
 
     kv_ratio: float | None = None
@@ -67,10 +69,15 @@ class Budget:
     def resolve(
         self, prompt_lengths: Sequence[int], padded: int, max_new_tokens: int | None, layer: int, layers: int
     ) -> list[int]:
-        """Slots per kv head for each batch row of one layer; `prompt_lengths` are real tokens, `padded` columns."""
+        """Slots per kv head of layer `layer` (of `layers`), one number per batch row.
+
+        prompt_lengths: real tokens of each row; padded: columns of the prompt, padding included. ConfigError where
+        `of="sequence"` and max_new_tokens is None, and where a row would get no slot.
+        """
         return [self._one(length, padded, max_new_tokens, layer, layers) for length in prompt_lengths]
 
     def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
+        """Slots per kv head of one row, whose prompt has `length` real tokens; the other arguments as of `resolve`."""
         if self.tokens is not None:
             slots = self.tokens
         else:
@@ -94,7 +101,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cadence:
-    """When to evict: at the end of prefill, and after every `every`-th decode step (None: never while decoding)."""
+    """When to evict: at the end of prefill, and after every `every`-th decode step (None: never while decoding).
+
+    ConfigError where `every` is no whole number from 1 to LONGEST_WAIT.
+    """
 
     at_prefill: bool = True
     every: int | None = 1

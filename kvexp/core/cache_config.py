@@ -38,10 +38,11 @@ class CacheConfig:
     positions: original ids, or renumbered 0..S-1 among the survivors at every step; None becomes what the method's
         paper uses.
     observe: how a prompt's attention is summed: blocked, naive (all rows at once) or triton (CUDA kernels).
-    block: query rows per block of blocked; None: by memory.
+    block: query rows per block of `observe=blocked`; None: as many as keep a block's logits under 64 MiB.
     beyond_context: allow more tokens than the model was built for.
 
-    ConfigError for what cannot go together. In an object that was made, mode is never auto and positions never None.
+    ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
+    never gives auto, reading positions never None.
     """
 
     method: Method
@@ -95,6 +96,7 @@ class CacheConfig:
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
 
     def _check_cadence(self) -> None:
+        """ConfigError for a cadence under which this method never evicts, or at steps that its kind does not know."""
         method, cadence = self.method, self.cadence
         if method.evicts and not method.per_query and not cadence.at_prefill and cadence.every is None:
             raise ConfigError(
@@ -119,12 +121,12 @@ class CacheConfig:
 
     @property
     def evict_every(self) -> int | None:
-        """Decode steps between evictions; None: none while decoding, as of methods that evict at prefill's end only."""
+        """Decode steps between evictions; None: none while decoding, by cadence or because the method does none."""
         return self.cadence.every if self.method.evicts_while_decoding else None
 
 
 def _check_declarations(method: Method) -> None:
-    """ConfigError where a method class has a method for what must be a property, or the other way round."""
+    """ConfigError where a method class declares `score_spec` or `sinks` without @property, or `recent` as a field."""
     name = type(method).__qualname__
     spec: object = method.score_spec
     if spec is not None and not isinstance(spec, AttentionScoreSpec):

@@ -9,12 +9,12 @@ from kvexp.core.sequence import SequenceState
 
 
 class CrossLayerScore:
-    """The score of every position, summed over layers: buffer [B, H, positions + 1] float32 on the first layer's
-    device.
+    """The score of every position, summed over layers: buffer [B, H, positions + 1] float32.
 
-    Each layer adds its column sums and then selects by what the layers before it have added in this forward (the whole
-    prompt counts as one) and all layers in earlier ones; the order is our choice, the papers do not state one. The last
-    entry takes what dead slots add.
+    The last entry is for dead slots; the buffer lies on the first layer's device. In every forward (the whole prompt is
+    one) the layers take their turn from the first to the last: a layer adds its column sums to the buffer and then
+    evicts by what the buffer holds. So it knows the layers below it from this forward, and all layers from earlier
+    ones. The papers do not state an order; this one is our choice.
     """
 
     def __init__(self, sequence: SequenceState) -> None:

@@ -1,4 +1,4 @@
-"""Three ways to drop slots that must agree: overwrite in place, compact by gathering, mask and drop nothing."""
+"""Budgets as integers per row, and three ways to drop slots that keep the same ones: overwrite, compact, mask."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class ResolvedBudget:
 
     @classmethod
     def from_slots(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
-        """The integers for budgets of so many slots, one per batch row.
+        """Keep and recent window for `slots` slots per kv head, one number per batch row.
 
-        ConfigError where the method needs more slots.
+        counts_self: as of `Budget`. ConfigError where sinks and recent window of the method do not fit into the slots.
         """
         # The token being generated is one of the recent ones where it is one of the budget.
         windows = [window(method, k, counts_self=counts_self) for k in slots]
@@ -58,14 +58,18 @@ class ResolvedBudget:
         layers: int,
         device: Any,
     ) -> ResolvedBudget:
-        """The configuration's budget for prompts of these lengths. padded: prompt columns; new: max_new_tokens."""
+        """The budget of layer `layer` (of `layers`) under a configuration.
+
+        lengths: real prompt tokens of each row; padded: prompt columns; new: max_new_tokens. ConfigError as of
+        `granted`.
+        """
         budget, method = config.budget, config.method
         assert budget is not None
         slots = granted(method, budget, lengths, padded, new, layer, layers)
         return cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
-        """Keep, repeat or reorder batch rows; same_prompts: only among beams of a sample, of equal budget."""
+        """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, of equal budgets."""
         if not same_prompts:
             self.slots = [self.slots[i] for i in rows.tolist()]
             self.keep = [self.keep[i] for i in rows.tolist()]
@@ -77,10 +81,10 @@ class ResolvedBudget:
 def granted(
     method: Method, budget: Budget, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int
 ) -> list[int]:
-    """Slots per kv head of one layer, per prompt of so many tokens, as the method takes the budget.
+    """Slots per kv head of one layer, one number per prompt: the budget after the method's `effective_budget`.
 
-    padded: columns of the prompt; new: max_new_tokens. ConfigError where the slots cannot hold what the method
-    protects.
+    lengths: real tokens of each prompt; padded: columns of the prompts; new: max_new_tokens; layer: its number, of
+    `layers`. ConfigError where the slots cannot hold sinks and recent window of the method.
     """
     slots = budget.resolve(lengths, padded, new, layer, layers)
     slots = [method.effective_budget(k, length) for k, length in zip(slots, lengths, strict=True)]
@@ -90,9 +94,9 @@ def granted(
 
 
 def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: int | None, layers: int) -> None:
-    """ConfigError where some layer's slots cannot hold what the method protects of prompts of these lengths.
+    """ConfigError where in some layer sinks and recent window do not fit into the slots of one of these prompts.
 
-    padded: columns of the prompts; new: max_new_tokens.
+    lengths: real tokens of each prompt; padded: columns of the prompts; new: max_new_tokens.
     """
     if config.budget is None or not config.method.evicts:
         return
@@ -101,7 +105,10 @@ def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: 
 
 
 def window(method: Method, slots: int, *, counts_self: bool) -> int:
-    """How many of the newest tokens are protected; ConfigError where the slots cannot hold these and the sinks."""
+    """How many of the newest tokens are protected where a kv head has `slots` slots: the method's `recent`.
+
+    counts_self: as of `Budget`. ConfigError where the slots cannot hold sinks and recent window.
+    """
     recent = method.recent(slots)
     if not isinstance(recent, int):
         raise ConfigError(
@@ -125,13 +132,15 @@ def protected_mask(method: Method, ctx: EvictionContext, resolved: ResolvedBudge
     return (positions >= 0) & (recent | (positions < method.sinks))
 
 
-def masked_priority(method: Method, ctx: EvictionContext, sliding_window: int | None) -> Tensor:
-    """The method's priority [B, H, S], with NaN as -inf, and slots behind the model's sliding window as -inf.
+def float_priority(method: Method, ctx: EvictionContext) -> Tensor:
+    """The method's priority [B, H, S] in float32, NaN as -inf; ConfigError where it returns no tensor of that shape."""
+    priority = checked(method.priority(ctx), ctx.positions.shape, method, "priority", "[B, H, S]")
+    return priority.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
-    ConfigError where the method returns no tensor of that shape.
-    """
-    made = checked(method.priority(ctx), ctx.positions.shape, method, "priority", "[B, H, S]")
-    priority = made.to(torch.float32).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+def masked_priority(method: Method, ctx: EvictionContext, sliding_window: int | None) -> Tensor:
+    """`float_priority` [B, H, S], with slots behind the model's sliding window (in tokens; None: no window) as -inf."""
+    priority = float_priority(method, ctx)
     if sliding_window is not None:
         priority = priority.masked_fill(ctx.age() + 1 >= sliding_window, -torch.inf)
     return priority
@@ -141,7 +150,7 @@ class EvictionBackend:
     """How evicted slots are dropped, and where new tokens are written. This base appends new tokens and holds no state.
 
     at_budget: after the last eviction every row held as many tokens as its budget allows, so dead slots are those
-    outside the budget. no_padding_slots: besides, no slot was outside a row's budget.
+    outside the budget. no_padding_slots: at_budget, and no slot was outside a row's budget.
     """
 
     at_budget = False
@@ -175,10 +184,12 @@ class EvictionBackend:
 
 
 class InPlace(EvictionBackend):
-    """Fixed capacity: the kept slots and `every` free ones, which new tokens fill; then as many are freed. Nothing
-    moves.
+    """Mode overwrite: buffers of fixed size, in which a new token takes the slot of an evicted one.
 
-    Until the first row exceeds its budget, slots grow; the first eviction compacts once, into the fixed layout.
+    They hold the budget's slots and `every` free ones, the decode steps between evictions. New tokens fill the free
+    slots; when none is left, the next eviction frees `every` slots again, and no other slot moves. Before that, slots
+    are appended until a row exceeds its budget: the first eviction compacts once, into this layout. every=None: no
+    eviction while decoding.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -188,6 +199,7 @@ class InPlace(EvictionBackend):
         self.num_used = 0
 
     def next_slot(self) -> Tensor | None:
+        """The next free slot [B, H, 1], taken from now on; None where none is left, or before the first eviction."""
         if self.free_slots is None or self.num_used >= self.free_slots.shape[-1]:
             return None
         self.num_used += 1
@@ -199,13 +211,13 @@ class InPlace(EvictionBackend):
         return self.every == 1 and self.free_slots is not None and self.out_of_budget is not None and self.num_used == 0
 
     def pop_free(self) -> Tensor:
-        """The free slots [B, H, 1], taken, of a backend that `is_steady`."""
+        """Take and return the free slot [B, H, 1] of every head; for backends that are `is_steady`."""
         assert self.free_slots is not None
         self.num_used += 1
         return self.free_slots
 
     def set_free(self, free: Tensor) -> None:
-        """Let the next tokens be written to these slots [B, H, every]."""
+        """Declare the slots [B, H, every] free: the next tokens are written to them."""
         self.free_slots, self.num_used = free, 0
 
     def reset_layout(self) -> None:
@@ -219,6 +231,7 @@ class InPlace(EvictionBackend):
         resolved: ResolvedBudget,
         hidden_next_step: Tensor | None,
     ) -> None:
+        """Free `every` slots of the fixed layout; before there is one, compact into it."""
         if (
             self.free_slots is not None
             and self.out_of_budget is not None
@@ -249,7 +262,10 @@ class InPlace(EvictionBackend):
 
 
 class Compacting(EvictionBackend):
-    """Copy the kept slots into new buffers, in order of position, at every eviction: slow, and obviously right."""
+    """Mode compact: copies the kept slots into new buffers, in order of position, at every eviction.
+
+    Slower than `InPlace` and simpler, so tests compare `InPlace` with it.
+    """
 
     def evict(
         self,
@@ -263,7 +279,7 @@ class Compacting(EvictionBackend):
 
 
 class Mask(EvictionBackend):
-    """Simulation: nothing is dropped; evicted slots are no longer visible and their score is -inf for good."""
+    """Mode mask, a simulation: nothing is dropped; evicted slots are no longer visible and their score stays -inf."""
 
     def evict(
         self,
@@ -290,7 +306,10 @@ class Mask(EvictionBackend):
 
 
 def compact(slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int) -> None:
-    """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind."""
+    """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind.
+
+    priority [B, H, S] float32; protected [B, H, S] bool: slots that are kept first; `resolved.keep` slots are kept.
+    """
     max_keep = min(max(resolved.keep), slots.length)
     index, keep = select_keep(priority, slots.positions[:, :, : slots.length], protected, resolved.keep_t, max_keep)
     slots.gather(index, keep, reserve)

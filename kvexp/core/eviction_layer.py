@@ -25,20 +25,19 @@ from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 from kvexp.deprecation import OldName
-from kvexp.errors import CacheError
+from kvexp.errors import CacheError, ConfigError
 
 # Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
 PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
 
 
 class EvictionLayer:
-    """The eviction cache of one attention layer, a `RowsCache`. Rows are independent unless a method adds up their
-    scores.
+    """The eviction cache of one attention layer, a `RowsCache`.
 
-    config: of the whole cache; index: the layer's number, of `layers`; sequence, memory_tracker, shared, buffers:
-    common
-    to all layers of the cache. first_eviction: per row, decode tokens seen when the first slot was lost, None: not yet.
-    retained_attention [B]: see `RetainedAttention`; None until there was an eviction at the end of the prompt.
+    Rows are independent unless the method adds up their scores. config: of the whole cache; index: the layer's number,
+    of `layers`; sequence, memory_tracker, shared, buffers: common to all layers of the cache. first_eviction: per row,
+    decode tokens seen when the first slot was lost; None: not yet. retained_attention [B]: see `RetainedAttention`;
+    None until there was an eviction at the end of the prompt.
     """
 
     _stack: fast_step.StackedLayer | None
@@ -91,22 +90,22 @@ class EvictionLayer:
         return self._stack
 
     def _leave_fast_path(self) -> None:
-        """Drop the stacked layer and the buffers merged over layers: this forward goes the general way."""
+        """Drop the stacked layer and the merged buffers: this forward is computed by `store`, `attend` and `update`."""
         self._stack = None
         self.cross_layer_buffers.reset()
 
     def store(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> AttentionInputs:
-        """The first part of `forward`: store the new tokens and return the inputs of their attention."""
+        """The first part of `forward`, with its arguments: store the new tokens, return their attention's inputs."""
         positions = self.advance(key, padding)
         return self._inputs(self._write_slots(key, value, positions), query, positions, params)
 
     def update(self, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums) -> None:
         """The last part of `forward`, after `attend`: update the score and evict.
 
-        probabilities [B, H, G, Q, S] of a decode step, if at hand. seen: column sums made by caches of the same
-        prefill.
+        probabilities: what `attend` returned. seen: column sums of this layer that other caches of the same prefill
+        have computed; the ones computed here are added.
         """
         slots, sequence = self.require_slots(), self.sequence
         self._update_score(slots, inputs, probabilities, seen)
@@ -121,7 +120,10 @@ class EvictionLayer:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
-        """Join the forward in progress and return the position ids [B, Q] of its new tokens, -1 for padding."""
+        """Join the forward in progress and return the position ids [B, Q] of its new tokens, -1 for padding.
+
+        key [B, H, Q, D]; padding as of `forward`.
+        """
         sequence = self.sequence
         positions = sequence.advance(self.seq_len, key.shape[0], key.shape[2], padding, key.device, self.layers)
         self.seq_len = sequence.seq_len
@@ -136,9 +138,7 @@ class EvictionLayer:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next token fits into a free slot and its eviction frees exactly one slot again
-        (decode.fast_step).
-        """
+        """Whether the next token fits into a free slot and its eviction frees exactly one, as the fast step needs."""
         return self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
 
     @property
@@ -147,7 +147,10 @@ class EvictionLayer:
         return self._final_length() > 0
 
     def share_prefill(self, inputs: AttentionInputs, key: Tensor, value: Tensor, padding: Tensor | None) -> None:
-        """`store` where another cache holds this prompt: share its buffers until a slot is evicted or added."""
+        """In place of `store`: share the buffers of another cache that has stored the same prompt and made `inputs`.
+
+        They are shared until a slot is evicted or added here. key [B, H, T, D], value [B, H, T, Dv]: of the prompt.
+        """
         positions = self.advance(key, padding)
         if self._final_length():  # it will only grow: in buffers of its own from the start
             self._write_slots(key, value, positions)
@@ -161,7 +164,10 @@ class EvictionLayer:
         return self.slots
 
     def _write_slots(self, key: Tensor, value: Tensor, positions: Tensor) -> Slots:
-        """Write the new tokens to the free slot or behind the others; returns all slots."""
+        """Write the new tokens to the free slot, or append them; returns all slots.
+
+        key [B, H, Q, D], value [B, H, Q, Dv], positions [B, Q].
+        """
         if self.slots is None:
             self.slots = Slots.empty_like(key, value, masked=self.config.mode == "mask")
         slots, sequence = self.slots, self.sequence
@@ -204,7 +210,10 @@ class EvictionLayer:
         return inputs
 
     def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-        """Attention output [B, H, G, Q, Dv], and probabilities [B, H, G, Q, S] where a decode step computes them."""
+        """Attention output [B, H, G, Q, Dv], and probabilities [B, H, G, Q, S] float32 of a decode step.
+
+        None in place of the probabilities where a fused kernel computed the output, which returns none.
+        """
         method, count = self.config.method, inputs.query.shape[3]
         unobserved = self.score_spec is None and not method.per_query
         # For one query on a CPU, SDPA takes longer than the two matrix products.
@@ -217,14 +226,16 @@ class EvictionLayer:
         return apply_probs(probabilities, inputs.values), probabilities
 
     def _apply_query_mask(self, x: Tensor) -> Tensor:
-        """Mask the logits x [B, H, G, Q, S] of a decode step, query by query, as the method's `query_mask` says."""
+        """Logits x [B, H, G, Q, S] of a decode step, -inf where the method's `query_mask` hides a slot from a query."""
         assert self.slots is not None and self.resolved_budget is not None
-        full = torch.softmax(x, dim=-1).sum(2)
+        method, full = self.config.method, torch.softmax(x, dim=-1).sum(2)
         self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.slots)
         newest = self.sequence.positions(x.device)
         rows = []
         for j in range(x.shape[3]):
-            mask = self.config.method.query_mask(full[:, :, j], self._context(self.slots, newest[:, j]))
+            mask = method.query_mask(full[:, :, j], self._context(self.slots, newest[:, j]))
+            if mask is not None:
+                mask = checked(mask, full[:, :, j].shape, method, "query_mask", "[B, H, S]", mask=True)
             rows.append(x[..., j, :] if mask is None else x[..., j, :].masked_fill(~mask[:, :, None], -torch.inf))
         return torch.stack(rows, dim=3)
 
@@ -233,6 +244,7 @@ class EvictionLayer:
     def _update_score(
         self, slots: Slots, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums
     ) -> None:
+        """Sum up this forward's attention as the method's `score_spec` says and add it to the score; see `update`."""
         spec, sequence, config = self.score_spec, self.sequence, self.config
         if spec is None or (not sequence.in_prompt and not config.method.evicts_while_decoding):
             return
@@ -245,6 +257,7 @@ class EvictionLayer:
         self._accumulate(slots, spec, accumulate.pool_sums(spec, sums, sequence), inputs.query_positions)
 
     def _accumulate(self, slots: Slots, spec: AttentionScoreSpec, sums: Tensor, query_positions: Tensor) -> None:
+        """Add pooled column sums [B, H, S] to the slots' scores, as `accumulate.add_to_score`."""
         accumulate.add_to_score(slots, spec, sums, query_positions, self.sequence, self.cross_layer_score)
 
     # -- evicting -----------------------------------------------------------------------------------------------------
@@ -279,7 +292,7 @@ class EvictionLayer:
         )
 
     def _context(self, slots: Slots, newest: Tensor) -> EvictionContext:
-        """What the method sees of these slots; newest [B]: position id of the newest token."""
+        """The `EvictionContext` of these slots; newest [B]: position id of the newest token."""
         assert self.resolved_budget is not None
         seeds = self.sequence.seeds.to(newest.device)
         return EvictionContext(
@@ -295,14 +308,23 @@ class EvictionLayer:
         # Renumbered survivors stay within a sliding window whatever their age.
         window = params.sliding_window if self.config.positions == "original" else None
         priority = masked_priority(method, ctx, window)
-        hidden_next_step = method.hidden_next_step(ctx)
-        self.backend.evict(
-            slots, priority, protected_mask(method, ctx, self.resolved_budget), self.resolved_budget, hidden_next_step
-        )
+        hidden = method.hidden_next_step(ctx)
+        if hidden is not None:
+            if self.config.mode != "mask":
+                raise ConfigError(
+                    f"{type(method).__qualname__}.hidden_next_step hides slots for a step, which cache.mode="
+                    f"{self.config.mode} cannot: set cache.mode=mask, or let the method's simulation_only be True"
+                )
+            hidden = checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
+        protected = protected_mask(method, ctx, self.resolved_budget)
+        self.backend.evict(slots, priority, protected, self.resolved_budget, hidden)
         # A row within its budget has lost nothing, whatever its neighbours lose.
         if type(method).after_eviction is not Method.after_eviction:
             reduced = (newest + 1 > self.resolved_budget.keep_t)[:, None, None]
-            slots.score.copy_(torch.where(reduced, method.after_eviction(slots.score), slots.score))
+            after = checked(
+                method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
+            )
+            slots.score.copy_(torch.where(reduced, after, slots.score))
         self.has_evicted = True
         self.backend.at_budget = self._all_at_budget()
         self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.keep) + (
@@ -329,9 +351,7 @@ class EvictionLayer:
 
     @property
     def heavy_buffers(self) -> list[Slots | fast_step.StackedLayer | None]:
-        """The large buffers: a copy of the cache leaves them out, and `copy_rows_from` copies the wanted rows
-        of them.
-        """
+        """The large buffers: a copy of the cache leaves them out, and `copy_rows_from` copies wanted rows of them."""
         return [self.slots, self._stack]
 
     def copy_rows_from(self, other: EvictionLayer, rows: Tensor) -> None:

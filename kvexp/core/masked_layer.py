@@ -15,12 +15,11 @@ MaskFn = Callable[[Tensor, int], Tensor]
 
 
 class MaskedLayer:
-    """One layer: rows 0..T-1 attend in one forward through a mask made of their full logits.
+    """One layer of the row-mask protocol: rows 0..T-1 attend in one forward through a mask made of their full logits.
 
-    mask_fn: (logits [B, H * G, T, T], layer number) -> bool mask of the same shape. A `LayerCache` that keeps
-    nothing: a
-    second forward is a CacheError. mask, probabilities [B, H * G, T, T]: left for inspection. kv_bytes: of all keys and
-    values.
+    mask_fn: (logits [B, H * G, T, T], layer number) -> bool mask of the same shape. A `LayerCache` that keeps nothing:
+    a second forward is a CacheError. mask, probabilities [B, H * G, T, T]: left for inspection. kv_bytes: of all keys
+    and values.
     """
 
     def __init__(self, mask_fn: MaskFn, index: int) -> None:

@@ -23,7 +23,7 @@ class MemoryTracker:
         self.layer_offloaded_bytes = [0] * layers
 
     def set_resident(self, layer: int, now: int, transient: int = 0) -> None:
-        """Layer `layer` holds `now` bytes on the device, and held `transient` bytes at once since the last call."""
+        """Layer `layer` holds `now` bytes on the device, and held at most `transient` bytes since the last call."""
         self.bytes += now - self.layer_bytes[layer]
         self.layer_bytes[layer] = now
         top = max(now, transient)
@@ -31,8 +31,9 @@ class MemoryTracker:
         self.peak_bytes = max(self.peak_bytes, self.bytes - now + top)
 
     def set_offloaded(self, layer: int, *, offloaded: int) -> None:
-        """Layer `layer` keeps so many bytes in CPU memory beside the device; on a CPU, bytes that would be
-        offloaded.
+        """Layer `layer` keeps `offloaded` bytes in CPU memory beside the device.
+
+        On a CPU these are the bytes that would be offloaded from a GPU.
         """
         self.layer_offloaded_bytes[layer] = offloaded
 
@@ -42,6 +43,9 @@ class MemoryTracker:
         return sum(self.layer_offloaded_bytes)
 
     def scale_peak_from(self, other: MemoryTracker, samples: int, among: int) -> None:
-        """Set the peaks to the share that `samples` samples have in another tracker's peaks of `among` samples."""
+        """Set the peaks to `samples` of the `among` equal parts of another tracker's peaks.
+
+        For a cache of some prompts (samples) out of a batch of `among` that was prefilled together.
+        """
         self.layer_peak_bytes = [peak * samples // among for peak in other.layer_peak_bytes]
         self.peak_bytes = other.peak_bytes * samples // among

@@ -1,4 +1,4 @@
-"""What an eviction method is: a frozen description that gives slots a priority. All state is the core's `score`."""
+"""What an eviction method is: a frozen description that gives slots a priority. The core keeps its score."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Method:
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that says no name is called as its class."""
+        """Name the subclass after its class unless it says a `name`, and take hooks declared under their old names."""
         super().__init_subclass__(**options)
         keep_old_hooks(cls, RENAMED)
         if "name" not in vars(cls):
@@ -113,21 +113,21 @@ class Method:
         return 0
 
     def effective_budget(self, budget: int, tokens: int) -> int:
-        """The slots granted for a configured budget of `budget` slots and a prompt of `tokens` (H2O(C) is given
-        more).
-        """
+        """Slots granted for a budget of `budget` slots and a prompt of `tokens` tokens; H2O(C) is given more."""
         return budget
 
     def initial_score(self, keys: Tensor, positions: Tensor, seeds: Tensor, layer: int) -> Tensor | None:
         """Score [B, H, Q] float32 that new tokens start with; None: 0.
 
-        keys [B, H, Q, D]; positions [B, Q], -1 for padding; seeds [B]; layer: its number.
+        keys [B, H, Q, D] as cached, RoPE applied; positions [B, Q], -1 for padding; seeds [B] of the method's own
+        noise; layer: its number.
         """
         return None
 
     def priority(self, ctx: EvictionContext) -> Tensor:
-        """Priority [B, H, S] float32 of every slot, higher is kept longer; the core protects sinks and recent
-        window.
+        """Priority [B, H, S] float32 of every slot: higher is kept longer.
+
+        The core protects sinks and recent window by itself, and takes NaN as the lowest priority.
         """
         return ctx.score
 
@@ -137,7 +137,7 @@ class Method:
         return type(self).priority is Method.priority
 
     def after_eviction(self, score: Tensor) -> Tensor:
-        """The scores [B, H, S] of rows from which slots have just been evicted, given the scores before."""
+        """Score [B, H, S] with which rows go on after an eviction, made of their score before it."""
         return score
 
     def hidden_next_step(self, ctx: EvictionContext) -> Tensor | None:
@@ -152,16 +152,23 @@ class Method:
         return None
 
 
-def checked(made: Tensor, shape: tuple[int, ...] | torch.Size, method: Method, hook: str, axes: str) -> Tensor:
-    """What a hook of the method returned; ConfigError where it is no tensor of this shape.
+def checked(
+    made: Tensor, shape: tuple[int, ...] | torch.Size, method: Method, hook: str, axes: str, *, mask: bool = False
+) -> Tensor:
+    """The tensor that a hook of the method returned; ConfigError where it is no tensor of this shape and dtype.
 
     A wrong shape could broadcast, and every head or row would then be judged by another's scores. axes: the shape in
-    the letters of the docstrings, as in "[B, H, S]".
+    the letters of the docstrings, as in "[B, H, S]". mask: it must be bool.
     """
     if not isinstance(made, Tensor) or made.shape != shape:
         got = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
         raise ConfigError(
             f"{type(method).__qualname__}.{hook} must return a tensor of shape {axes} = {list(shape)}, got {got}"
+        )
+    if mask and made.dtype != torch.bool:
+        raise ConfigError(
+            f"{type(method).__qualname__}.{hook} must return a tensor of dtype torch.bool, got {made.dtype}; "
+            "compare, as in probabilities > 0.1"
         )
     return made
 

@@ -19,7 +19,7 @@ class RetainedAttention:
 
     @classmethod
     def before(cls, inputs: AttentionInputs, slots: Slots) -> RetainedAttention:
-        """Measure before the eviction: the last row's softmax, mean over the query heads of each kv head."""
+        """The attention before the eviction: the last query row's softmax, mean over a kv head's query heads."""
         count = inputs.query.shape[3]
         row = torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :].mean(2)
         positions = slots.positions[:, :, : slots.length]
@@ -27,7 +27,7 @@ class RetainedAttention:
         return cls(table.scatter_add_(-1, torch.where(positions < 0, slots.length, positions), row.float()))
 
     def after(self, slots: Slots) -> Tensor:
-        """Measure after the eviction: the share [B] of that attention whose slots survived, mean over kv heads."""
+        """After the eviction: the share [B] of that attention whose slots survived, mean over kv heads."""
         positions = slots.positions[:, :, : slots.length]
         if slots.visible is not None:
             positions = positions.masked_fill(~slots.visible[:, :, : slots.length], -1)

@@ -188,11 +188,13 @@ def matrix_cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _causal(logits: Tensor) -> Tensor:
+    """The causal mask of logits [..., n, n]: bool [n, n], True on and below the diagonal."""
     n = logits.shape[-1]
     return window_mask(n, n, logits.device)
 
 
 def _fill(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits [..., n, n] in float32, float32's lowest number where `mask` is False."""
     return logits.float().masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
@@ -216,6 +218,7 @@ def _top(scores: Tensor, count: int) -> Tensor:
 
 
 def _check(decay: float, *budgets: int) -> None:
+    """ValueError for a decay outside [0, 1] or a budget below 0."""
     if not 0.0 <= decay <= 1.0:
         raise ValueError(f"decay must lie in [0, 1], got {decay}")
     if min(budgets) < 0:

@@ -57,7 +57,7 @@ class AttentionScoreSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the observed probabilities are the attention probabilities themselves: no tau, no noise."""
+        """Whether the observed probabilities are the model's attention itself: tau 1, no noise, over survivors."""
         return self.tau == (1.0, 1.0) and self.noise is None and self.over == "survivors"
 
     @property

@@ -25,7 +25,8 @@ def select_keep(
 ) -> tuple[Tensor, Tensor]:
     """The first keep [B] slots of every row in `keep_order`, sorted by position, padded to `max_keep`.
 
-    Returns their indices [B, H, max_keep], and [B, H, max_keep] bool: False for padding.
+    priority, positions, protected: as of `keep_order`. Returns their indices [B, H, max_keep], and bool [B, H,
+    max_keep]: False for padding.
     """
     index = keep_order(priority, positions, protected)[..., :max_keep]
     chosen = torch.arange(index.shape[-1], device=index.device) < keep[:, None, None]
@@ -37,7 +38,8 @@ def select_keep(
 def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
     """The `count` slots of every head to free: dead ones first, then the lowest priority, among equals the older.
 
-    out_of_budget [B, 1, S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool; out_of_budget [B, 1,
+    S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
     """
     priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
     priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)

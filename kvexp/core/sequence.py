@@ -13,10 +13,13 @@ from kvexp.errors import CacheError, ConfigError
 class SequenceState:
     """Counts the tokens of every row and gives every real token its position id; padding gets -1.
 
+    prompt_columns: the column with which the prompt ends; None: with the first forward, so a prompt fed in chunks needs
+    it. max_new_tokens: tokens to come, for budgets and temperatures that depend on them. max_positions: of the model;
+    None: no limit. num_beams: rows of each sample. seeds [B]: of noise inside methods.
+
     past_len: columns before the forward in progress; seq_len: columns with it; num_real [B] int64: real tokens so far;
     decode_steps: columns after the prompt and before the forward; layers_done: layers that have finished the forward.
-    prompt_columns: the column with which the prompt ends; None: with the first forward, so a prompt fed in chunks needs
-    it. seeds [B]: of noise inside methods. ConfigError for impossible prompts, CacheError for forwards out of order.
+    ConfigError for impossible prompts, CacheError for forwards out of order.
     """
 
     def __init__(
@@ -130,9 +133,9 @@ class SequenceState:
             self._close_prompt()
 
     def first_eviction_steps(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
-        """Per row, the number of decode tokens at which it first had more than `limits` tokens; None: not yet.
+        """Per row, the number of decode tokens at which it first had more than its limit of tokens; None: not yet.
 
-        noted: what the last call returned; a step once noted stays.
+        limits: one number per row. noted: what the last call returned; a step once noted stays.
         """
         noted = noted or [None] * len(self.prompt_lengths)
         decoded = self.seq_len - (self.prompt_columns or 0)
@@ -141,7 +144,9 @@ class SequenceState:
         return [new if old is None else old for old, new in zip(noted, beyond, strict=True)]
 
     def _check(self, batch: int, width: int) -> None:
-        """CacheError for a forward of another batch, across the prompt's end, of several new tokens, or past the
+        """CacheError for a forward that cannot follow.
+
+        Of another batch size, across the prompt's end, of several new tokens where one was due, or past the model's
         context.
         """
         assert self.num_real is not None and self.prompt_columns is not None
@@ -173,7 +178,7 @@ class SequenceState:
         )
 
     def _least_padding(self) -> int:
-        """Padding of the longest prompt: columns that count for no row."""
+        """Padding of the row with the longest prompt: columns that are padding in every row."""
         return self.prompt_columns - max(self.prompt_lengths) if self.prompt_lengths and self.prompt_columns else 0
 
     def _close_prompt(self) -> None:
@@ -192,8 +197,9 @@ class SequenceState:
         return self._positions[device]
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, which spares a
-        host sync.
+        """Keep, repeat or reorder batch rows.
+
+        same_prompts: only among the beams of a sample, where prompt lengths stay and no number is read from the device.
         """
         if self.num_real is None:
             return

@@ -74,7 +74,8 @@ class Slots:
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, reserve: int = 0) -> None:
         """Write Q tokens behind the last slot in use, growing the buffers where they are full.
 
-        keys [B, H, Q, D], values [B, H, Q, Dv], positions [B, Q], score [B, H, Q]; reserve: the final length, if known.
+        keys [B, H, Q, D], values [B, H, Q, Dv], positions [B, Q], score [B, H, Q]; reserve: the final length, 0: not
+        known.
         """
         count = keys.shape[2]
         if self.length + count > self.keys.shape[2]:
@@ -108,15 +109,17 @@ class Slots:
             self._replace(name, new)
 
     def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Overwrite the key and value of one slot per head: slot index [B, H, 1], keys [B, H, 1, D], values
-        likewise.
+        """Overwrite the key and value of one slot per head.
+
+        index [B, H, 1]: of the slots; keys [B, H, 1, D]; values [B, H, 1, Dv].
         """
         self.keys.scatter_(2, index[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
         self.values.scatter_(2, index[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
 
     def set_metadata(self, index: Tensor, positions: Tensor, score: Tensor) -> None:
-        """Set position id and score of one slot per head: slot index [B, H, 1], positions [B, 1], score [B,
-        H, 1].
+        """Set position id and score of one slot per head.
+
+        index [B, H, 1]: of the slots; positions [B, 1]; score [B, H, 1].
         """
         self.positions.scatter_(2, index, positions[:, None].expand(index.shape))
         self.score.scatter_(2, index, score)
@@ -128,7 +131,7 @@ class Slots:
     def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
         """Copy the slots index [B, H, N] into new buffers, with `reserve` dead slots behind.
 
-        keep [B, H, N] bool: False makes a dead slot of it.
+        keep [B, H, N] bool: where it is False the copied slot is made dead.
         """
         b, h, n = index.shape
         for name, old in self.tensors.items():
@@ -153,9 +156,9 @@ class Slots:
 
     @classmethod
     def stacked(cls, parts: list[Slots]) -> Slots:
-        """Common buffers [R, H, largest C, *] of several caches' slots, which become views of them.
+        """The slots of several caches in common buffers [R, H, largest C, *]; `parts` become views of them.
 
-        Slots behind those of a smaller cache are dead.
+        Behind the slots of a cache with fewer than the largest, slots are dead.
         """
         sizes, most = [part.keys.shape[0] for part in parts], max(part.keys.shape[2] for part in parts)
         capacities = [part.keys.shape[2] for part in parts]

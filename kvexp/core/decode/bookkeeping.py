@@ -1,7 +1,7 @@
 """The part of a fast decode step that is not attention: accumulate scores and choose the slot that is overwritten next.
 
-Every row is a full cache. Tensors are [R, H, S] for one layer's stacked rows, or [L, R, H, S] for several layers whose
-rows have the same budgets.
+Every row is one of a steady cache (see `kvexp.core.decode`). Tensors are [R, H, S] for one layer's stacked rows, or [L,
+R, H, S] for several layers whose rows have the same budgets.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class BatchedEviction:
 
     states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
     capacities: slots allocated by each cache. out_of_budget [R, 1, S] bool: slots that a row's budget does not reach,
-    None where there are none. at_budget: every row is full, so which slots are dead never changes. no_padding_slots:
-    every row uses every slot.
+    None where there are none. at_budget: every row holds all tokens its budget allows, so which slots are dead never
+    changes. no_padding_slots: every row uses every slot. is_window, priority_is_score: hold for the methods of all
+    caches.
     """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
@@ -55,10 +56,13 @@ class BatchedEviction:
             other.no_padding_slots,
             other.at_budget,
         )
-        return same and all(_quota(a) == _quota(b) for a, b in zip(self.states, other.states, strict=True))
+        return same and all(_limits(a) == _limits(b) for a, b in zip(self.states, other.states, strict=True))
 
     def accumulate(self, score: Tensor, sums: Tensor) -> None:
-        """Decay score [.., R, H, S] and add the column sums [.., r, H, S] of the first r rows, those that observe."""
+        """Decay the score [.., R, H, S] and add column sums [.., n, H, S] of the first n rows, in place.
+
+        n: the rows of caches that observe attention, which come first in a stack (`stack_order`); it may be 0.
+        """
         if not sums.shape[-3]:
             return
         if self.decay is not None:
@@ -88,8 +92,9 @@ class BatchedEviction:
         return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
 
     def _protected(self, positions: Tensor) -> Tensor:
-        """[.., R, H, S] bool for methods that keep sinks and the newest tokens: the sinks, and slots outside the
-        budget.
+        """Slots [.., R, H, S] bool that a pure window never evicts: sinks, and slots out of budget.
+
+        Its newest tokens need no protection, since the oldest token is evicted.
         """
         sinks = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
         return sinks if self.out_of_budget is None else sinks | self.out_of_budget
@@ -100,7 +105,8 @@ class BatchedEviction:
         return torch.tensor(each, device=self.states[0].require_slots().keys.device)[:, None, None]
 
 
-def _quota(state: DecodableLayer) -> tuple[list[int], list[int], list[int]]:
+def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int]]:
+    """Budget, slots kept and recent window of a cache's rows, as lists of integers."""
     resolved = state.resolved_budget
     assert resolved is not None
     return resolved.slots, resolved.keep, resolved.recent

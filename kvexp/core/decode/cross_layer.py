@@ -18,9 +18,8 @@ from kvexp.core.decode.bookkeeping import BatchedEviction
 from kvexp.core.decode.noised_attention import NoisedObserver, next_noise_and_tau
 from kvexp.core.slots import Slots
 
-MAX_MERGED_SLOTS = (
-    1 << 20
-)  # slots of all rows, heads and layers; above it, on a CPU, merged buffers do not fit into its caches
+# Slots of all rows, heads and layers: above it, merged buffers do not fit into a CPU's caches.
+MAX_MERGED_SLOTS = 1 << 20
 
 
 class StackedLayerProtocol(Protocol):
@@ -40,7 +39,7 @@ class StackedLayerProtocol(Protocol):
 
     @property
     def noised(self) -> Sequence[NoisedObserver]:
-        """The runs of rows whose observed attention is tempered or noised."""
+        """The groups of adjacent rows whose observed attention has a temperature or noise."""
 
     @property
     def pools_scores(self) -> bool:
@@ -51,7 +50,7 @@ class StackedLayerProtocol(Protocol):
         """The free slot [R, H, 1] that the next token of each row is written to."""
 
     def rebind(self, positions: Tensor, score: Tensor, free_slots: Tensor) -> None:
-        """Use these buffers, which hold the same numbers, in place of the layer's own."""
+        """Use these buffers, which hold the same numbers and have the same shapes, in place of the layer's own."""
 
     def priority(self, newest: Tensor) -> Tensor:
         """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""
@@ -72,15 +71,16 @@ class CrossLayerBuffers:
 
     def reset(self) -> None:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
-        self.merged = False  # do all stacks lie in common buffers?
+        self.merged = False
         self._stacks: dict[int, StackedLayerProtocol] = {}
         self._windows: list[int | None] = []
         self._sums: list[Tensor] = []
         self._drawn: list[tuple[list[Tensor] | None, Tensor]] = []
 
     def register_layer(self, stack: StackedLayerProtocol, window: int | None) -> None:
-        """Note that a layer has taken a step by itself; after the last layer, merge. window: the layer's sliding
-        window.
+        """Note that a layer has taken a step by itself; after the last layer, merge.
+
+        window: the layer's sliding window in tokens; None: it has none.
         """
         if len(self._stacks) != stack.index:
             self.reset()
@@ -94,9 +94,7 @@ class CrossLayerBuffers:
                 self.reset()
 
     def _can_merge(self) -> bool:
-        """Whether the layers' stacks have the same shapes, budgets and windows, and are small enough for a CPU's
-        caches.
-        """
+        """Whether all stacks have equal shapes, budgets and windows, and on a CPU are small enough for its caches."""
         first, *others = self._stacks.values()
         positions = first.slots.positions
         if positions.device.type == "cpu" and self.layers * positions.numel() > MAX_MERGED_SLOTS:
@@ -110,9 +108,7 @@ class CrossLayerBuffers:
         )
 
     def _merge(self) -> None:
-        """Copy positions, scores and free slots of all layers into common buffers, and let the layers use views of
-        them.
-        """
+        """Copy positions, scores and free slots of all layers into common buffers; the layers' own become views."""
         stacks = list(self._stacks.values())
         self.positions = torch.stack([stack.slots.positions for stack in stacks])
         self.score = torch.stack([stack.slots.score for stack in stacks])
@@ -139,15 +135,18 @@ class CrossLayerBuffers:
     def draw_noise(
         self, stack: StackedLayerProtocol, positions: Tensor, groups: int
     ) -> list[tuple[list[Tensor] | None, Tensor]]:
-        """Noise of all layers, and tau, of every run of noised rows; layer 0 draws for all layers of the step."""
+        """Per group of rows with noise or temperature: the noise of each layer (None for no noise) and tau.
+
+        Layer 0 draws for all layers of the step. positions [R, 1]: of the new tokens; groups: query heads per kv head.
+        """
         if stack.index == 0:
             self._drawn = next_noise_and_tau(stack.noised, positions, self.positions, range(self.layers), groups)
         return self._drawn
 
     def collect(self, stack: StackedLayerProtocol, sums: Tensor, newest: Tensor) -> None:
-        """Collect a layer's column sums [r, H, S]; after the last layer, accumulate and select victims for all layers.
+        """Collect a layer's column sums [n, H, S]; after the last layer, accumulate and select victims for all layers.
 
-        r: the rows that observe, which come first; newest [R, 1, 1]: position id of each row's new token.
+        n: the rows that observe, which come first; newest [R, 1, 1]: position id of each row's new token.
         """
         self._sums.append(sums)
         if stack.index + 1 < self.layers:

@@ -14,7 +14,7 @@ from kvexp.core.slots import Slots
 
 
 class DecodableLayer(Protocol):
-    """The eviction cache of one layer, whose prompt has ended."""
+    """The eviction cache of one layer, once its prompt has ended."""
 
     @property
     def config(self) -> CacheConfig:
@@ -38,7 +38,7 @@ class DecodableLayer(Protocol):
 
     @property
     def backend(self) -> EvictionBackend:
-        """The way in which slots are dropped, and the slots that are free."""
+        """How slots are dropped, and which slots are free."""
 
     @property
     def is_steady(self) -> bool:
@@ -48,7 +48,7 @@ class DecodableLayer(Protocol):
         """The layer's slots; an AssertionError before the first forward."""
 
     def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
-        """Join the forward in progress and return the position ids [B, Q] of its new tokens."""
+        """Join the forward in progress and return the position ids [B, Q] of its tokens; as `EvictionLayer.advance`."""
 
     def note_first_eviction(self) -> None:
         """Record for every row at which decode step its first slot was evicted."""

@@ -1,8 +1,9 @@
-"""The fast decode step: what `EvictionLayer.forward` does in general, for full caches and one new token per row.
+"""The fast decode step (see `kvexp.core.decode`): attention, observation and eviction of one layer's stacked rows.
 
 Position ids of new tokens grow, so every live slot is visible to the newest query: only dead slots need a mask, and
-where all rows fill their budgets there are no dead slots. The numbers are those of the general path up to the order of
-sums over the query heads of a group; kept sets are the same (tests compare the two, and both with the slower modes).
+where all rows fill their budgets there are no dead slots. The numbers are those of `EvictionLayer.forward` up to the
+order of sums over the query heads of a group; kept sets are the same (tests compare the two, and both with the slower
+modes).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_tau
 from kvexp.core.decode.sink_rerotation import SinkRerotation
-from kvexp.core.eviction_backend import InPlace
+from kvexp.core.eviction_backend import InPlace, float_priority
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.observe.accumulate import pool_sums
 from kvexp.core.slots import Slots
 
 
 def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
-    """Whether full caches of this configuration can take the fast step; shared: their scores span all layers."""
+    """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
     method, kind = config.method, type(config.method)
     plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
@@ -44,7 +45,8 @@ class StackedLayer:
 
     states: the same layer of every cache, each with a free slot (`can_fast_decode`), sorted by `stack_order`. The slots
     of several caches become views of common buffers, so each cache still holds and reports its own slots. A cache with
-    fewer slots than the largest has dead slots behind its own, which no token may take.
+    fewer slots than the largest has dead slots behind its own, which no token may take. buffers: what all layers of
+    these caches share; None: each layer keeps its own.
     """
 
     def __init__(self, states: list[DecodableLayer], buffers: CrossLayerBuffers | None = None) -> None:
@@ -75,7 +77,10 @@ class StackedLayer:
         self.buffers.reset()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """One new token per row, as `EvictionLayer.forward`: query [R, H * G, 1, D] -> output [R, H * G, 1, Dv]."""
+        """Take one new token per row and attend, as `EvictionLayer.forward`: returns [R, H * G, 1, Dv].
+
+        query [R, H * G, 1, D], key [R, H, 1, D], value [R, H, 1, Dv].
+        """
         slots, buffers = self.slots, self.buffers
         positions = cat_rows(
             [state.advance(k, None) for state, k in zip(self.states, key.split(self.sizes), strict=True)]
@@ -120,7 +125,10 @@ class StackedLayer:
             backend.set_free(spot)
 
     def _attend(self, query: Tensor, positions: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        """Output [R, H, G, 1, Dv], and column sums [r, H, S] of the r rows that are observed, which come first."""
+        """Output [R, H, G, 1, Dv], and column sums [n, H, S] of the n rows that are observed, which come first.
+
+        query [R, H, G, 1, D]; positions [R, 1]: of the new tokens.
+        """
         slots, newest = self.slots, positions[:, None]
         x = decode_logits(query, slots.keys, slots.positions, newest, params)
         offset = (
@@ -143,7 +151,10 @@ class StackedLayer:
         return apply_probs(probabilities, slots.values), sums
 
     def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
-        """Noise and temperature of every run of rows in `noised`, at this step."""
+        """Noise and temperature of every group of rows in `noised`, at this step.
+
+        positions [R, 1]: of the new tokens; groups: query heads per kv head.
+        """
         if self.buffers.merged:
             drawn, layer = self.buffers.draw_noise(self, positions, groups), self.index
         else:
@@ -154,8 +165,9 @@ class StackedLayer:
         return [(None if zeta is None else zeta[layer], tau) for zeta, tau in drawn]
 
     def _invisible_mask(self, newest: Tensor, offset: Tensor | None, params: AttentionParams) -> Tensor | None:
-        """[R, H, S] bool: slots that the new token does not see; None: it sees all. offset [R, 1, 1]: how far sinks
-        moved.
+        """Slots [R, H, S] bool that the new token does not see; None: it sees all.
+
+        newest [R, 1, 1]: position id of the new token; offset [R, 1, 1]: of `SinkRerotation`, None: not renumbered.
         """
         slot_positions = self.slots.positions
         dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
@@ -170,14 +182,17 @@ class StackedLayer:
         return past if dead is None else past | dead
 
     def _pool_sums(self, sums: Tensor) -> Tensor:
-        """Column sums [r, H, S] pooled over heads, beams or the batch, as each cache's `score_spec` says."""
+        """Column sums [n, H, S] pooled over heads, beams or the batch, as each cache's `score_spec` says."""
         if not self.pools_scores:
             return sums
         each = zip(self.states, self.score_specs, sums.split(self.sizes[: self.num_observing]), strict=False)
         return cat_rows([pool_sums(spec, own, state.sequence) for state, spec, own in each if spec is not None])
 
     def _evict_one(self, newest: Tensor, window: int | None) -> None:
-        """Evict the slot of the lowest priority in every row and head: the next token is written there."""
+        """Evict the slot of the lowest priority in every row and head: the next token is written there.
+
+        newest [R, 1, 1]: position id of the new token; window: the model's sliding window in tokens, None: it has none.
+        """
         slots = self.slots
         free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
         slots.invalidate(free)
@@ -194,7 +209,7 @@ class StackedLayer:
             assert resolved is not None
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
-            priorities.append(state.config.method.priority(ctx).to(torch.float32))
+            priorities.append(float_priority(state.config.method, ctx))
         return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
 

@@ -1,4 +1,4 @@
-"""Observed attention of a fast decode step where it is not the attention itself: softmax((x + zeta) / tau)."""
+"""What rows observe in a fast decode step under a temperature or noise: softmax((x + zeta) / tau) of their logits x."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvexp.core.observe.noise import STEPS_AHEAD, Noise
 
 
 class TauSchedule:
-    """The temperature tau of every stacked row, by its cache's schedule; STEPS_AHEAD steps are sent to the device at
-    once.
+    """The temperature tau of every stacked row, by its cache's schedule.
+
+    states: one layer of each cache; sizes: batch rows of each. STEPS_AHEAD steps are sent to the device at once.
     """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int]) -> None:
@@ -32,6 +33,7 @@ class TauSchedule:
         return self._table[step - self._of[0]]
 
     def _row(self, step: int) -> list[float]:
+        """tau of the R rows at decode step `step`; 1 for rows that observe nothing."""
         each = [
             1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
             for state in self.states
@@ -42,7 +44,7 @@ class TauSchedule:
 class NoisedObserver:
     """Adjacent caches of a stack that observe through the same kind of noise, each at its own temperature.
 
-    rows: their rows in the stack.
+    rows: their rows in the stack; states: one layer of each cache; sizes: batch rows of each.
     """
 
     def __init__(self, rows: slice, states: list[DecodableLayer], sizes: list[int]) -> None:
@@ -80,7 +82,10 @@ class NoisedObserver:
 def next_noise_and_tau(
     parts: Sequence[NoisedObserver], positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
 ) -> list[tuple[list[Tensor] | None, Tensor]]:
-    """Noise (`NoisedObserver.noise_for`) and tau of every run of noised rows; to be called once per decode step."""
+    """Per `NoisedObserver`: its noise of each layer (`noise_for`, whose arguments these are), and tau of its rows.
+
+    To be called exactly once per decode step, since the draws follow the steps.
+    """
     return [
         (
             part.noise_for(positions[part.rows], slot_positions[:, part.rows], layers, groups),
@@ -98,7 +103,11 @@ def stack_order(state: DecodableLayer) -> tuple[int, str]:
 
 
 def group_by_noise(states: list[DecodableLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
-    """The runs of equal noise among caches that observe tempered or noised attention; start: the first such row."""
+    """One `NoisedObserver` per run of adjacent caches with the same noise.
+
+    For caches that observe under noise or a temperature. states: one layer of each cache, in `stack_order`; sizes:
+    batch rows of each; start: the first row of such a cache.
+    """
     made = []
     pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if stack_order(state)[0] == 1]
     for _, run in groupby(pairs, key=lambda pair: stack_order(pair[0])):

@@ -15,7 +15,10 @@ from kvexp.core.slots import Slots
 
 
 class SinkRerotation:
-    """Logits of the sinks of stacked rows. max_sinks: the largest number of sinks; sinks: the number, or [R, 1, 1]."""
+    """Computes the logits of the sinks of stacked rows.
+
+    max_sinks: the largest number of sinks of a row; sinks: the number, or [R, 1, 1] where rows differ.
+    """
 
     def __init__(self, max_sinks: int, sinks: int | Tensor) -> None:
         self.max_sinks, self.sinks = max_sinks, sinks
@@ -31,10 +34,10 @@ class SinkRerotation:
     def apply(
         self, x: Tensor, query: Tensor, slots: Slots, newest: Tensor, offset: Tensor, params: AttentionParams
     ) -> None:
-        """Replace the sinks' logits in x [R, H, G, 1, S], in place. Sinks stay in the first slots, where eviction
-        puts them.
+        """Replace the sinks' logits in x [R, H, G, 1, S], in place.
 
-        query [R, H, G, 1, D]; newest, offset [R, 1, 1].
+        query [R, H, G, 1, D]; newest, offset [R, 1, 1]. Sinks stand in the first slots, where the first eviction puts
+        them.
         """
         if params.rope is not None:
             heads = query.flatten(1, 2)

@@ -12,13 +12,16 @@ from kvexp.core.observe.noise import Noise, PoolOffsets, pool, stream_id
 from kvexp.core.slots import Slots
 
 KV_TILE = 64  # slots of a kernel's tile
-# at most so many programs share the slots of one row and head: one program each would leave most of a GPU idle
+# At most so many programs share the slots of one row and head: one program each would leave most of a GPU idle.
 MAX_KV_SPLITS = 64
 PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_decode_kernels; 0: not observed
 
 
 def supported(states: list[DecodableLayer]) -> bool:
-    """Whether these caches ask for the kernels (observe=triton) and the kernels know their noises and positions."""
+    """Whether these caches ask for the kernels (observe=triton) and the kernels know their noises and positions.
+
+    states: one layer of each cache.
+    """
     if not requested(states) or any(state.config.positions != "original" for state in states):
         return False
     noises = [state.score_spec.noise for state in states if state.score_spec is not None]
@@ -26,7 +29,7 @@ def supported(states: list[DecodableLayer]) -> bool:
 
 
 def requested(states: list[DecodableLayer]) -> bool:
-    """Whether all these caches are configured with observe=triton."""
+    """Whether all these caches are configured with observe=triton; states: one layer of each."""
     return all(state.config.observe == "triton" for state in states)
 
 
@@ -45,7 +48,7 @@ class FusedDecodeAttention:
         self._offsets: PoolOffsets | None = None
 
     def __call__(self, query: Tensor, slots: Slots, newest: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-        """query [R, H, G, 1, D], newest [R, 1] -> output [R, H, G, 1, Dv] and column sums [R, H, S].
+        """Output [R, H, G, 1, Dv] and column sums [R, H, S] of query [R, H, G, 1, D] over the slots; newest [R, 1].
 
         In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise
         is left out, since it does not change a softmax. The column sums of rows that observe nothing are 0.
@@ -88,7 +91,10 @@ class FusedDecodeAttention:
         return scratch.out[..., None, :].to(slots.values.dtype), scratch.given
 
     def _observation(self, newest: Tensor, heads: int) -> list[Tensor]:
-        """How each row is observed: kind of noise, tau, offsets into the noise pools, the two pools."""
+        """The kernels' arguments on how each row is observed: kind [R], tau [R], pool offsets, and the two noise pools.
+
+        newest [R, 1]: position ids of the new tokens; heads: H * G query heads.
+        """
         none = torch.empty(1, device=self.device)
         taus = self.tau_schedule.current(self.device) if self.observes else none
         if not self.noisy:
@@ -101,7 +107,11 @@ class FusedDecodeAttention:
 
 
 class _Scratch:
-    """Buffers that the kernels write. partial: logits, statistics and sums of the splits; given: column sums."""
+    """Buffers that the kernels write: partial results per split, the output and the column sums.
+
+    heads: (R, H, G); slots: S; parts: number of splits; width: Dv. partial: logits [R, H, G, S], and per split m, l,
+    acc of the attention and m, l of what is observed (see triton_decode_kernels); out [R, H, G, Dv]; given [R, H, S].
+    """
 
     def __init__(self, like: Tensor, heads: tuple[int, int, int], slots: int, parts: int, width: int) -> None:
         new = like.new_empty
@@ -119,9 +129,7 @@ def num_kv_splits(slots: int) -> tuple[int, int, int]:
 
 
 def _kind(state: DecodableLayer) -> int:
-    """How a cache observes, as a number that the kernels know: 0 for not at all, PLAIN, TEMPERED, GUMBEL or
-    GAUSSIAN.
-    """
+    """The kernels' number for how a cache observes: 0 (not at all), PLAIN, TEMPERED, GUMBEL or GAUSSIAN."""
     spec = state.score_spec
     if spec is None:
         return 0

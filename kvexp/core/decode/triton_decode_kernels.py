@@ -16,7 +16,10 @@ UNSEEN, PLAIN, TEMPERED, GUMBEL, GAUSSIAN = (tl.constexpr(i) for i in range(5)) 
 
 @triton.jit
 def _observed(x, seen, kind, tau, offset, kv_pos, gumbel, gaussian, NOISE: tl.constexpr):
-    """(x + zeta) / tau of logits x [G, N] of one row and kv head. place [G]: pool offsets; kv_pos [N]: position ids."""
+    """(x + zeta) / tau of logits x [G, N] of one row and kv head, where `seen`; else -inf.
+
+    offset [G]: where each query head's draws start in the noise pools; kv_pos [N]: position ids of the slots.
+    """
     y = x
     if NOISE:
         index = (offset[:, None] + kv_pos[None, :]) & POOL_MASK
@@ -36,8 +39,10 @@ def split_kv_attention(
     ALIBI: tl.constexpr, WINDOW: tl.constexpr, OBSERVED: tl.constexpr, NOISE: tl.constexpr, UPCAST: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (splits of `length` slots, B * H). logits [B, H, G, S]; m_parts, l_parts [B, H, G, parts]; acc_parts [..,
-    Dv].
+    """Softmax statistics and weighted values of one split; grid (splits of `length` slots, R * H).
+
+    Writes logits [R, H, G, S]; m_parts, l_parts, seen_m_parts, seen_l_parts [R, H, G, parts]; acc_parts [R, H, G,
+    parts, Dv].
     """
     part, bh = tl.program_id(0), tl.program_id(1)
     h, b = bh % heads, bh // heads
@@ -108,7 +113,10 @@ def combine_splits(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, G: tl.constexpr, PARTS: tl.constexpr, OBSERVED: tl.constexpr,
     NOISE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of N slots, B * H). out [B, H, G, Dv]; given [B, H, S]: column sums over a group's query heads."""
+    """The attention output and column sums out of the splits; grid (blocks of N slots, R * H).
+
+    Writes out [R, H, G, Dv], and given [R, H, S]: column sums over a group's query heads.
+    """
     block, bh = tl.program_id(0), tl.program_id(1)
     h, b = bh % heads, bh // heads
     g, part = tl.arange(0, G), tl.arange(0, PARTS)

@@ -52,8 +52,8 @@ def column_sums_by(
 ) -> Tensor:
     """Column sums [B, H, S] float32, computed as `how` says: naive, blocked or triton.
 
-    The Triton kernels observe prompts only; decode rows are few and take the blocked way. Arguments as in
-    `naive.column_sums`; rows_left as in `naive.row_weights`; block: query rows per block.
+    The Triton kernels observe prompts only; decode rows are few and are observed in blocks. Arguments as of
+    `naive.column_sums`; rows_left as of `naive.row_weights`; block: query rows per block.
     """
     if how == "naive":
         return naive.column_sums(inputs, spec, weights, taus, seeds, layer)
@@ -84,9 +84,10 @@ def add_to_score(
     sequence: SequenceState,
     shared: CrossLayerScore | None,
 ) -> None:
-    """Decay the slots' scores and add sums [B, H, S], in place; with a shared score, add to it and read it back.
+    """Decay the slots' scores and add sums [B, H, S], in place.
 
-    query_positions [B, Q]: the rows observed, -1 for padding, by which scores decay.
+    query_positions [B, Q]: position ids of the rows observed, -1 for padding: real rows decide how often to decay.
+    shared: one score for all layers, to which the sums are added and from which the slots' scores are read; None: none.
     """
     score = slots.score[:, :, : slots.length]
     factor: Tensor | None = None

@@ -1,7 +1,7 @@
 """Column sums of observed attention, block of query rows by block: what `naive` defines, in O(block * slots) memory.
 
-On a processor long prompts go in tiles (kvexp.core.observe.tiles). The numbers are those of `naive` up to float32
-rounding: another order of summation, and in tiles the scale of the logits is multiplied into the query.
+On a CPU long prompts go in tiles (kvexp.core.observe.tiles). The numbers are those of `naive` up to float32 rounding:
+another order of summation, and in tiles the scale of the logits is multiplied into the query.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def column_sums(
     """Column sums [B, H, S] float32, as `naive.column_sums`, in blocks of query rows.
 
     rows_left: as of `row_weights`. block: query rows per block; None: as many as keep a block's logits under 64 MiB, or
-    in a tile. Which way a prompt is observed on a processor goes by its own length, never by the batch it is in.
+    in a tile. Whether a prompt goes in tiles on a CPU is decided by its own length, never by the batch it is in.
     """
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
@@ -52,9 +52,9 @@ def query_blocks(spec: AttentionScoreSpec, count: int, block: int, rows_left: in
 
 
 def first_weighted_row(spec: AttentionScoreSpec, count: int, rows_left: int | None) -> int:
-    """The first of `count` query rows that weighs more than 0, whatever the padding, which is on the left only.
+    """The first of `count` query rows that weighs more than 0, taking no row for padding (padding is on the left).
 
-    Reads no tensor of the device.
+    Reads no tensor, so that nothing waits for the device.
     """
     start = 0
     if spec.decay < 1:

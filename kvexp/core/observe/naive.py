@@ -16,16 +16,17 @@ from kvexp.core.score_spec import AttentionScoreSpec
 def column_sums(
     inputs: AttentionInputs, spec: AttentionScoreSpec, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int
 ) -> Tensor:
-    """[B, H, S] float32: sum over query heads g and rows q of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
+    """Column sums [B, H, S] float32: over heads g and rows q, of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
 
-    weights [B, Q]: `row_weights`; taus [Q]: temperature of each row; seeds [B]: of the noise zeta; layer: its number.
+    weights [B, Q]: of `row_weights`; taus [Q]: temperature of each row; seeds [B]: of the noise zeta; layer: its
+    number.
     """
     rows, slots = slice(0, inputs.query.shape[3]), inputs.keys.shape[2]
     return weighted_column_sums(observed_probs(inputs, spec, rows, slots, taus, seeds, layer), weights)
 
 
 def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: int | None) -> Tensor:
-    """[B, Q] float32: decay^(real rows after this one), 0 for padding and for rows outside `last_rows`.
+    """The weight [B, Q] float32 of every query row: decay^(real rows after it), 0 for padding and outside `last_rows`.
 
     query_positions [B, Q]: -1 for padding. rows_left: rows of the prompt still to come after this forward (0 in its
     last), or None for decode rows, which `last_rows` does not limit.
@@ -42,7 +43,10 @@ def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: in
 def observed_probs(
     inputs: AttentionInputs, spec: AttentionScoreSpec, rows: slice, slots: int, taus: Tensor, seeds: Tensor, layer: int
 ) -> Tensor:
-    """softmax((x + zeta) / tau) of these query rows over the first `slots` slots: [B, H, G, rows, slots] float32."""
+    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32.
+
+    taus [Q], seeds [B], layer: as of `column_sums`.
+    """
     x = inputs.logits(rows, slots, include_evicted=spec.over == "full")
     if spec.noise is not None:
         h, g = x.shape[1:3]
@@ -54,7 +58,7 @@ def observed_probs(
 
 
 def weighted_column_sums(probabilities: Tensor, weights: Tensor) -> Tensor:
-    """Sum [B, H, G, Q, S] over query heads and rows, with row weights [B, Q]: [B, H, S] float32."""
+    """Probabilities [B, H, G, Q, S] summed over query heads and rows, with row weights [B, Q]: [B, H, S] float32."""
     b, h, g, q, s = probabilities.shape
     row = weights[:, None, None, :].expand(b, h, g, q).reshape(b * h, 1, g * q).to(probabilities.dtype)
     return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)

@@ -2,9 +2,9 @@
 
 No generator state means that blocks, batches, beams, padding and devices cannot change a draw. Fresh noise, one draw
 per (query, key), would cost several times what attention costs if every draw were hashed and put through two
-logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to a place in it, and the keys of
-that query take the draws from there on, `pool[place + key position]`. Within a row of attention no draw comes twice;
-two rows share a run of draws where their places are near, at different keys (docs/decisions/core.md,
+logarithms. So the draws lie ready in a pool: (seed, layer, head, query) are hashed to an offset into it, and the keys
+of that query take the draws from there on, `pool[offset + key position]`. Within a row of attention no draw comes
+twice; two rows share a run of draws where their offsets are near, at different keys (docs/decisions/core.md,
 tests/test_noise.py).
 
 The mixer is the public-domain 32-bit integer hash "lowbias32" (two multiplications, three xor-shifts).
@@ -34,7 +34,7 @@ _CHUNK = 1 << 16  # draws made at a time, so that intermediate results stay in t
 
 
 def lowbias32(x: Tensor) -> Tensor:
-    """The hash lowbias32 of every int32 of x; shifts are made logical by masking, products wrap."""
+    """The hash lowbias32 of every int32 of x; shifts are made logical by masking, products wrap around."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -77,7 +77,10 @@ def hash_draws(kind: str, base: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel(seeds: Tensor, layer: int, query_positions: Tensor, keys: Tensor) -> Tensor:
-    """Draws hashed one by one, for sampling: seeds [B], query_positions [B], keys [B, S] -> [B, S] float32."""
+    """Gumbel draws [B, S] float32 for sampling tokens, each hashed by itself.
+
+    seeds, query_positions [B]; keys [B, S]: token ids.
+    """
     base = lowbias32(stream_id(seeds, layer, 1)[:, 0] + query_positions.to(torch.int32) * _GOLDEN)
     return hash_draws("gumbel", base, keys)
 
@@ -132,11 +135,10 @@ class Noise:
         return _gather_draws(self.kind, self.pool_offsets(seeds, layer, heads, query_positions), key_positions)
 
     def make_stepper(self, seeds: Tensor, layers: Sequence[int], heads: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """`draw` as a function (query positions, key positions) -> noise, for decode steps: one query per row,
-        whose position
-        grows by one from call to call.
+        """`draw` for decode steps, as a function (query positions, key positions) -> noise.
 
-        Rows are those of the first of `layers`, then those of the next: positions [L * B, 1] and [L * B, H, S].
+        One query per row, whose position grows by one from call to call. Rows are those of the first of `layers`, then
+        those of the next: query positions [L * B, 1], key positions [L * B, H, S]. seeds [B]; heads: H * G query heads.
         """
         streams = torch.cat([stream_id(seeds, layer, heads) for layer in layers])
         if self.constant:
@@ -147,8 +149,9 @@ class Noise:
         return lambda _, keys: hash_draws(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
 
     def pool_offsets(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
-        """Offset into the pool at which each query's draws start: [B, heads, Q] int32, for query heads from
-        `first` on.
+        """Offset into the pool at which each query's draws start: [B, heads, Q] int32.
+
+        For `heads` query heads from number `first` on; seeds [B], query_positions [B, Q].
         """
         return _pool_offsets(stream_id(seeds, layer, heads, first), query_positions)
 

@@ -24,9 +24,7 @@ MIN_PRODUCT_ROWS = 64  # rows of one matrix product, query heads of a kv head in
 
 
 def supports(inputs: AttentionInputs, spec: AttentionScoreSpec) -> bool:
-    """Whether these inputs can be observed in tiles: on a CPU, in column order, not in float64, with noise of
-    `Noise`.
-    """
+    """Whether these inputs can be observed in tiles: on a CPU, in column order, not float64, with kvexp's own noise."""
     straight = inputs.in_column_order and inputs.visible is None and inputs.rope_positions is None
     straight = straight and inputs.query.dtype != torch.float64
     known = spec.noise is None or (type(spec.noise) is Noise and inputs.keys.shape[2] <= POOL_OVERLAP)
@@ -78,7 +76,10 @@ def tiled_column_sums(
     layer: int,
     block: int | None,
 ) -> Tensor:
-    """[B, H, S] float32: see `kvexp.core.observe.blocked.column_sums`. block: rows per tile, None: as fit into TILE."""
+    """Column sums [B, H, S] float32 as of `kvexp.core.observe.blocked.column_sums`, computed in tiles.
+
+    block: query rows per tile; None: as many as MAX_TILE_LOGITS and MAX_TILE_ROWS allow.
+    """
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
     dtype = torch.float32 if inputs.params.upcast else inputs.query.dtype
@@ -117,7 +118,10 @@ def _noise(
     heads: slice,
     pad: int,
 ) -> dict[str, Tensor]:
-    """The fields of a `HeadBlock` that give its noise; empty for no or constant noise."""
+    """The fields of a `HeadBlock` that give its noise; empty for no or constant noise.
+
+    row: the batch row; rows: its query rows; heads: its kv heads; pad: columns of padding on its left.
+    """
     if noise is None or noise.constant:
         return {}
     g = inputs.query.shape[2]
@@ -134,7 +138,7 @@ def _noise(
 
 
 def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> None:
-    """Add the column sums of a block of heads to total [H, S], in place."""
+    """Add the column sums of a block of heads to total [H, S], in place; block: query rows per tile."""
     h, g = block_of_heads.query.shape[:2]
     tiles = list(block_of_heads.tiles(block))
     room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
@@ -157,7 +161,7 @@ def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> 
 
 
 def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) -> Tensor:
-    """Logits plus noise of a tile, unmasked, written to out [H, G, rows, slots seen]."""
+    """Logits plus noise of the tile (query rows `rows`, slots `seen`), unmasked, written to out [H, G, rows, seen]."""
     query, keys_t, scale = (
         block_of_heads.query[:, :, rows],
         block_of_heads.keys_t[:, :, seen],

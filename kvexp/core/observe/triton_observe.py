@@ -32,10 +32,10 @@ def triton_column_sums(
     layer: int,
     first: int = 0,
 ) -> Tensor:
-    """[B, H, S] float32, as `naive.column_sums`, of prompt rows from `first` on; rows before it weigh nothing.
+    """Column sums [B, H, S] float32, as `naive.column_sums`, of prompt rows from `first` on; rows before weigh nothing.
 
     In float32 the products are exact (no TensorFloat-32); what differs is the order of summation. A constant noise is
-    left out, since it does not change a softmax.
+    left out, since it does not change a softmax. ConfigError without Triton, on a CPU and in float64.
     """
     _check(inputs, spec)
     from kvexp.core.observe import triton_observe_kernels as kernels
@@ -67,6 +67,7 @@ def check_installed() -> None:
 
 
 def _check(inputs: AttentionInputs, spec: AttentionScoreSpec) -> None:
+    """ConfigError without Triton, on a CPU or in float64; ValueError for inputs that are no plain prompt."""
     check_installed()
     if inputs.keys.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("observe=triton needs a CUDA device, the model is on the CPU: set observe=blocked")
@@ -83,7 +84,10 @@ def _check(inputs: AttentionInputs, spec: AttentionScoreSpec) -> None:
 def _inputs(
     inputs: AttentionInputs, spec: AttentionScoreSpec, taus: Tensor, seeds: Tensor, layer: int, first: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments that both kernels take behind their first tensors, and the constants that choose their branches."""
+    """Arguments that both kernels take behind their first tensors, and the constants that choose their branches.
+
+    Arguments as of `triton_column_sums`.
+    """
     h, g, rows = inputs.query.shape[1:4]
     slots, params = inputs.keys.shape[2], inputs.params
     pool_offsets = per_key = noise_pool = unused = torch.empty(1, device=inputs.keys.device)

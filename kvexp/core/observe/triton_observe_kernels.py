@@ -7,7 +7,7 @@ result: two runs agree to the bit. Memory is O(queries + slots).
 import triton
 import triton.language as tl
 
-POOL_MASK = tl.constexpr((1 << 22) - 1)  # of kvexp.core.observe.noise.POOL, which triton_observe checks
+POOL_MASK = tl.constexpr((1 << 22) - 1)  # POOL_SIZE - 1 of kvexp.core.observe.noise, as triton_observe checks
 NONE, POOLED, PER_KEY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEG_INF = tl.constexpr(-1.0e30)  # stands for -inf in running maxima, since -inf - -inf is NaN
 
@@ -19,7 +19,7 @@ def _tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, NOISE: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     TEMPERED: tl.constexpr, UPCAST: tl.constexpr, noise_pool,
 ):  # fmt: skip
-    """(x + zeta) / tau of rows `row` and slots `col`, float32 [rows, slots], and which of them are seen."""
+    """(x + zeta) / tau of query rows `row` and slots `col`, float32 [rows, slots], and bool [rows, slots]: seen."""
     d = tl.arange(0, BLOCK_D)
     row_ok, col_ok = row < rows_end, col < slots
     a_at = row.to(tl.int64)[:, None] * stride_qm + d[None, :] * stride_qd
@@ -57,7 +57,10 @@ def row_log_sum_exp(
     D: tl.constexpr, BLOCK_D: tl.constexpr, NOISE: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     TEMPERED: tl.constexpr, UPCAST: tl.constexpr, IN_ORDER: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """lse [B, H, G, Q] of rows `first` on; grid (blocks of M rows, B * H * G). Rows that see nothing get NEG_INF."""
+    """The log-sum-exp of every row's logits: lse [B, H, G, Q] of rows `first` on; grid (blocks of M rows, B * H * G).
+
+    Rows that see nothing get NEG_INF.
+    """
     block, bhg = tl.program_id(0), tl.program_id(1)
     g, h, b = bhg % groups, bhg // groups % heads, bhg // groups // heads
     start = first + block * M
@@ -96,7 +99,7 @@ def column_sums(
     D: tl.constexpr, BLOCK_D: tl.constexpr, NOISE: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr,
     TEMPERED: tl.constexpr, UPCAST: tl.constexpr, IN_ORDER: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """out [B, H, S]: sum over the query heads of a kv head and over rows; grid (blocks of N slots, B * H)."""
+    """Column sums, out [B, H, S], over the query heads of a kv head and over rows; grid (blocks of N slots, B * H)."""
     block, bh = tl.program_id(0), tl.program_id(1)
     h, b = bh % heads, bh // heads
     col = block * N + tl.arange(0, N)
