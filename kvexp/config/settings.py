@@ -17,7 +17,7 @@ from kvexp.core import Budget, CacheConfig, Method
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.methods import Full
-from kvexp.models.half_precision import alone, identifies
+from kvexp.models.half_precision import batch_size_identifies_run, one_row_per_forward
 from kvexp.paths import path_of
 from kvexp.tasks import LMEval, Task
 from kvexp.user_methods import admitted, source_of
@@ -100,7 +100,7 @@ class Settings:
             identity["observe"] = cache.observe
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
-        if identifies(self.model.dtype, self.model.resolved_device()):
+        if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
             identity["batch_size"] = self.batch_size
         return dataclasses.replace(self, labels=labels, identity=identity)
 
@@ -137,7 +137,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
         limit=config["limit"],
-        batch_size=1 if alone(model.dtype, model.resolved_device()) else config["batch_size"],
+        batch_size=1 if one_row_per_forward(model.dtype, model.resolved_device()) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
         retry=config["retry"],

@@ -21,7 +21,7 @@ from kvexp.evaluate.limits import partition_by_memory
 from kvexp.evaluate.outputs import noise_seed
 from kvexp.evaluate.preflight import with_stop_tokens
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
-from kvexp.models.half_precision import alone
+from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.terminal import say
@@ -56,7 +56,7 @@ def refusal(settings: Settings) -> str | None:
         return f"task={task.name} scores given texts itself"
     if settings.method.modifies_prefill:
         return f"{settings.method.name} changes what the prompt's own tokens attend to: its prefill cannot be shared"
-    if alone(settings.model.dtype, settings.model.resolved_device()):
+    if one_row_per_forward(settings.model.dtype, settings.model.resolved_device()):
         return "in half precision on a CPU rows of one batch round otherwise than alone (model.dtype=float32)"
     return None
 

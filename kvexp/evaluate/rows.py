@@ -20,7 +20,7 @@ from kvexp.evaluate.limits import TIME
 from kvexp.evaluate.lm_eval_items import ItemAnswer
 from kvexp.evaluate.outputs import NO_TIMES, ModelOutput, continuation_logprobs
 from kvexp.evaluate.tokenized_examples import TokenizedExample
-from kvexp.models.half_precision import alone
+from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run
 from kvexp.tasks.lm_eval import Item, LMEval
 
@@ -58,7 +58,7 @@ def check_commit(record: Run, commit: str | None) -> None:
 def check_threads(record: Run, model: ModelSpec, threads: int) -> None:
     """Half-precision products on a CPU are summed by the number of threads: one run has one number of them."""
     before = record.env.get("threads", threads)
-    if alone(model.dtype, model.resolved_device()) and record.rows() and before != threads:
+    if one_row_per_forward(model.dtype, model.resolved_device()) and record.rows() and before != threads:
         raise ConfigError(
             f"{record.path} has rows made with {before} threads, and in {model.dtype} on a CPU {threads} would make "
             f"others: set OMP_NUM_THREADS={before}, or remove that folder"

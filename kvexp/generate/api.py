@@ -38,11 +38,16 @@ def generate(
 ) -> Generation:
     """Generate for a batch of prompts (token ids per row) under an eviction method.
 
-    method, budget, options: what the cache does, as `CacheConfig`, or one of those in place of the method. questions:
-    fed token by token after the prompts were prefilled and evicted, all of one length; the budget is that of the prompt
-    alone. seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
-    prompt, question and seed alone. keep_logits keeps one [B, vocabulary] tensor per step. prepare: is given the new
-    cache before anything is fed. Errors are ConfigError before the model runs.
+    method, budget, options: what the cache does, as of `CacheConfig`; or a CacheConfig in place of the method.
+    questions: token ids, one list per prompt, all of one length, fed token by token after the prompts were prefilled
+        and evicted; the budget is that of the prompt alone.
+    decoding: how tokens are chosen, and how many. tokenizer: needed for stop strings.
+    seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
+        prompt, question and seed alone.
+    keep_logits: keep one [B, V] tensor per step.
+    prepare: is called with the new cache before anything is fed.
+
+    Errors are ConfigError, before the model runs.
     """
     decoding, config = decoding or GenerationParams(), CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
@@ -86,7 +91,7 @@ def generate_from_context(
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
 ) -> Generation:
-    """Generate the answer to one question (token ids) per row of a prefilled context; uses it up.
+    """Generate the answer to one question (token ids) per row of a prefilled context; uses the context up.
 
     Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
     noise inside methods keeps the context's. Times include the context's prefill.

@@ -24,8 +24,9 @@ from kvexp.models import EvictionCache
 
 
 class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
-    """Records the time at which each token was known. generate() reads the tokens itself, so the device has
-    finished.
+    """Records the time at which each token was known.
+
+    generate() reads every token, so the device has finished by then and no further wait is needed.
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,9 @@ def beam_search(
     start: float,
     keep_logits: bool,
 ) -> Generation:
-    """Beam search from ids and mask [B, columns], of which the cache may have seen a first part.
+    """Beam search from ids and mask [B, columns] int64, of which the cache may have seen a first part.
 
-    start: the `time.perf_counter()` from which the times count.
+    mask: 0 for padding; start: the `time.perf_counter()` from which the times count. Other arguments as of `generate`.
     """
     stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
     output: Any = without_generation_defaults(model).generate(
@@ -91,7 +92,10 @@ def beam_search(
 
 
 def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
-    """A shallow copy of the model without its own generation defaults, which could change a result unseen."""
+    """A shallow copy of the model without its own generation defaults, such as a temperature in generation_config.json.
+
+    They would change a result without being asked for.
+    """
     other = copy.copy(model)
     other.generation_config = GenerationConfig()
     return other

@@ -32,8 +32,8 @@ def decode(
 ) -> list[Generation]:
     """Decode from contexts of the same prompts, together; uses them up. Every row is what it would be alone.
 
-    seeds: of sampling, one per prompt; start: the `time.perf_counter()` from which the times count. Returns one
-    Generation per context.
+    seeds: of sampling, one per prompt; start: the `time.perf_counter()` from which the times count; other arguments as
+    of `generate`. Returns one Generation per context.
     """
     eos, columns = eos_ids(model, decoding.eos), contexts[0].ids.shape[1]
     batch = _Batch.of(contexts, seeds)
@@ -62,7 +62,7 @@ def decode(
 def _decode_loop(
     model: PreTrainedModel, batch: _Batch, sampler: _Sampler, max_new_tokens: int, keep_logits: bool
 ) -> list[_Output]:
-    """Up to max_new_tokens tokens per row, of which the last is not fed. One output per context of the batch."""
+    """Decode up to max_new_tokens tokens per row, of which the last is not fed; one output per context of the batch."""
     outputs = active = [_Output(context) for context in batch.contexts]
     for left in reversed(range(max_new_tokens)):
         # 1. Choose the next token of every row.
@@ -75,13 +75,13 @@ def _decode_loop(
         now = time.perf_counter()
         for output, ids, ended in zip(active, batch.ids.split(batch.size), done, strict=True):
             output.record(ids, ended, now, last=left == 0)
-        # 3. Leave caches alone all of whose rows have ended; the others go on, rows that have ended and all.
-        going = [not all(ended) for ended in done]
-        if left == 0 or not any(going):
+        # 3. Drop the contexts of which every row has ended; the others go on with all their rows.
+        unfinished = [not all(ended) for ended in done]
+        if left == 0 or not any(unfinished):
             break
-        if not all(going):
-            active = [output for output, on in zip(active, going, strict=True) if on]
-            token = sampler.keep(batch.keep(going), batch, token)
+        if not all(unfinished):
+            active = [output for output, on in zip(active, unfinished, strict=True) if on]
+            token = sampler.keep(batch.keep(unfinished), batch, token)
         # 4. Feed the tokens.
         batch.logits = decode_step(model, token, batch.positions, batch.cache)
     return outputs
@@ -89,10 +89,10 @@ def _decode_loop(
 
 @dataclass
 class _Batch:
-    """The rows R that are decoded together: `size` rows of each context, one context's behind the other's.
+    """The R rows that are decoded together: `size` rows of the first context, then those of the second …
 
     ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
-    seeds: of sampling, by row; cache: what all rows take their next token through.
+    seeds: of sampling, by row; cache: through which all rows take their next token.
     """
 
     contexts: list[PrefilledContext]
@@ -105,7 +105,7 @@ class _Batch:
 
     @classmethod
     def of(cls, contexts: Sequence[PrefilledContext], seeds: list[int]) -> _Batch:
-        """The rows of contexts of the same prompts; seeds: one per prompt."""
+        """The rows of contexts of the same prompts; seeds: of sampling, one per prompt."""
         first, many = contexts[0], len(contexts)
         last = first.mask.sum(1, keepdim=True) - 1
         return cls(
@@ -123,10 +123,10 @@ class _Batch:
         self.ids = torch.cat([self.ids, token], dim=1)
         self.positions = self.positions + 1
 
-    def keep(self, going: list[bool]) -> Tensor:
-        """Drop the contexts that are not `going`; returns the indices of the rows that are left."""
-        rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
-        self.contexts = [context for context, on in zip(self.contexts, going, strict=True) if on]
+    def keep(self, unfinished: list[bool]) -> Tensor:
+        """Drop the contexts for which `unfinished` is False; returns the indices [n] of the rows that are left."""
+        rows = torch.tensor(unfinished, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
+        self.contexts = [context for context, on in zip(self.contexts, unfinished, strict=True) if on]
         self.ids, self.positions = self.ids[rows], self.positions[rows]
         self.seeds = [self.seeds[row] for row in rows.tolist()]
         self.cache = batched_cache(self.contexts)
@@ -136,7 +136,7 @@ class _Batch:
 class _Sampler:
     """Chooses one token per row, and tracks which rows have ended: at an end token or at a stop string.
 
-    done [R] bool: the rows that have ended.
+    eos: ids of end tokens; pad: id of padding. done [R] bool: the rows that have ended.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class _Sampler:
         self.stops = stop_criteria(decoding.stop_strings, tokenizer)
 
     def next_token(self, batch: _Batch) -> Tensor:
-        """[R, 1]: the next token of every row, padding for those that have ended; appends it to the batch."""
+        """Choose the next token [R, 1] of every row, padding for rows that have ended, and append it to the batch."""
         scores: Tensor = self.logits_processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
         token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
         batch.append(token)
@@ -166,9 +166,7 @@ class _Sampler:
         return token
 
     def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
-        """Keep the state of rows `rows` [n], which are the batch's rows now; returns their tokens out of token
-        [R, 1].
-        """
+        """Keep the state of rows `rows` [n], which are the batch's rows from now on; returns token[rows], [n, 1]."""
         self.logits_processors = logits_processors(self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device)
         self.done = self.done[rows]
         return token[rows]
@@ -188,7 +186,10 @@ class _Output:
         self.early_stats: dict[int, EvictionStats] = {}
 
     def record(self, ids: Tensor, ended: list[bool], now: float, *, last: bool) -> None:
-        """Record one step: ids [B, columns] with the new tokens; ended: which rows have; last: no step follows."""
+        """Record one step: ids [B, columns] with the new tokens, and the time `now` in seconds.
+
+        ended: per row, whether it has ended; last: whether no step follows.
+        """
         self.ids = ids
         self.token_times.append(now)
         if not last and not all(ended):

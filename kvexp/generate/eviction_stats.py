@@ -42,8 +42,8 @@ class EvictionStats:
 def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = None) -> list[EvictionStats]:
     """The statistics of every sample of the batch; of a sample's beams, the first stands for all.
 
-    ends: statistics of samples that ended before the batch did (`Generation.early_stats`); their bytes, too, are the
-    batch's at its end.
+    ends: statistics, by sample, of samples that ended before the batch did (`Generation.early_stats`). Bytes of these
+    are replaced by the batch's at its end.
     """
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
     made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
@@ -52,9 +52,9 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
-    """The statistics of one sample as of now.
+    """The statistics of one sample (its index in the batch) as of now.
 
-    To be taken when the sample ends: padding fed after its end evicts and is held like any token.
+    To be taken when the sample ends: the padding that is fed to it afterwards is held and evicts like any token.
     """
     beams = cache.sequence.num_beams
     row, rows = sample * beams, int(cache.sequence.seeds.shape[0]) // beams

@@ -1,4 +1,4 @@
-"""The end of each row: where it was, and at what."""
+"""Where each row's answer ended, and at what: an end token, a stop string or its length."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Ending:
-    """How a row ended. reason, in vLLM's words: "stop" at an end token (`token`) or stop string (`text`), else
-    "length".
+    """What ended a row.
+
+    reason, in vLLM's words: "stop" at an end token (its id: token) or a stop string (text), else "length".
     """
 
     reason: str
@@ -39,10 +40,10 @@ def stop_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | N
 def truncate_at_end(
     ids: Tensor, columns: int, eos: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[list[int]], list[Ending]]:
-    """New tokens of every row of ids [R, columns + new], cut at its end, and how the row ended.
+    """New tokens of every row of ids [R, columns + new], cut at the row's end, and how it ended.
 
-    The cut is behind the first end token, or the token that completes a stop string: what follows is padding. columns:
-    of the prompt.
+    The cut is behind the first end token, or behind the token that completes a stop string: what follows is padding.
+    columns: of the prompt; eos: ids of end tokens; strings: the stop strings.
     """
     ids, stops = ids.cpu(), stop_criteria(strings, tokenizer)
     ended = torch.isin(ids[:, columns:], torch.tensor(list(eos), dtype=ids.dtype, device=ids.device))

@@ -75,6 +75,7 @@ class GenerationParams:
 
 
 def _token_ids(eos: Any) -> bool:
+    """Whether `eos` is a token id or several."""
     each = eos if isinstance(eos, list | tuple) else [eos]
     return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in each)
 
@@ -82,7 +83,10 @@ def _token_ids(eos: Any) -> bool:
 def logits_processors(
     decoding: GenerationParams, seeds: list[int], columns: int, eos: list[int], device: Any
 ) -> LogitsProcessorList:
-    """Hugging Face's processors for these parameters, sampling included. seeds: one per row; columns: of the prompt."""
+    """Hugging Face's processors for these parameters, sampling included.
+
+    seeds: one per row; columns: of the prompt; eos: ids of end tokens.
+    """
     steps: list[Any] = []
     if decoding.min_new_tokens and eos and decoding.num_beams == 1:
         steps.append(MinNewTokensLengthLogitsProcessor(columns, decoding.min_new_tokens, eos, device=device))

@@ -24,12 +24,15 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> N
 
 
 def _text(rows: Any) -> bool:
-    """Whether `rows` is text, or a single row, where rows of token ids are wanted."""
+    """Whether `rows` is a text or a single row of token ids, where a list of rows is wanted."""
     return isinstance(rows, str | Tensor) or any(isinstance(row, str | int) for row in rows)
 
 
 def check_tokens(model: PreTrainedModel, rows: Sequence[Sequence[int]], what: str = "") -> None:
-    """ConfigError for a token id outside the model's vocabulary; what: the beginning of the message."""
+    """ConfigError for a token id outside the model's vocabulary.
+
+    rows: token ids; what: the beginning of the message.
+    """
     size = model.get_input_embeddings().num_embeddings
     for row, ids in enumerate(rows):
         wrong = [t for t in ids if not 0 <= int(t) < size]
@@ -68,7 +71,7 @@ def seeds_per_row(seeds: int | Sequence[int], rows: int) -> list[int]:
 
 
 def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:
-    """ConfigError where prompt and new tokens are more than the model holds, unless beyond_context."""
+    """ConfigError where `prompt` columns and `new` tokens are more than the model holds, unless beyond_context."""
     # The last new token is never fed back, so it needs no position.
     holds = max_positions(model.config)
     if not beyond_context and prompt + new - 1 > holds:
@@ -93,7 +96,7 @@ def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[T
 
 
 def pad_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The id that padding gets: the tokenizer's or model's padding token, else an end token, else 0."""
+    """The id used for padding: the tokenizer's or the model's padding token, else an end token, else 0."""
     for value in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id, *eos_ids(model, "model")):
         if isinstance(value, int) and 0 <= value < model.config.vocab_size:
             return value

@@ -38,12 +38,13 @@ def continuation_logprobs(
     max_new_tokens: int | None = None,
     **options: Unpack[CacheOptions],
 ) -> list[list[float]]:
-    """Natural-log probability of every continuation token: prefill the prompt, evict, feed the continuation one by one.
+    """Natural-log probability of every token of given continuations: prefill, evict, feed the tokens one by one.
 
     The first token is predicted by the full prefill, every later one by what survived. One list per row. questions: fed
     after the eviction and before the continuations, not scored; then no token is predicted by the full prefill.
-    max_new_tokens: the length that tau schedules and budget.of=sequence go by, questions included; needed where rows
-    differ in it, since a row must not depend on its neighbours'.
+    max_new_tokens: the length by which tau schedules and budget.of=sequence go, questions included; needed where rows
+    differ in it, since a row must not depend on its neighbours. Other arguments as of `generate`. ConfigError before
+    the model runs.
     """
     config = CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
@@ -63,7 +64,7 @@ def score_continuations(
     *,
     max_new_tokens: int | None = None,
 ) -> list[list[float]]:
-    """`continuation_logprobs` from a prefilled context of as many rows; uses it up."""
+    """`continuation_logprobs` from a prefilled context with one row per continuation; uses the context up."""
     rows = score_tokens(model, context, continuations, questions, max_new_tokens=max_new_tokens)
     return [[token.logprob for token in row] for row in rows]
 
@@ -85,10 +86,11 @@ def score_tokens(
     max_new_tokens: int | None = None,
     one_forward: bool = False,
 ) -> list[list[Token]]:
-    """Score given continuations token by token from a prefilled context: one list of `Token` per row; uses it up.
+    """Score given continuations token by token from a prefilled context; uses the context up.
 
-    one_forward: feed all tokens in one forward, for caches that evict nothing while decoding, where only rounding can
-    differ. ConfigError for other caches: nothing would be evicted between the tokens.
+    Returns one list of `Token` per row. one_forward: feed all tokens in one forward, for caches that evict nothing
+    while decoding, where only rounding can differ. ConfigError for other caches: nothing would be evicted between the
+    tokens.
     """
     cache = context.cache
     before = questions or [[]] * len(continuations)
@@ -124,7 +126,7 @@ def can_score_in_one_forward(config: CacheConfig) -> bool:
 
 
 def _score_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
-    """(log-probability, is greedy) of tokens [B, Q] under the logits [B, Q, V] that predict them: B rows of Q pairs."""
+    """(log-probability, is_greedy) of tokens [B, Q] under the logits [B, Q, V] that predict them, row by row."""
     tokens = tokens.to(logits.device)
     chosen = logits.float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0].tolist()
     is_greedy = (logits.argmax(-1) == tokens).tolist()
@@ -152,7 +154,11 @@ def _lengths(
 
 
 def _schedule(config: CacheConfig, asked: int | None, lengths: list[int]) -> int:
-    """The max_new_tokens that schedules go by; ConfigError where it would depend on the other rows of the batch."""
+    """The max_new_tokens by which tau schedules and budget.of=sequence go: `asked`, or the longest row's length.
+
+    ConfigError where rows differ in length and the schedule depends on it: it would depend on the other rows of the
+    batch.
+    """
     spec, budget = config.method.score_spec, config.budget
     matters = (spec is not None and spec.tau[0] != spec.tau[1]) or (budget is not None and budget.of == "sequence")
     if asked is None and matters and len(set(lengths)) > 1:

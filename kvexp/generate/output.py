@@ -16,7 +16,7 @@ from kvexp.models import EvictionCache
 
 @dataclass
 class Timing:
-    """Seconds from the call to the first and second token, then per output token; NaN where there were too few."""
+    """Seconds from the call to the first and second token, then per output token; NaN for too few tokens."""
 
     ttft_s: float = float("nan")
     tt2t_s: float = float("nan")
@@ -24,6 +24,7 @@ class Timing:
 
     @classmethod
     def of(cls, start: float, stamps: list[float]) -> Timing:
+        """The times of tokens known at `stamps`, counted from `start`; both in `time.perf_counter()` seconds."""
         nan = float("nan")
         first = stamps[0] - start if stamps else nan
         second = stamps[1] - start if len(stamps) > 1 else nan
@@ -35,10 +36,10 @@ class Timing:
 class Generation:
     """The answers to a batch of B prompts.
 
-    tokens: new token ids per row, cut after the end token or stop string; endings: how each row ended; sequences
-    [B, columns]: prompts and new tokens, padded; timing: of the whole batch; memory_tracker: bytes; cache: as the last
-    step left it; beam_scores [B]: with beams; logits: [B, V] per step, if asked for; early_stats: statistics of rows
-    that ended before the batch did, as they stood then (`receipts` takes cache and early_stats).
+    tokens: new token ids per row, cut after the end token or stop string. endings: how each row ended.
+    sequences [B, columns]: prompts and new tokens, padded. timing: of the whole batch. memory_tracker: bytes.
+    cache: as the last step left it. beam_scores: one per row, with beams. logits: [B, V] per step, if asked for.
+    early_stats: statistics, by row, of rows that ended before the batch did, as of then (`receipts` takes them).
     """
 
     tokens: list[list[int]]
@@ -63,7 +64,7 @@ def check_finite(cache: EvictionCache) -> None:
 
 
 def check_seq_length(cache: EvictionCache, prompt: int, steps: int) -> None:
-    """CacheError where the cache has not seen the prompt's columns and all new tokens but the last."""
+    """CacheError where the cache has not seen the prompt's `prompt` columns and `steps` new tokens but the last."""
     seen = cache.get_seq_length()
     if seen != prompt + steps - 1:
         raise CacheError(

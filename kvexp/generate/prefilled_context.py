@@ -22,9 +22,12 @@ from kvexp.models import EvictionCache
 class PrefilledContext:
     """A batch of B prefilled prompts, from which generation or scoring goes on.
 
-    cache: of B * num_beams rows; ids, mask [B, columns]: token ids and padding mask (0: padding); logits
-    [B * num_beams, V]: after each prompt's last token; seconds: duration of the prefill, eviction included. Generating
-    or scoring uses a context up: `fork` it first to go on from it again.
+    cache: of B * num_beams rows.
+    ids, mask [B, columns]: token ids and padding mask (0: padding).
+    logits [B * num_beams, V]: after each prompt's last token.
+    seconds: duration of the prefill, eviction included.
+
+    Generating or scoring uses a context up: `fork` it first to go on from it again.
     """
 
     cache: EvictionCache
@@ -86,7 +89,7 @@ def prefill(
 
     max_new_tokens: all tokens that will follow, questions included. num_beams: rows per prompt. chunk: columns per
     forward, None: all. seeds: of noise inside methods, one or one per row. prepare: is called with the new cache before
-    anything is fed. method, budget, options: as in `generate`. Errors are ConfigError before the model runs.
+    anything is fed. method, budget, options: as of `generate`. Errors are ConfigError before the model runs.
     """
     # 1. Check what was asked for, and make one padded batch of it.
     config = CacheConfig.of(method, budget, **options)
@@ -120,7 +123,10 @@ def new_cache(
     seeds: Sequence[int],
     num_beams: int = 1,
 ) -> EvictionCache:
-    """An empty cache for these prompts, padded to so many columns; ConfigError where a budget cannot be theirs."""
+    """An empty cache for these prompts, padded to `columns` columns; other arguments as of `prefill`.
+
+    ConfigError where a prompt's budget cannot hold what the method protects.
+    """
     cache = EvictionCache(
         model, config, num_beams=num_beams, prompt_tokens=columns, max_new_tokens=max_new_tokens, seeds=seeds
     )
@@ -130,7 +136,7 @@ def new_cache(
 
 
 def forward_last(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: EvictionCache) -> Tensor:
-    """Logits [B, V] of the last column, after one forward of ids [B, Q]; mask [B, columns so far], 0 for padding."""
+    """Logits [B, V] of the last column, after one forward of ids [B, Q]; mask [B, columns so far]: 0 for padding."""
     return forward_logits(model, ids, mask, cache, keep=1)[:, -1]
 
 

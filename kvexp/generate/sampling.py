@@ -10,10 +10,10 @@ from kvexp.core.observe.noise import gumbel
 
 
 class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
-    """Adds Gumbel noise of (row seed, step, token), so that the arg max of the result is an exact sample of softmax.
+    """Adds Gumbel noise of (row seed, step, token) to logits, so that their arg max is an exact sample of the softmax.
 
-    Used as the last processor of a greedy generation: a row draws the same tokens alone or in a batch.
-    seeds: one per row; prompt_columns: width of the prompt, so that the first new token is step 0.
+    Used as the last processor of a greedy generation: a row draws the same tokens alone or in a batch. seeds: one per
+    row; prompt_columns: width of the prompt, so that the first new token is step 0.
     """
 
     def __init__(self, seeds: list[int], prompt_columns: int) -> None:

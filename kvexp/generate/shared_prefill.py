@@ -24,11 +24,10 @@ def prefill_together(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
 ) -> list[PrefilledContext]:
-    """One prefilled context per configuration, from a single forward; arguments as in `prefill`.
+    """One prefilled context per configuration, from a single forward of the prompts; arguments as of `prefill`.
 
-    Each context can be used like any other; its `seconds` is the time of the whole prefill. ConfigError as in
-    `prefill`,
-    and for a method that changes how prompt tokens attend.
+    Each context can be used like any other; its `seconds` is the time of the whole prefill. ConfigError as of
+    `prefill`, and for a method that changes how prompt tokens attend.
     """
     row_seeds = seeds_per_row(seeds, len(prompts))
     check_prompts(model, prompts)

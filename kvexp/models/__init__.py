@@ -1,4 +1,4 @@
-"""The only package that knows Hugging Face: loading, the cache, the attention hook, two adapters."""
+"""Hugging Face's side of kvexp: loading models, patching their attention, the cache, adapters for GPT-J and MPT."""
 
 from kvexp.deprecation import deprecated_names
 from kvexp.models.batched_cache import MultiMethodCache

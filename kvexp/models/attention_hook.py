@@ -27,7 +27,7 @@ def check_patched(config: Any, error: type[CacheError | ConfigError] = CacheErro
 
 
 def padding_mask(*, batch_size: int, attention_mask: Tensor | None = None, device: Any = None, **_: Any) -> Tensor:
-    """The padding mask [B, columns] as it came; [B, 0] stands for "no padding", since some models call .to() on it."""
+    """The padding mask [B, columns] as it came; [B, 0] for no padding, since some models call .to() on it."""
     if attention_mask is None:
         return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
     return attention_mask
@@ -36,10 +36,10 @@ def padding_mask(*, batch_size: int, attention_mask: Tensor | None = None, devic
 def cached_attention(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """Attention output [B, H * G, Q, Dv] of query [B, H * G, Q, D], through the cache that tagged `key`, if any.
+    """Attention output [B, H * G, Q, Dv] through the cache that tagged `key`, or without a cache.
 
-    key [B, H, Q, D], value [B, H, Q, Dv]: of the new tokens (of all tokens without a cache of kvexp); padding:
-    [B, columns so far] with 0 for padding, or None.
+    query [B, H * G, Q, D]; key [B, H, Q, D], value [B, H, Q, Dv]: of the new tokens (of all tokens without a cache of
+    kvexp); padding: [B, columns so far] with 0 for padding, or None.
     """
     if padding is not None and padding.ndim != 2:
         raise CacheError(
@@ -58,6 +58,7 @@ def cached_attention(
 def _without_cache(
     query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
 ) -> Tensor:
+    """Ordinary causal attention [B, H * G, Q, Dv] over all keys; arguments as of `cached_attention`."""
     b, h, s = key.shape[:3]
     count = query.shape[2]
     columns = torch.arange(s, device=key.device).expand(b, s)

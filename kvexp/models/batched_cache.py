@@ -35,8 +35,9 @@ class FastStepGroup:
         self._buffers: dict[tuple[int, ...], CrossLayerBuffers] = {}
 
     def refresh(self, query: Tensor, padding: Tensor | None) -> None:
-        """Find the eligible caches, once per decode step at its first layer: all layers of a step stack the same
-        caches.
+        """Find the eligible caches; called at a decode step's first layer, so that all its layers stack the same ones.
+
+        query [R, H * G, 1, D]; padding as of `LayerCache.forward`.
         """
         eligible = [
             i
@@ -48,19 +49,20 @@ class FastStepGroup:
             self._buffers = {}
 
     def buffers(self, members: list[int]) -> CrossLayerBuffers:
-        """The buffers shared by all layers of the stack of caches `places`; made at the first call."""
+        """The buffers that all layers of the stack of caches `members` (indices) share; made at the first call."""
         return self._buffers.setdefault(tuple(members), CrossLayerBuffers(len(self.states[0])))
 
 
 def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> bool:
+    """Whether one layer of a cache can take the fast step; no layer of a retrieval method can."""
     return isinstance(state, EvictionLayer) and can_fast_decode(state, query, padding)
 
 
 class MultiLayer:
-    """A `LayerCache`: one layer of several caches.
+    """One layer of several caches, as one `LayerCache`.
 
     states: this layer of each cache; rows: B batch rows of each cache. A prompt comes once, as B rows, and is stored by
-    every cache. Later forwards have B rows per cache, those of one cache behind those of the other.
+    every cache. Later forwards have B rows per cache: first those of the first cache, then those of the second …
     """
 
     def __init__(self, states: list[State], rows: int, fast_group: FastStepGroup) -> None:
@@ -92,7 +94,10 @@ class MultiLayer:
         return torch.cat([outputs[member] for member in range(len(self.states))])
 
     def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:
-        """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer)."""
+        """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer).
+
+        Made anew when other caches are eligible. Caches of renumbered positions have stacks of their own.
+        """
         if self.states[0].index == 0:
             self.fast_group.refresh(query, padding)
         eligible = self.fast_group.eligible
@@ -116,6 +121,7 @@ class MultiLayer:
     def _prompt(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
+        """The prompt's forward: attend once, then let every cache store and observe it; see `LayerCache.forward`."""
         slots = [state for state in self.states if isinstance(state, EvictionLayer)]
         # Retrieval methods index the prompt in their own way: they attend for themselves, to the same result.
         outputs = [
@@ -125,9 +131,8 @@ class MultiLayer:
         ]
         if not slots:
             return outputs[0]
-        slots.sort(
-            key=lambda state: not state.preallocated
-        )  # its buffers have room for more tokens, which no other needs
+        # First the cache whose buffers have room for the tokens to come: no other needs the room.
+        slots.sort(key=lambda state: not state.preallocated)
         first, *others = slots
         inputs = first.store(query, key, value, params, padding)
         out, _ = first.attend(inputs)
@@ -139,7 +144,7 @@ class MultiLayer:
         return out.flatten(1, 2)
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Refused: the rows are those of several caches."""
+        """Always a CacheError: the rows are those of several caches."""
         raise CacheError("caches that decode together keep their rows: pick rows of each cache (fork), then join those")
 
     def reset(self) -> None:

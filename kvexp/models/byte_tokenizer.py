@@ -1,4 +1,4 @@
-"""A tokenizer of single bytes, made on the spot: lets random-weight models read any text without a download."""
+"""A tokenizer of single bytes, made in memory: lets random-weight models read any text without a download."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ from kvexp.retrieval.retrieval_layer import LayerGroup, RetrievalLayer
 class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
 
-    state: the layer's cache in kvexp's core; rope: the model's RoPE, where keys are moved.
+    state: the layer's cache in kvexp's core; rope: the model's RoPE where cached keys are rotated (renumbered
+    positions).
     """
 
     is_compileable = False
@@ -68,6 +69,7 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return self.state.seq_len
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(Columns a mask must span, 0 columns of offset), for a forward of so many new tokens."""
         count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
         return self.state.seq_len + count, 0
 
@@ -151,9 +153,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return self.config
 
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
-        """Allow forwards of several new tokens after the prompt; eviction then happens once, after each such
-        forward.
-        """
+        """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
         self.sequence.multi_token_steps_allowed = allowed
         return self
 
@@ -212,6 +212,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         return other
 
     def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Keep, repeat or reorder batch rows in all layers; same_prompts: every row stays one of its own prompt."""
         if self.prompts is not None:
             beams = self.sequence.num_beams
             self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]

@@ -21,7 +21,8 @@ TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_e
 def check_headers(folder: Path, layers: int) -> None:
     """ConfigError for a safetensors file that is cut short, empty or of wrong sizes. Weights are not read.
 
-    layers: of the configuration. More of them than there are weights would take an age to make before it is noticed.
+    layers: of the configuration. ConfigError too where it has more layers than the files have weights: making so many
+    layers would take long before the missing weights are noticed.
     """
     held = 0
     for file in sorted(folder.glob("*.safetensors")):
@@ -40,7 +41,8 @@ def check_headers(folder: Path, layers: int) -> None:
 def check_complete(path: str, found: Mapping[str, Any]) -> None:
     """ConfigError where some weights of the model were not in the checkpoint, or some of the checkpoint's not in it.
 
-    found: from_pretrained's loading info, which leaves out tied heads and follows the renamings that it knows.
+    path: named in the message. found: from_pretrained's loading info, which leaves out tied heads and follows the
+    renamings that it knows.
     """
     kinds = {
         "missing": list(found["missing_keys"]),

@@ -39,7 +39,10 @@ SPARE = 64 << 20  # bytes of disk beyond the weights: tokenizer, configuration
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """A folder of the cache. file, sha256: of the GGUF file it was made from; quantisation: of most of its weights."""
+    """A GGUF file converted to a folder of safetensors in the cache.
+
+    file, sha256: name and digest of the GGUF file; quantisation: the type of most of its weights, such as Q4_1.
+    """
 
     folder: Path
     file: str
@@ -53,12 +56,12 @@ class ConvertedModel:
 
 
 def folder_of_gguf(sha256: str) -> Path:
-    """Where the model of the GGUF file with this digest lies or is to lie."""
+    """The folder of the GGUF file with this digest, whether it is there already or not."""
     return cache_folder() / "models" / f"gguf{CONVERSION}-{sha256[:32]}"
 
 
 def converted(path: Path) -> ConvertedModel:
-    """The model of a GGUF file, converted if that was not done yet. ConfigError for a file that cannot be used."""
+    """The model of a GGUF file, converted unless it is in the cache. ConfigError for a file that cannot be used."""
     try:
         header = _checked(path, stamp(path))  # a wrong file is told before a large one is digested
     except OSError as error:
@@ -67,20 +70,23 @@ def converted(path: Path) -> ConvertedModel:
     found = whole(sha256)
     if found is not None:
         return found
-    with alone(folder_of_gguf(sha256), f"converting {path.name}"):
+    with folder_lock(folder_of_gguf(sha256), f"converting {path.name}"):
         return whole(sha256) or convert(header, sha256)
 
 
 @functools.lru_cache(maxsize=4)
 def _checked(path: Path, now: Stamp) -> GgufHeader:
-    """The header of a file that can be converted, as far as headers tell. now: of the file, which is asked often."""
+    """The header of a file whose header says that it can be converted; ConfigError otherwise.
+
+    now: the file's stamp (size and times), so that a file that has not changed is read once.
+    """
     header = read_header(path)
     config_of_header(header, rope_factors(header))
     return header
 
 
 def whole(sha256: str) -> ConvertedModel | None:
-    """The converted model if it is there and every byte is as it was written; else None."""
+    """The converted model if every byte of it is as it was written; None if it is damaged or not there."""
     folder = folder_of_gguf(sha256)
     try:
         there = {path.name: stamp(path) for path in folder.iterdir()}
@@ -91,7 +97,7 @@ def whole(sha256: str) -> ConvertedModel | None:
 
 @functools.lru_cache(maxsize=4)
 def _unchanged(folder: Path, sha256: str, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
-    """`whole`, of a folder whose files (name, stamp) are what they were when it was last asked."""
+    """As `whole`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files, source = dict(manifest["files"]), manifest["source"]
@@ -105,7 +111,7 @@ def _unchanged(folder: Path, sha256: str, there: frozenset[tuple[str, Stamp]]) -
 
 
 def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
-    """Convert and put in place. The caller holds the folder's lock (`alone`)."""
+    """Convert a GGUF file into its folder in the cache. To be called inside `folder_lock`."""
     config = config_of_header(header, rope_factors(header))
     check_names(header, config)
     folder = folder_of_gguf(sha256)
@@ -134,7 +140,10 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
 
 
 def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a new folder beside this one, sync it and give it this one's name. Under the lock (`alone`)."""
+    """Let `make` fill a new folder beside `folder`, sync it to disk and rename it to `folder`.
+
+    To be called inside `folder_lock`. ConfigError where the disk cannot be written.
+    """
     for left in folder.parent.glob(f".{folder.name}-*"):  # of processes that were killed: nobody else holds the lock
         shutil.rmtree(left, ignore_errors=True)
     place = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -142,7 +151,7 @@ def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
         place.chmod(0o755)
         make(place)
         for path in place.iterdir():
-            path.chmod(0o644)  # safetensors writes for its owner alone
+            path.chmod(0o644)  # safetensors writes for its owner folder_lock
             _sync(path)
         _sync(place)
         if folder.exists():  # damaged: out of the way in one step, for others may be reading
@@ -160,8 +169,11 @@ def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, what: str) -> Iterator[None]:
-    """No other process is in this block for this folder; waiting for one is told in a line."""
+def folder_lock(folder: Path, what: str) -> Iterator[None]:
+    """A block that only one process at a time enters for this folder; another one says that it waits.
+
+    what: what this process does inside, for the other's message. ConfigError where the cache cannot be written.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.parent / f"{folder.name}.lock")
@@ -182,7 +194,7 @@ def alone(folder: Path, what: str) -> Iterator[None]:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """ConfigError where the disk does not hold so many bytes more."""
+    """ConfigError where fewer than `needed` bytes are free on the disk of `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
@@ -192,6 +204,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Have the system write a file or folder to disk before anything else happens."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

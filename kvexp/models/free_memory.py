@@ -1,4 +1,4 @@
-"""Free memory of this computer, within the limits that were set for this process and the groups it is in."""
+"""Free memory of this computer, within the limits set for this process and for the control groups it is in."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def available() -> int:
 
 
 def _of_computer() -> int:
+    """Bytes that /proc/meminfo says are available; UNKNOWN where there is no such file."""
     for line in _lines(PROC / "meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -49,9 +50,10 @@ def _of_groups() -> Iterator[int]:
 
 
 def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Free bytes of the control group at `path` and of all groups above it.
+    """Free bytes of the control group at `path` under `root`, and of each group above it.
 
-    Inside a container the path may be the host's: then the root is the group.
+    names: its files of limit and usage, and the field of reclaimable bytes. Inside a container the path may be the
+    host's: then the root is the group.
     """
     limit, taken, cached = names
     group = root / os.path.normpath(path).lstrip("/.")
@@ -65,6 +67,7 @@ def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
+    """Lines of a text file; none where it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The Hugging Face configuration of a GGUF file's model, of the families that kvexp runs and llama.cpp writes.
 
-What a file says beyond what its family's configuration can hold (experts, other scalings of positions, …) is refused:
-left out, the model would run and put out other numbers.
+A file whose model its family's configuration cannot describe (experts, other scalings of positions, …) is refused: with
+that left out, the model would run and compute other numbers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ LLAMA3_ROPE = [
 
 
 def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
-    """ConfigError for a family that is not supported, and for what its configuration cannot hold.
+    """The Hugging Face configuration of the model that a GGUF header describes.
 
-    rope_factors: the file's rope_freqs.weight (float32 [head dim / 2]), None where it has none.
+    rope_factors: the file's rope_freqs.weight (float32 [D / 2]), None where it has none. ConfigError for a family that
+    kvexp cannot read, and for what the family's configuration cannot describe.
     """
     architecture = header.architecture
     if architecture not in FAMILIES_OF_GGUF:
@@ -60,6 +61,7 @@ def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
 
 
 def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
+    """Configuration of a llama, mistral, qwen2 or qwen3; arguments and errors as of `config_of_header`."""
     hidden, heads = _whole(header, "embedding_length"), _whole(header, "attention.head_count")
     head_dim = _whole(header, "attention.key_length", hidden // max(heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -100,6 +102,7 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
 
 
 def _gpt2(header: GgufHeader) -> Any:
+    """Configuration of a GPT-2."""
     return AutoConfig.for_model(
         "gpt2",
         vocab_size=_vocabulary(header),
@@ -114,6 +117,7 @@ def _gpt2(header: GgufHeader) -> Any:
 
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
+    """The configuration's `rope_parameters`: base and linear scaling; ConfigError for scalings of other kinds."""
     base = {"rope_theta": _real(header, "rope.freq_base", 10000.0)}
     kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "none")
     if kind == "none":
@@ -127,7 +131,10 @@ def _rope(header: GgufHeader) -> dict[str, Any]:
 
 
 def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, Any]:
-    """The parameters that make these factors of the frequencies; ConfigError where no known ones do."""
+    """The `rope_parameters` under which RoPE's frequencies are divided by `factors` (float32 [D / 2]).
+
+    ConfigError where neither Llama 3.1's nor 3.2's parameters give these factors.
+    """
     plain = config.rope_parameters
     length = config.head_dim // 2
     frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
@@ -143,11 +150,12 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
 
 
 def _has(header: GgufHeader, ending: str) -> bool:
+    """Whether the first layer has a tensor of this name, such as attn_q.bias."""
     return f"blk.0.{ending}" in header.tensors
 
 
 def _vocabulary(header: GgufHeader) -> int:
-    """Rows of the embedding: a file may list more or fewer tokens than its model has."""
+    """Rows of the embedding, which is the model's vocabulary: the file's list of tokens may be longer or shorter."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{header.path} has no token_embd.weight: it is part of a model; give the first file or all")
@@ -155,6 +163,7 @@ def _vocabulary(header: GgufHeader) -> int:
 
 
 def _whole(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
     found = header.fields.get(f"{header.architecture}.{key}", default)
     if not isinstance(found, int) or isinstance(found, bool) or found < 0:
         raise ConfigError(
@@ -164,6 +173,7 @@ def _whole(header: GgufHeader, key: str, default: int | None = None) -> int:
 
 
 def _real(header: GgufHeader, key: str, default: float | None = None) -> float:
+    """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
     found = header.fields.get(f"{header.architecture}.{key}", default)
     if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found) or found <= 0:
         raise ConfigError(f"the header of {header.path}: {header.architecture}.{key} must be a number, got {found!r}")

@@ -30,7 +30,10 @@ READABLE = (
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the file. shape: in torch's order; kind: F32, Q4_1 …; start: its first byte in the file."""
+    """Where one tensor lies in the file.
+
+    shape: in torch's order; kind: F32, Q4_1 …; start: its first byte in the file; size: its bytes there.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class GgufTensor:
 
     @property
     def elements(self) -> int:
+        """Number of the tensor's elements."""
         total = 1
         for length in self.shape:
             total *= length
@@ -48,7 +52,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata by key, tensors by name, both in the file's order."""
+    """The header of a GGUF file: metadata by key and tensors by name, both in the file's order."""
 
     path: Path
     fields: dict[str, Any]
@@ -56,11 +60,12 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
+        """llama.cpp's name of the model's family, such as llama or gpt2."""
         return str(self.fields["general.architecture"])
 
     @property
     def quantisation(self) -> str:
-        """The type that holds most of the numbers: Q4_1, Q8_0, F16 …"""
+        """The type that holds most of the weights: Q4_1, Q8_0, F16 …"""
         held: Counter[str] = Counter()
         for tensor in self.tensors.values():
             held[tensor.kind] += tensor.elements
@@ -68,35 +73,40 @@ class GgufHeader:
 
     @property
     def elements(self) -> int:
+        """Number of elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors.values())
 
 
 class _Damaged(Exception):
-    """The bytes are not those of a GGUF header, and why."""
+    """Raised where the bytes are not those of a GGUF header; its text says why."""
 
 
 class _Bytes:
-    """Reads forward through the file; past its end is `_Damaged`."""
+    """Reads a file's bytes from front to back; _Damaged past the end. at: the next byte."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
 
     def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
         if count > len(self.data) - self.at:
             raise _Damaged("it ends within its header")
         self.at += count
         return self.data[self.at - count : self.at]
 
     def number(self, form: str) -> Any:
+        """The next number, of a format of Python's `struct`, little-endian."""
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
 
     def text(self) -> str:
+        """The next string: its length as 64 bits, then UTF-8."""
         try:
             return self.take(self.number("Q")).decode("utf-8")
         except UnicodeDecodeError as error:
             raise _Damaged("a text in its header is no UTF-8") from error
 
     def value(self, kind: int, inside: bool = False) -> Any:
+        """The next value of metadata, of GGUF's type number `kind`; inside: of an array, which holds no arrays."""
         if kind in FORMATS:
             return self.number(FORMATS[kind])
         if kind == STRING:
@@ -112,7 +122,11 @@ class _Bytes:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """ConfigError for a file that cannot be read, is none of GGUF, damaged, cut short, or of unreadable types."""
+    """The header of the GGUF file at `path`.
+
+    ConfigError for a file that cannot be read, is no GGUF file, is damaged or cut short, or has tensors of unknown
+    types.
+    """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _header(path, data)
@@ -127,6 +141,7 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def _header(path: Path, data: mmap.mmap) -> GgufHeader:
+    """The header in the bytes `data` of the file at `path`; _Damaged or ConfigError as of `read_header`."""
     read = _Bytes(data)
     if data[:4] != MAGIC:
         raise _Damaged("it does not begin with GGUF")
@@ -156,7 +171,7 @@ def _header(path: Path, data: mmap.mmap) -> GgufHeader:
 
 
 def _entry(read: _Bytes) -> tuple[str, tuple[int, ...], int, int]:
-    """(name, shape in torch's order, number of the type, offset into the data)."""
+    """The next tensor of the header: name, shape in torch's order, number of its type, offset into the data."""
     name, axes = read.text(), read.number("I")
     if not 0 < axes <= MOST_AXES:
         raise _Damaged(f"tensor {name!r} has {axes} axes")
@@ -165,6 +180,10 @@ def _entry(read: _Bytes) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(path: Path, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
+    """The tensor called `name`, of GGUF's type `number`, whose first byte in the file is `start`.
+
+    ConfigError for a type that cannot be dequantised; _Damaged where its rows are no whole number of blocks.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

@@ -1,8 +1,9 @@
-"""The tokenizer that a GGUF file describes, as Hugging Face's.
+"""The tokenizer that a GGUF file describes, as a Hugging Face tokenizer.
 
-Byte-level vocabularies (tokenizer.ggml.model = gpt2) are put together here, for a file names how its model splits text
-(tokenizer.ggml.pre) and a wrong split gives other tokens than the model learned. SentencePiece vocabularies (llama)
-are transformers' own conversion. A split that is not listed gives no tokenizer rather than a nearly right one.
+A byte-level vocabulary (tokenizer.ggml.model = gpt2) is put together here: the file names the pattern by which its
+model splits text (tokenizer.ggml.pre), and another pattern would give other tokens than the model learned. A
+SentencePiece vocabulary (llama) is converted by transformers. For a pattern that is not listed here there is no
+tokenizer, rather than a nearly right one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ NFC = ("qwen2", "deepseek-r1-qwen")
 
 
 def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:
-    """ConfigError for a kind of vocabulary, or a way of splitting text, that is not known exactly."""
+    """The tokenizer that a GGUF header describes, with its chat template.
+
+    ConfigError for a kind of vocabulary, or a pattern of splitting text, that is not known exactly.
+    """
     kind = header.fields.get("tokenizer.ggml.model")
     if kind == "gpt2":
         made: PreTrainedTokenizerBase = _byte_level(header)
@@ -50,6 +54,7 @@ def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:
 
 
 def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
+    """The tokenizer of a byte-level BPE vocabulary; ConfigError as of `tokenizer_of_header`."""
     fields = header.fields
     split = fields.get("tokenizer.ggml.pre")
     if split not in SPLITS:
@@ -92,6 +97,7 @@ def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
 
 
 def _by(pattern: str) -> Any:
+    """A pre-tokenizer that splits text by a regular expression, and then into bytes."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),

@@ -39,7 +39,7 @@ TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's are store
 
 
 def name_of(name: str, architecture: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor; None for one that the family does not have."""
+    """Hugging Face's name of the GGUF tensor `name`; None where the architecture has no such tensor."""
     names, layers = LAYERS.get(architecture, LAYERS["llama"])
     parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if parts is None or parts[2] not in names:
@@ -49,7 +49,7 @@ def name_of(name: str, architecture: str) -> str | None:
 
 
 def read_tensor(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
-    """The tensor's numbers, float32 in torch's shape."""
+    """The tensor's elements, dequantised to float32, in torch's shape; data: the file's bytes."""
     from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
 
     kind = GGMLQuantizationType[tensor.kind]
@@ -89,7 +89,10 @@ def check_names(header: GgufHeader, config: Any) -> None:
 
 
 def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None]) -> None:
-    """Write the file's weights into the folder, in parts of at most `PART` bytes or one tensor. advance: after each."""
+    """Write the file's weights into the folder as safetensors.
+
+    In files of at most PART bytes, or of one tensor where that is larger. advance: is called after each tensor.
+    """
     parts: list[dict[str, Tensor]] = [{}]
     names: dict[str, int] = {}
     held = total = 0
@@ -116,7 +119,7 @@ def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None])
 
 
 def rope_factors(header: GgufHeader) -> Tensor | None:
-    """The factors of the rotation's frequencies, where the file has some."""
+    """The numbers by which RoPE's frequencies are divided, float32 [D / 2]; None where the file has none."""
     tensor = header.tensors.get(ROPE_FACTORS)
     if tensor is None:
         return None
@@ -125,6 +128,7 @@ def rope_factors(header: GgufHeader) -> Tensor | None:
 
 
 def _weights(header: GgufHeader) -> Iterator[tuple[str, Tensor]]:
+    """The file's weights one by one: Hugging Face's name, and the tensor in float32 in Hugging Face's layout."""
     heads = int(header.fields[f"{header.architecture}.attention.head_count"])
     grouped = int(header.fields.get(f"{header.architecture}.attention.head_count_kv", heads))
     with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -143,22 +147,26 @@ def _weights(header: GgufHeader) -> Iterator[tuple[str, Tensor]]:
 
 
 def _halves_apart(weight: Tensor, heads: int) -> Tensor:
-    """llama.cpp rotates neighbouring rows of a llama's heads, Hugging Face rows half a head apart.
+    """A llama's query or key projection in Hugging Face's order of rows.
 
-    weight: [H * D, ...], the rows of a projection or its bias.
+    llama.cpp's RoPE rotates neighbouring rows of a head, Hugging Face's rows half a head apart. weight: [H * D, ...],
+    the rows of the projection or its bias.
     """
     width = weight.shape[0] // heads
     return weight.reshape(heads, width // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _transposed(known: str, header: GgufHeader) -> bool:
+    """Whether GGUF and Hugging Face store the weight called `known` transposed to each other (GPT-2's projections)."""
     return header.architecture == "gpt2" and bool(TRANSPOSED.search(known))
 
 
 def _save(weights: dict[str, Tensor], file: Path) -> None:
+    """Write tensors by name into one safetensors file."""
     save_file(weights, file, metadata={"format": "pt"})
 
 
 def _some(names: list[str]) -> str:
+    """The first few names as text for a message, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -10,13 +10,14 @@ from kvexp.models.attention_hook import cached_attention
 
 
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
-    """Attend through kvexp, with logits in float32 whatever the model's dtype, as the original module does."""
+    """GPT-J's attention through kvexp, with logits in float32 whatever the model's dtype, as in the original."""
 
     embed_positions: Tensor
 
     def _attn(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
+        """Attention output [B, H, Q, D] in place of the original's, through kvexp; None for the weights."""
         params = AttentionParams(1 / float(self.scale_attn), upcast=True)
         return cached_attention(query, key, value, attention_mask, params), None
 

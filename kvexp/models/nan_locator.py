@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 @contextmanager
 def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
-    """Context manager: a list that gets the name, as "layers.2.mlp", of the first module with NaN or inf in its output.
+    """A block in which the list receives the name of the first module with NaN or inf in its output ("layers.2.mlp").
 
-    For rerunning a forward that has failed already: it waits for the device at every module.
+    For running a forward again that has failed: it waits for the device at every module.
     """
     found: list[str] = []
 
@@ -35,5 +35,6 @@ def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors in a module's output."""
     parts = output if isinstance(output, tuple | list) else [output]
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]

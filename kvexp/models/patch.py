@@ -97,7 +97,7 @@ def is_patched(model: PreTrainedModel) -> bool:
 
 
 class _Absent:
-    """Marks an attribute that an object did not have. A class, so that a deep copy of the marker is the marker."""
+    """Marks an attribute that an object did not have. A class, so that its deep copy is the same marker."""
 
 
 class _Patch:
@@ -155,6 +155,7 @@ def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> 
 
 
 def _alibi_power(model: PreTrainedModel) -> float:
+    """`KvexpMptAttention.alibi_power` of an MPT; ConfigError where it was trained without ALiBi."""
     settings = model.config.attn_config
     if not settings.alibi:
         raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
@@ -183,7 +184,10 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
 
 
 def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: add up the last column's logits into the cache's flag, which turns NaN, without a device sync."""
+    """Forward hook: add 0 times the last column's logits to the cache's flag, which is NaN from then on if one is.
+
+    Without waiting for the device.
+    """
     cache = kwargs.get("past_key_values")
     caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "logits_nan_flag")]
     if caches:
@@ -193,6 +197,7 @@ def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
 
 
 def _check_finite(model: PreTrainedModel) -> None:
+    """ConfigError for a parameter that holds NaN or inf."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.device.type != "meta" and not bool(torch.isfinite(parameter).all()):

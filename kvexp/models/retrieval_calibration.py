@@ -44,7 +44,7 @@ def calibrate(model: PreTrainedModel, method: Retrieval) -> Any:
 
 @torch.no_grad()
 def measure_layer_time(model: PreTrainedModel, tokens: int, repeats: int = 3) -> float:
-    """Seconds per layer for a prompt of so many tokens: the fastest of a few prefills, divided by the layers."""
+    """Seconds that one layer takes for a prompt of `tokens` tokens: the fastest of `repeats` prefills."""
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
     best = float("inf")

@@ -14,7 +14,7 @@ from kvexp.models.families import num_layers
 
 
 class RowMaskCache(Cache):  # type: ignore[misc]
-    """Give it to one forward of a patched model; `mask_fn` makes a layer's mask from its full logits.
+    """The cache for one forward of a patched model under row masks; `mask_fn` makes a layer's mask of its full logits.
 
     Example: `RowMaskCache(model, lambda x, layer: local_mask(x, heavy=6, recent=6))`.
     """

@@ -1,4 +1,4 @@
-"""A model from a state dict in memory, under whatever names transformers' releases have given its weights."""
+"""A model made of a state dict in memory, whatever names transformers' releases have given its weights."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in st
 def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> PreTrainedModel:
     """A float32 model of `family` with exactly these weights, ready for `EvictionCache`.
 
-    config: fields of the family's Hugging Face configuration. A weight too few, too many or of another shape is a
-    ConfigError that names it.
+    config: fields of the family's Hugging Face configuration. ConfigError that names the weight where one is missing,
+    unknown or of another shape.
     """
     configuration = random_config(family, **config)
     with _quietly():
@@ -46,7 +46,7 @@ def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> Pr
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence transformers' progress bar and table while loading; what is wrong is raised as an error."""
+    """Silence transformers' progress bar and table of weights while loading; `model_from_state` raises the errors."""
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

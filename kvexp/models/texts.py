@@ -1,4 +1,4 @@
-"""The text of every token; the texts joined are the whole text."""
+"""The text that each token adds: joined, these are the whole text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LONGEST = 4  # bytes of a character: more tokens than that end none
 
 
 def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text. A token that ends inside a character adds nothing, the next one adds both
-    parts.
+    """What each of the tokens `ids` adds to the text.
 
-    Tokenizers hide the space between two words in either of them, so each is decoded together with what stands before.
+    A token that ends inside a character adds nothing, and the next one adds the character. Tokenizers move the space
+    between two words to either of them, so each token is decoded together with the one before.
     """
     texts: list[str] = []
     before = told = 0  # decoded together: from `before` on; of that, told already: up to `told`
@@ -27,5 +27,6 @@ def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens included."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text

@@ -41,7 +41,7 @@ from kvexp.evaluate.limits import (
 from kvexp.evaluate.outputs import NO_TIMES, generate_outputs_shared
 from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
 from kvexp.evaluate.rows import check_commit, environment, failed_row, row_of, skipped_row, validated_row
-from kvexp.models.half_precision import alone
+from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run, identity
 from kvexp.session import Session
 from kvexp.sweep.fork_pool import ForkPool, num_workers
@@ -60,7 +60,7 @@ MIN_UTILISATION = 4 / 3
 def can_share(settings: Settings) -> bool:
     """Whether a run can share its prefill with others and still write the rows it would write alone."""
     task, decoding, model = settings.task, settings.decoding, settings.model
-    if alone(model.dtype, model.resolved_device()):
+    if one_row_per_forward(model.dtype, model.resolved_device()):
         return False
     if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
         return False

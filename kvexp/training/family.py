@@ -24,7 +24,7 @@ from kvexp.training.train import Trainer, loss_of
 def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable[[Trainer], None]) -> None:
     """Train `name` (resuming what lies in `work`) and write `out / name`; `say` is called first and as it goes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with alone(work / name):
+    with folder_lock(work / name):
         trainer = Trainer(name, recipe, work / name, device)
         say(trainer)
         trainer.run(say)
@@ -32,7 +32,7 @@ def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Hold the folder of a training: two processes would overwrite each other's checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
