@@ -44,7 +44,8 @@ until the budget is reached. Most priorities are one accumulated score:
 {equation}
 ```
 
-`x`: logits of a query row, `q` its position. The rows of grouped query heads are added up: each kv head has one score.
+`x`: logits of a query row, `q` its position; in the formulas below `j` is a slot, `k` the budget, `U` union. The rows
+of grouped query heads are added up: each kv head has one score.
 """
 RETRIEVING = """\
 ## Methods that keep everything

@@ -1,4 +1,4 @@
-"""Eviction methods: one file each."""
+"""Eviction methods, one file each. In formulas: j a slot, k the budget, q a query row, x_q its logits, U union."""
 
 from kvexp.methods.a2sf import A2SF
 from kvexp.methods.dilated_window import DilatedWindow

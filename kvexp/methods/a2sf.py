@@ -9,7 +9,7 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class A2SF(Method):
-    """score_t[k] = alpha * score_{t-1}[k] + softmax(x_t)[k]; keep = top k - 1 of score and the current token.
+    """score_t[j] = alpha * score_{t-1}[j] + softmax(x_t)[j]; keep = top k - 1 of score and the current token.
 
     Source: Jo and Shin, arXiv:2407.20485, eq. 5: no sinks, no recent window. protect_recent=16 is what the authors'
     2026 code keeps besides. alpha may be 0 (newest row only) and 1 (plain accumulation), which the paper excludes.

@@ -1,4 +1,4 @@
-"""Full attention: nothing is evicted. The baseline every other number is measured against."""
+"""Full attention: nothing is evicted. The baseline of every other method."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -12,7 +12,7 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class H2O(Method):
-    """score[k] = sum over queries q of softmax(x_q)[k]; keep = newest `recent_ratio` of k U top of score.
+    """score[j] = sum over queries q of softmax(x_q)[j]; keep = newest `recent_ratio` of k U top of score.
 
     Source: Zhang et al., arXiv:2306.14048, Algorithm 1; halves are heavy and recent as in the official scripts.
     Defaults drop for real (official `utils_real_drop`), except that k counts the current token

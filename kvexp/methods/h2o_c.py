@@ -1,4 +1,4 @@
-"""H2O(C): H2O with a larger budget, to make up for what retrieval methods move."""
+"""H2O(C): H2O with a larger budget, as compensation for the bytes that a retrieval method moves and H2O does not."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""H2O with damping: accumulated scores fade at every reduction."""
+"""H2O with damping: the accumulated scores are multiplied by a factor at every eviction."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Key norm: keys with a small L2 norm matter."""
+"""Key norm: keys with a small L2 norm are kept."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,11 +11,11 @@ from kvexp.core import Method
 
 @dataclass(frozen=True)
 class KNorm(Method):
-    """score[k] = -||key_k||_2; keep = top k.
+    """score[j] = -||key_j||_2; keep = top k.
 
-    Source: Devoto et al., arXiv:2406.11430, section 3; RoPE leaves norms as they are, so cached keys serve.
-    Departures: the paper leaves the first two layers uncompressed, here every layer has its budget; norms are compared
-    to 16 bits, so that what rounding does to a turned key does not order repeated tokens.
+    Source: Devoto et al., arXiv:2406.11430, section 3; RoPE leaves norms as they are, so cached keys serve. Departures:
+    the paper leaves the first two layers uncompressed, here every layer has its budget; norms are compared to 16 bits,
+    so that RoPE's rounding does not decide between equal tokens at different positions.
     """
 
     name: ClassVar[str] = "knorm"

@@ -1,4 +1,4 @@
-"""Random eviction: the floor every score must beat."""
+"""Random eviction: a control, whose quality every score should exceed."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from kvexp.core.observe.noise import lowbias32, stream_id, uniform
 
 @dataclass(frozen=True)
 class Random(Method):
-    """score[k] = uniform noise of (seed, layer, head, position); keep = top k. A control, no paper."""
+    """score[j] = uniform noise of (seed, layer, head, position); keep = top k. No paper."""
 
     name: ClassVar[str] = "random"
 

@@ -1,4 +1,4 @@
-"""SnapKV: the prompt is judged once, by its last queries."""
+"""SnapKV: slots are chosen once, at the end of the prompt, by the attention of its last queries."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +13,7 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class SnapKV(Method):
-    """score[k] = pool over neighbouring k of the sum over the last `window` prompt queries of softmax(x_q)[k];
+    """score[j] = pool over neighbouring j of the sum over the last `window` prompt queries of softmax(x_q)[j];
     keep = those last `window` tokens U top of score. Chosen once, after prefill; nothing is evicted while decoding.
 
     Source: Li et al., arXiv:2404.14469, section 4.1 (window 32, kernel 5 in its experiments; max pooling in its code).

@@ -8,7 +8,7 @@ from kvexp.core import AttentionScoreSpec, Method
 
 @dataclass(frozen=True)
 class SpAtten(Method):
-    """score[k] = sum over layers so far, heads and queries of softmax(x)[k]; keep = top k - 1 and the current token.
+    """score[j] = sum over layers so far, heads and queries of softmax(x)[j]; keep = top k - 1 and the current token.
 
     Source: Wang et al., arXiv:2012.09852, section 3.1 (cumulative token importance, cascade pruning); the A2SF paper
     (arXiv:2407.20485) counts it among accumulated scores. Departure: every layer has the same budget and chooses anew

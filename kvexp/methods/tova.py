@@ -1,4 +1,4 @@
-"""TOVA: token omission via the attention of the newest query."""
+"""TOVA (token omission via attention): the newest query's attention decides what is evicted."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class TOVA(Method):
-    """score[k] = mean over heads of softmax(x_t)[k] for the newest query t only; the lowest goes.
+    """score[j] = mean over heads of softmax(x_t)[j] for the newest query t only; the lowest goes.
 
     Source: Oren et al., arXiv:2401.06104, section 3.2; one choice per layer, shared by its heads.
     Departure: a sum instead of a mean over heads (same order). The newest token competes like any other, as in the

@@ -46,7 +46,7 @@ class PackedLinear(nn.Linear):
         return twice[:1].view(*input.shape[:-1], -1)
 
     def _eligible(self, x: Tensor | None = None) -> bool:
-        """Whether oneDNN may compute the product: float32 on a CPU, large enough, no gradients; x: the input, if any."""
+        """Whether oneDNN may compute the product: float32 on a CPU, large enough, no gradients. x: the input."""
         weight = self.weight
         return (
             weight.device.type == "cpu"

@@ -27,7 +27,7 @@ def _in_this_mode(job: Callable[[], None]) -> Callable[[], None]:
 
 
 class BackgroundTask:
-    """A job that starts at once in the worker thread (run_async), or else when it is first waited for.
+    """A job on the CPU that starts at once in the worker thread (run_async), or else when it is first waited for.
 
     On a CPU it is not started beside the computation, which it would slow down.
     """

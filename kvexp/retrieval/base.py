@@ -31,10 +31,10 @@ RENAMED = {
 class PrefillKV:
     """The keys and values of a whole prompt, to be indexed: slot = position, padding removed.
 
-    keys [B, H, S, D], values [B, H, S, Dv]; lengths: real tokens per row (slots behind them hold nothing);
-    recent: past tokens of the recent window, per row; capacity: positions that the index should have room for;
-    host_device: where offloaded parts of the index live (None: nothing leaves the device); device: the model's; params:
-    of the layer's attention; beams: adjacent rows that hold the same prompt (the beams of a sample); calibration: what
+    keys [B, H, S, D], values [B, H, S, Dv]; lengths: real tokens per row (slots behind them hold nothing); recent: past
+    tokens of the recent window, per row; capacity: positions that the index should have room for; host_device: where
+    offloaded parts of the index live (None: nothing leaves the device); device: the model's; params: of the layer's
+    attention; beams: number of adjacent rows that hold the same prompt (the beams of a sample); calibration: what
     `Retrieval.calibrate` returned.
     """
 
@@ -75,12 +75,13 @@ def left_aligned(x: Tensor, lengths: list[int]) -> Tensor:
 class Retrieval(Method):
     """Base of every retrieval method. Subclasses say how relevant each slot is; all they remember is in the `KVIndex`.
 
-    attended = sinks U recent window U current token U chosen, budget slots in all, the current token included. Of the
-    budget less sinks and current token, `recent_ratio` is the window (floored) and the rest is chosen: at equal counts
-    these are the halves of PQCache's release (arXiv:2407.12820), which grants int(ratio * (prompt - sinks)) and puts
-    sinks and current token on top. Prefill attends in full.
+    attended = sinks U recent window U current token U selected slots: budget slots in all, the current token included.
+    Of the budget less sinks and current token, `recent_ratio` is the window (floored) and the rest is selected: at
+    equal counts these are the halves of PQCache's release (arXiv:2407.12820), which grants int(ratio * (prompt -
+    sinks)) and puts sinks and current token on top. Prefill attends in full.
 
-    offload: keep all but sinks, window, block cache and index in CPU memory (on a CPU: report what would move).
+    offload: keep all but sinks, window, block cache and index in CPU memory (on a CPU: report the bytes that would
+    move).
     """
 
     full_cache: ClassVar[bool] = True
@@ -109,10 +110,13 @@ class Retrieval(Method):
     # -- what a method is made of -------------------------------------------------------------------------------------
 
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
-        """Index a prompt, by registering tensors with the index."""
+        """Index a prompt: compute what the method needs of it, and register that with the index as tensors."""
 
     def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
-        """Index the new token of every row: key [B, H, D], value [B, H, Dv] at position at[i] of row i."""
+        """Index the new token of every row.
+
+        key [B, H, D], value [B, H, Dv]; at: its position, one number per row.
+        """
 
     def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:
         """Relevance [B, H, S] float32 of every slot, higher is selected first; values of non-candidates are ignored."""
@@ -125,8 +129,9 @@ class Retrieval(Method):
     # -- what a method may do differently -----------------------------------------------------------------------------
 
     def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
-        """Attention output [B, H, G, 1, Dv] over `inputs`: sinks, selected slots, window and current token, in this
-        order.
+        """Attention output [B, H, G, 1, Dv] over `inputs`: sinks, selected slots, window, current token, in this order.
+
+        chosen: what `select` returned.
         """
         return sdpa_attention(inputs)
 
@@ -163,14 +168,13 @@ class Retrieval(Method):
     def calibrate(self, seconds: Callable[[int], float], longest: int, heads: int, dim: int, device: str) -> Any:
         """Measure what the method needs to know of model and machine; called once per model, before the first prompt.
 
-        seconds(n): time of one layer for n <= longest prompt tokens on this machine; heads: kv heads; dim: D;
-        device: the
-        model's. The result is `PrefillKV.calibration`.
+        seconds(n): time of one layer for n <= longest prompt tokens on this machine; heads: kv heads; dim: D; device:
+        the model's. The result is `PrefillKV.calibration`.
         """
         return None
 
     def index_bits_per_token(self, dim: int) -> float:
-        """Bits per token and kv head that selecting reads at every step, in the papers' accounting of 16-bit keys."""
+        """Bits per token and kv head that selecting reads at every step, at 16 bits a component, as papers count."""
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""The block cache of offloaded keys and values: the most wanted blocks stay on the device."""
+"""The block cache of offloaded keys and values: the most used blocks stay on the device."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ class BlockCacheConfig:
 class BlockCache:
     """Cached blocks on the device: keys [B, H, n * block, D], values [B, H, n * block, Dv] of n cache slots.
 
-    block_table [B, blocks] on the host: the cache slot of each block, -1 where it is not cached. Block j holds
-    positions
-    first + j * block and on, the same for all kv heads of a row; each row has a policy of its own, so no row depends on
-    its neighbours. Only blocks whose tokens can no longer change are cached (departure from PQCache's release,
-    where the
-    last, half filled block may enter and is then read stale).
+    block_table [B, blocks] on the host: the cache slot of each block, -1 where it is not cached. Block j holds the
+    `config.block` positions from first + j * block on, the same for all kv heads of a row; each row has a policy of its
+    own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are cached. (A departure
+    from PQCache's release, where the last, half filled block may enter and its later tokens are then missing.)
     """
 
     def __init__(
         self, config: BlockCacheConfig, first: int, keys: Tensor, values: Tensor, device: torch.device
     ) -> None:
-        """keys, values: those in CPU memory, for shapes and dtype; first: position of the first block."""
+        """Make an empty cache.
+
+        keys, values: the buffers in CPU memory, for shapes and dtype; first: position of the first block.
+        """
         self.config, self.first = config, first
         limit = config.tokens // config.block
         self.policies: list[Policy] = [make_policy(config.policy, limit) for _ in range(keys.shape[0])]
@@ -67,8 +68,9 @@ class BlockCache:
         return self.keys.nbytes + self.values.nbytes
 
     def lookup(self, slots: Tensor) -> Tensor:
-        """Indices of slots [B, H, N] (on the host, -1: none) in the buffers flattened over rows and heads; -1: not
-        cached.
+        """Indices of slots [B, H, N] (-1: none) into the buffers flattened over rows and heads; -1: not cached.
+
+        slots: on the host.
         """
         b, h = self.keys.shape[:2]
         if not self.block_table.shape[1] or not self.keys.shape[2]:
@@ -105,6 +107,10 @@ class BlockCache:
     def _insert(
         self, row: int, chosen: list[int], blocks: int, keys: Tensor, values: Tensor, copy_streams: CopyStreams
     ) -> int:
+        """Cache the blocks `chosen` of one row, by its policy; returns the number of blocks copied to the device.
+
+        blocks: number of blocks of the row; keys, values: all tokens' in CPU memory.
+        """
         policy, size = self.policies[row], self.config.block
         before = dict(policy.slots)
         for block in chosen:

@@ -18,6 +18,7 @@ class CopyStreams:
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if streams else None
 
     def _on(self, which: int) -> Any:
+        """Context in which copies run on stream `which` (0: to host, 1: to device), after what was issued so far."""
         if self.streams is None:
             return contextlib.nullcontext()
         # What is copied was computed on the stream in progress, and what is overwritten may still be read there.
@@ -41,8 +42,9 @@ class CopyStreams:
         return self.streams[1].record_event() if self.streams is not None else None
 
     def wait(self, event: torch.cuda.Event | None, *arrived: Tensor) -> None:
-        """Let the computation's stream wait for `event`; arrived: tensors made on a copy stream that it uses from here
-        on.
+        """Let the computation's stream wait for `event`.
+
+        arrived: tensors made on a copy stream, which the computation uses from here on.
         """
         if event is None:
             return
@@ -60,6 +62,7 @@ class CopyStreams:
         self._used(1, tensors)
 
     def _used(self, which: int, tensors: tuple[Tensor, ...]) -> None:
+        """Tell torch that stream `which` uses these tensors, so that their memory is not reused before it is done."""
         if self.streams is not None:
             for tensor in tensors:
                 tensor.record_stream(self.streams[which])
@@ -85,6 +88,9 @@ def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pi
 
 
 def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
-    """Batch rows `rows` [n] of a host tensor, in memory of the same kind: what `on_host` returns, filled."""
+    """Batch rows `rows` [n] of a host tensor as a new host tensor; and whether that is pinned, if asked for.
+
+    As of `empty_host`.
+    """
     made, fine = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
     return torch.index_select(x, 0, rows.to(x.device), out=made), fine

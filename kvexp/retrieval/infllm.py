@@ -120,8 +120,7 @@ class InfLLM(Retrieval):
         index.grow(max(at) + 1)
 
     def _observe(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, probabilities: Tensor) -> None:
-        """Add the attention that the window's tokens received, and index the block that is complete from the next
-        step on.
+        """Add the attention that the window's tokens received; index a block that is complete from the next step on.
 
         probabilities [B, H, G, 1, S]: of the new token.
         """

@@ -83,8 +83,9 @@ def representatives(
 def blockwise_prefill(
     method: InfLLM, inputs: AttentionInputs, local: list[int], counts: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Prefill in chunks, row by row: output [B, H, G, Q, Dv] and the attention [B, H, S, G] that each column
-    received.
+    """Prefill in chunks, row by row: output [B, H, G, Q, Dv] and the attention [B, H, S, G] received by each column.
+
+    local: past tokens of the recent window, per row; counts: slots to select, per row.
     """
     b, h, g, columns, _ = inputs.query.shape
     out = inputs.values.new_zeros(b, h, g, columns, inputs.values.shape[3])
@@ -109,8 +110,8 @@ def block_scores(
 ) -> Tensor:
     """Score [B, H, n] float32 of n blocks: logits with their representatives, mean over query rows, summed over heads.
 
-    query [B, H, G, Q, D] at places [B, Q]; keys [B, H, n, G, D], at [B, H, n, G]: of `representatives`. The sum is over
-    the heads that select together.
+    query [B, H, G, Q, D] at positions places [B, Q]; keys [B, H, n, G, D] at positions at [B, H, n, G]: of
+    `representatives`. The sum is over the heads that select together.
     """
     x = torch.einsum("bhgd,bhngd->bhgn", query.float().mean(3), keys.float()) * params.scale
     if params.alibi is not None and not method.clamps_positions:
@@ -121,7 +122,10 @@ def block_scores(
 
 
 def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor) -> None:
-    """Blockwise prefill of one unpadded row; writes out [1, H, G, T, Dv] and received [1, H, T, G]."""
+    """Blockwise prefill of one unpadded row; writes out [1, H, G, T, Dv] and received [1, H, T, G].
+
+    local: past tokens of the recent window; count: slots to select.
+    """
     window, total = local + 1, inputs.keys.shape[2]
     chunk, edge = min(method.chunk, window), torch.tensor([local], device=inputs.keys.device)
     for start in range(0, total, chunk):
@@ -152,7 +156,11 @@ def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, ou
 def distant_slots(
     method: InfLLM, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
 ) -> Tensor:
-    """Slots [1, H, N] that a chunk sees beyond its window: sinks, selected blocks, and tokens in no complete block."""
+    """Slots [1, H, N] that a chunk sees beyond its window: sinks, selected blocks, and tokens in no complete block.
+
+    rows: the chunk's query rows; blocks: complete blocks before its window; count: slots to select; received [1, H, T,
+    G]: attention so far; edge [1]: the window's farthest position.
+    """
     heads, size, device = inputs.keys.shape[1], method.block, inputs.keys.device
     end = max(0, rows.stop - 1 - int(edge))
     if not blocks:

@@ -1,4 +1,4 @@
-"""Lloyd's k-means for N problems at once, deterministic on every device (no library does both, hence this one)."""
+"""Lloyd's k-means for N problems at once, deterministic on every device, which no library offers together."""
 
 from __future__ import annotations
 

@@ -10,10 +10,8 @@ import torch
 
 from kvexp.retrieval.kmeans import init_rows, lloyd
 
-MIN_ITERATIONS, TIMED_ITERATIONS = (
-    3,
-    9,
-)  # iterations timed: the fixed cost of clustering is that of MIN_ITERATIONS, the slope comes from both
+# Iterations timed: the fixed cost of clustering is that of MIN_ITERATIONS, the slope comes from both.
+MIN_ITERATIONS, TIMED_ITERATIONS = 3, 9
 MAX_SECONDS = 2.0  # seconds: a length that took more to measure is the longest one measured
 
 
@@ -85,7 +83,10 @@ def profile_kmeans(
 def clustering_seconds(
     tokens: int, problems: int, dim: int, clusters: int, iterations: int, device: str, repeats: int = 3
 ) -> float:
-    """Seconds that exactly so many iterations over random points take: the fastest of a few."""
+    """Seconds that exactly `iterations` iterations over random points take: the fastest of `repeats`.
+
+    tokens: points per problem; problems, dim, clusters: as of `profile_kmeans`.
+    """
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(problems, max(tokens, clusters), dim, generator=generator).to(device)
     start, best = init_rows(points.shape[1], clusters, 0), float("inf")

@@ -15,8 +15,9 @@ from kvexp.retrieval.copy_streams import CopyStreams, empty_host, index_select_h
 
 @dataclass
 class _Entry:
-    """A tensor [B, ...] of the index. per: positions per entry of axis 2 (0: it does not grow); ship: kept on
-    the host.
+    """A tensor [B, ...] of the index.
+
+    per: positions per entry of axis 2 (0: it does not grow); ship: whether it is kept on the host.
     """
 
     tensor: Tensor
@@ -25,7 +26,11 @@ class _Entry:
 
 
 class KVIndex:
-    """Named tensors [B, ...], and notes per row. Offloaded ones live on the host and are copied over at every step."""
+    """What a retrieval method has computed of a prompt: named tensors [B, ...], and notes per row.
+
+    Offloaded tensors live on the host and are copied to the device at every step. notes: what a row of results should
+    say.
+    """
 
     def __init__(self) -> None:
         self.copy_streams: CopyStreams | None = None  # set once it is known where the prompt is
@@ -65,8 +70,9 @@ class KVIndex:
         return tensor
 
     def write(self, name: str, entries: list[int], value: Tensor) -> None:
-        """Write value [B, H, ...] to entries[i] of axis 2 for every row i; offloaded tensors have it from the next
-        step.
+        """Write value [B, H, ...] to entries[i] of axis 2, for every row i.
+
+        Offloaded tensors hold it from the next step on.
         """
         entry = self.entries[name]
         if max(entries) >= entry.tensor.shape[2]:

@@ -98,6 +98,7 @@ class OffloadedKV:
         self._in_flight.append((self.copy_streams.record_d2h(), parts[0], parts[1], positions))
 
     def _write(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        """Store one token per row at positions[i] of row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
         rows, place = torch.arange(len(positions)), torch.tensor(positions)
         self.keys[rows, :, place] = key[:, :, 0]
         self.values[rows, :, place] = value[:, :, 0]
@@ -114,6 +115,7 @@ class OffloadedKV:
         self._in_flight.clear()
 
     def _grow(self, need: int) -> None:
+        """Make room for `need` positions, and GROWTH more."""
         if need <= self.keys.shape[2]:
             return
         self.flush()
@@ -128,7 +130,7 @@ class OffloadedKV:
     # -- tokens going out ---------------------------------------------------------------------------------------------
 
     def fetch(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or from CPU memory.
+        """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or CPU memory.
 
         On CUDA this is where a step waits: the host must know the slots to gather them.
         """
@@ -173,7 +175,7 @@ class OffloadedKV:
             target.view(-1, target.shape[3]).index_copy_(0, targets, found)
 
     def _note(self, cache: BlockCache, slots: Tensor) -> None:
-        """Update the block cache with the slots of this step, after the step has read it."""
+        """Update the block cache with the slots that this step has read."""
         fixed = [length - 1 - local for length, local in zip(self.lengths, self.config.local, strict=True)]
         came = cache.update(slots, fixed, self.keys, self.values, self.copy_streams)
         for row, blocks in zip(self.traffic, came, strict=True):

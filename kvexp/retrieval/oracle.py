@@ -12,11 +12,11 @@ from kvexp.retrieval.query import RetrievalQuery
 
 @dataclass(frozen=True)
 class Oracle(Retrieval):
-    """chosen = top of sum over the query heads of a kv head of softmax(q.K), the softmax over everything so far.
+    """selected = top of sum over the query heads of a kv head of softmax(q.K), the softmax over everything so far.
 
     Source: "Oracle" of PQCache, arXiv:2407.12820, section 4.1.3. It reads every key at every step, so it bounds the
-    quality of the others and says nothing about speed. Departures from the release: a softmax over survivors, as
-    everywhere here; n_sinks=32 there.
+    quality of the other methods and says nothing about speed. Departures from the release: a softmax over survivors, as
+    in all methods here; n_sinks=32 there.
     """
 
     name: ClassVar[str] = "oracle"

@@ -6,7 +6,7 @@ from kvexp.errors import ConfigError
 
 
 class Policy:
-    """A set of at most `limit` blocks. slots: block number -> cache slot 0..limit-1."""
+    """A set of at most `limit` cached blocks. slots: block number -> cache slot 0..limit-1."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -37,7 +37,7 @@ class Policy:
 class LFU(Policy):
     """Evicts the least frequently used block, among equals the one that reached its count first. Counts never age.
 
-    As the block cache of PQCache's release (arXiv:2407.12820, section 3.4), of which the recorded runs are.
+    As the block cache of PQCache's release (arXiv:2407.12820, section 3.4).
     """
 
     def __init__(self, limit: int) -> None:
@@ -59,10 +59,12 @@ class LFU(Policy):
         return block
 
     def _note(self, block: int, count: int) -> None:
+        """Record that the block has been used `count` times."""
         self.counts[block] = count
         self.by_count.setdefault(count, {})[block] = None
 
     def _remove(self, block: int) -> None:
+        """Take the block out of the blocks of its count."""
         peers = self.by_count[self.counts[block]]
         del peers[block]
         if not peers:

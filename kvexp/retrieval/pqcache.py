@@ -31,8 +31,8 @@ class PQCache(Retrieval):
 
     max_iter: k-means iterations; adaptive: as many as hide behind one layer's prefill, measured on this machine.
     cluster_on: cpu, beside the computation on a GPU (the paper), or model, the model's device (which it is anyway with
-    offload=False). Codes live at home and are fetched one layer ahead. cache_tokens: capacity of the block cache per kv
-    head, 0 for none.
+    offload=False). Codes live in CPU memory and are fetched one layer ahead. cache_tokens: capacity of the block cache
+    per kv head, 0 for none.
 
     Departures from the release, whose defects are not reproduced: prompt tokens of the recent window are clustered with
     their own keys (there: whatever the buffer held); generated tokens get codes in every version; window and candidates
@@ -130,6 +130,7 @@ class PQCache(Retrieval):
         return float(found.iterations.float().mean())
 
     def _iterations(self, prompt: PrefillKV, count: int) -> int:
+        """The number of k-means iterations for a prompt of which `count` keys are clustered."""
         if self.max_iter != "adaptive":
             return self.max_iter
         assert isinstance(prompt.calibration, CostModel)
@@ -137,6 +138,7 @@ class PQCache(Retrieval):
 
     @property
     def _dtype(self) -> torch.dtype:
+        """The smallest integer type that holds a code of b bits."""
         return torch.uint8 if self.b <= 8 else torch.int16
 
     def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:

@@ -22,10 +22,9 @@ COMBINE = ("softmax_sum", "raw_sum", "max")
 class RetrievalQuery:
     """One query per row, and everything a method may use to select slots for it.
 
-    query [B, H, G, D]; positions [B]: the queries' position ids; candidates [B, 1, S] bool: slots that may be
-    chosen, neither
-    sinks nor recent window nor the future (slot = position); counts: how many to select in each row, at most `max_k`.
-    index: what the method has indexed; memory: all keys and values; params: of the layer's attention.
+    query [B, H, G, D]; positions [B]: the queries' position ids; candidates [B, 1, S] bool: slots that may be selected,
+    neither sinks nor recent window nor the future (slot = position); counts: how many to select in each row, at most
+    `max_k`. index: what the method has indexed; memory: all keys and values; params: of the layer's attention.
     """
 
     query: Tensor
@@ -48,7 +47,7 @@ class RetrievalQuery:
     ) -> RetrievalQuery:
         """The query of the newest token of every row.
 
-        query [B, H, G, D]; most: slots to select in each row, where there are as many candidates.
+        query [B, H, G, D]; positions [B]; most: how many slots to select in each row, if there are as many candidates.
         """
         sinks = memory.config.sinks
         ends = [length - 1 - local for length, local in zip(memory.lengths, memory.config.local, strict=True)]
@@ -126,9 +125,11 @@ def reduce_group(logits: Tensor, how: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Selection:
-    """A method's selection. slots [B, H, N]: candidates to attend to, no slot twice in a head, -1: none; extra:
-    whatever
-    the method's `attend` needs besides."""
+    """A method's selection.
+
+    slots [B, H, N]: candidates to attend to, no slot twice in a head, -1: none; extra: whatever else the method's
+    `attend` needs.
+    """
 
     slots: Tensor
     extra: Any = None

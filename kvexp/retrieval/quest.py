@@ -1,4 +1,4 @@
-"""Quest: pages of keys, known by their smallest and largest components."""
+"""Quest: pages of keys, each represented by its keys' smallest and largest components."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -16,7 +16,10 @@ class ResidentKV:
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], sinks: int, recent_lens: list[int]) -> None:
-        """keys [B, H, S, D], values [B, H, S, Dv]: of a prompt, padded on the left; lengths: real tokens per row."""
+        """Take the sinks and the recent window out of a prompt.
+
+        keys [B, H, S, D], values [B, H, S, Dv]: of the prompt, padded on the left; lengths: real tokens per row.
+        """
         self.recent_lens, width = recent_lens, max(recent_lens) + 1
         ends = torch.tensor(lengths, device=keys.device)[:, None]
         place = torch.arange(width, device=keys.device)
@@ -45,8 +48,9 @@ class ResidentKV:
                     sinks[row, :, p] = new[row, :, 0]
 
     def read(self, lengths: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """(keys, values, positions) of the sinks, then of the window in order of position; positions [B, n],
-        -1: none.
+        """(Keys, values, positions) of the sinks, then of the window in order of position.
+
+        lengths: tokens per row; positions [B, n], -1: none.
         """
         device, width, sinks = self.recent_ring[0].device, self.recent_ring[0].shape[2], self.sinks[0].shape[2]
         ends = torch.tensor(lengths, device=device)[:, None]

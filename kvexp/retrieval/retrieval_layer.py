@@ -26,14 +26,14 @@ from kvexp.retrieval.selection_stats import SelectionStats
 
 @dataclass
 class LayerGroup:
-    """The layers of one cache, so that each can prefetch for the next; calibration: of method and model."""
+    """The layers of one cache, so that each can prefetch for the next; calibration: as of `PrefillKV`."""
 
     calibration: Any = None
     states: list[RetrievalLayer] = field(default_factory=list)
 
 
 class RetrievalLayer:
-    """A `RowsCache`. Batch rows are independent, and slot = position in each of them."""
+    """One layer's cache under a retrieval method, a `RowsCache`; slot = position in every batch row."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class RetrievalLayer:
         return out.flatten(1, 2)
 
     def _report(self) -> None:
+        """Tell the memory tracker the bytes on the device and offloaded."""
         if self.memory is None or self.kv_index is None:
             assert self.slots is not None
             self.memory_tracker.set_resident(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
@@ -102,6 +103,7 @@ class RetrievalLayer:
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
     def _prompt(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, positions: Tensor) -> Tensor:
+        """Attention of a prompt, or of a chunk of it; indexes the prompt at its end. Arguments as of `forward`."""
         sequence, method = self.sequence, self.method
         if self.slots is None:
             if method.whole_prompt and not sequence.prompt_complete:
@@ -205,6 +207,7 @@ class RetrievalLayer:
         return out
 
     def _inputs(self, query: Tensor, positions: Tensor, params: AttentionParams, slots: Tensor) -> AttentionInputs:
+        """The inputs of a new token's attention: sinks, the selected slots [B, H, N], window and the token itself."""
         assert self.memory is not None
         first, last = self.memory.resident.read(self.memory.lengths)
         middle = (*self.memory.fetch(slots), slots)
@@ -233,7 +236,7 @@ class RetrievalLayer:
 
     @property
     def heavy_buffers(self) -> list[Any]:
-        """The large buffers: a copy of the cache leaves them out, `copy_rows_from` copies the wanted rows of them."""
+        """The large buffers: a copy of the cache leaves them out, and `copy_rows_from` copies wanted rows of them."""
         self.wait_for_index()
         return [self.slots, self.memory, self.kv_index]
 
@@ -262,12 +265,13 @@ class RetrievalLayer:
 
     @property
     def retained_attention(self) -> Tensor | None:
-        """[B], see Tally."""
+        """As of `SelectionStats`, [B]; None before the first new token."""
         return self.selection_stats.retained_attention if self.selection_stats is not None else None
 
     def kept_positions(self, rows: slice = slice(None)) -> list[list[list[int]]]:
-        """Position ids that the newest token attended to, per batch row and kv head, ascending; all before the
-        first.
+        """Position ids that the newest token attended to, per batch row and kv head, ascending.
+
+        Before the first new token: all positions of the prompt.
         """
         if self.memory is None or self.selection_stats is None:
             raise CacheError("this layer has not seen a prompt yet")

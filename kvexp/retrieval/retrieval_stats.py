@@ -62,11 +62,13 @@ class _Layer:
 
 
 def _noted(layers: list[_Layer], name: str, rows: Iterable[int]) -> list[Any]:
+    """The notes called `name` of these batch rows in all layers' indices, as one list."""
     notes = [layer.index.notes.get(name) for layer in layers]
     return [values[row] for values in notes if values is not None for row in rows]
 
 
 def _notes(layers: list[_Layer], rows: Sequence[int]) -> list[str]:
+    """Sentences on where these batch rows were not searched or stored as configured."""
     notes = []
     if any(_noted(layers, "exact", rows)):
         notes.append("no more tokens to cluster than centroids: searched exactly")

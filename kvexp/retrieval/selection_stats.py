@@ -13,11 +13,10 @@ from kvexp.retrieval.query import RetrievalQuery
 class SelectionStats:
     """What the new tokens of one layer attended to.
 
-    steps: new tokens so far; num_resident: per row, sinks + window + current token, summed over the steps. attended
-    [B, H, N]: positions that the newest token attended to, -1: none. retained_attention [B]: the share of the first new
+    steps: new tokens so far; num_resident: per row, sinks + window + current token, summed over the steps. attended [B,
+    H, N]: positions that the newest token attended to, -1: none. retained_attention [B]: the share of the first new
     token's exact attention that was attended to, mean over kv heads; None where the keys are not on the device.
-    has_nan:
-    whether an output held NaN.
+    has_nan: whether an output held NaN.
     """
 
     def __init__(self, rows: int) -> None:
@@ -44,9 +43,7 @@ class SelectionStats:
             self.retained_attention = held.sum(-1).mean(-1)
 
     def positions(self, memory: OffloadedKV) -> list[list[list[int]]]:
-        """Positions that the newest token attended to, per row and kv head, ascending; before the first token, all
-        held.
-        """
+        """Positions that the newest token attended to, per row and kv head, ascending; at first, all that are held."""
         if self.attended is None:
             return [[list(range(length))] * memory.keys.shape[1] for length in memory.lengths]
         return [[sorted(p for p in head if p >= 0) for head in row] for row in self.attended.tolist()]

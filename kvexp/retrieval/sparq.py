@@ -1,4 +1,4 @@
-"""SparQ attention: score with the largest components of the query, make up for what is left out by the mean value."""
+"""SparQ attention: logits from the query's largest components; the mean value stands for what is not attended to."""
 
 from __future__ import annotations
 
