@@ -11,7 +11,7 @@ from kvexp.core.observe.noise import lowbias32, stream_id, uniform
 
 @dataclass(frozen=True)
 class Random(Method):
-    """score[j] = uniform noise of (seed, layer, head, position); keep = top k. No paper."""
+    """score[j] = uniform noise of (seed, layer, head, position); keep = top k. A control, no paper."""
 
     name: ClassVar[str] = "random"
 
