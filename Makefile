@@ -8,7 +8,8 @@ MAKEFLAGS   += --no-builtin-rules
 PYTHON  ?= python3
 WORKERS ?= 2
 TIMEOUT ?= 300
-SCALE   ?= testbed
+SCALE   ?=
+DATA    ?=
 ARGS    ?=
 DEMO    ?= 20
 
@@ -21,9 +22,12 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOUT)
 
+# Without SCALE: real where its model and DATA are there, else testbed.
+REPRODUCE := $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE)) $(if $(DATA),--data $(DATA))
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -107,14 +111,20 @@ bench: $(VENV)/.stamp ## measure speed and memory on this CPU, as ratios (under 
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
 
-reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=paper: from the hub)
-	@$(BIN)/python -m experiments.reproduce all --scale $(SCALE) --workers $(WORKERS) $(ARGS)
+reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=testbed|real|paper)
+	@$(REPRODUCE) all --workers $(WORKERS) $(ARGS)
 
-reproduce-smoke: $(VENV)/.stamp ## the same with two examples each, under outputs/smoke: does it run?
-	@$(BIN)/python -m experiments.reproduce all --smoke --workers $(WORKERS) $(ARGS)
+reproduce-real: $(VENV)/.stamp ## those that SmolLM2-135M can show, on the rows of DATA=FOLDER or DATA=hub; none: kvexp's own articles
+	@$(BIN)/python -m experiments.reproduce all --scale real $(if $(DATA),--data $(DATA)) --workers $(WORKERS) $(ARGS)
+
+reproduce-smoke: $(VENV)/.stamp ## all with one or two examples, under outputs/smoke: does it run? The real scale too where its model is
+	@$(BIN)/python -m experiments.reproduce all --smoke --scale testbed --workers $(WORKERS) $(ARGS)
+	@if $(BIN)/python -m experiments.lib.real_scale; then \
+	    $(BIN)/python -m experiments.reproduce all --smoke --scale real --workers $(WORKERS) $(ARGS); \
+	fi
 
 reproduce-%: $(VENV)/.stamp
-	@$(BIN)/python -m experiments.reproduce $* --scale $(SCALE) $(ARGS)
+	@$(REPRODUCE) $* $(ARGS)
 
 report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
 	@$(BIN)/python -m kvexp.report $(ARGS)

@@ -1,4 +1,4 @@
-"""An exhibit in a notebook: what is missing is run, then its verdict and its figure stand below the cell."""
+"""An exhibit in a notebook: what is missing is run, then its verdicts and its figure stand below the cell."""
 
 from __future__ import annotations
 
@@ -7,15 +7,30 @@ from pathlib import Path
 
 from IPython.display import Image, Markdown, display
 
+from experiments.lib.exhibits import full_name, load, sweeps
 from experiments.lib.pages import VERDICT
+from experiments.lib.real_scale import REAL, scale_of
 from experiments.lib.runner import Asked, make
 
 # transformers' progress bars ask for ipywidgets where there is a notebook; what they would show goes to sweep.log.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 
-def show(name: str, scale: str = "testbed", outputs: str = "outputs", smoke: bool = False) -> None:
-    """outputs: where runs are kept and looked for; a smoke run has the folder `smoke` in it for itself."""
+def show(
+    name: str, scale: str | None = None, outputs: str = "outputs", smoke: bool = False, data: str | None = None
+) -> None:
+    """outputs: where runs are kept and looked for; a smoke run has the folder `smoke` in it for itself.
+
+    scale, data: as of `python -m experiments.reproduce`. An exhibit without a real scale says so and shows nothing.
+    """
+    scale, exhibit = scale_of(scale, data), load(name)
+    if scale == REAL and (exhibit.testbed_only or not sweeps(full_name(name), REAL)):
+        why = exhibit.testbed_only or "it is about speed on a GPU"
+        display(Markdown(f"**no real scale**: {why}"))
+        return
     folder = Path(outputs) / "smoke" if smoke else Path(outputs)
-    made = make(name, Asked(scale, folder.resolve(), smoke))
-    display(Markdown(f"**{VERDICT[made.holds]}**: {made.words}"), Image(str(made.folder / "figure.png"), width=900))
+    made = make(name, Asked(scale, folder.resolve(), smoke, data=data))
+    display(Markdown(f"**{VERDICT[made.holds]}**: {made.words}"))
+    if made.divergence is not None:
+        display(Markdown(f"By divergence **{VERDICT[made.divergence[0]]}**: {made.divergence[1]}"))
+    display(Image(str(made.folder / "figure.png"), width=900))

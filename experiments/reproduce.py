@@ -2,6 +2,8 @@
 
 python -m experiments.reproduce keyformer_fig7
 python -m experiments.reproduce all --smoke                 every exhibit with two examples, under outputs/smoke
+python -m experiments.reproduce fig7 --data FOLDER          SmolLM2-135M on the rows of a folder (or --data hub)
+python -m experiments.reproduce fig7 --scale real           the same on kvexp's own articles
 python -m experiments.reproduce fig7 --scale paper          the paper's models and data, from the hub
 python -m experiments.reproduce fig7 --scale paper --set keyformer_fig7:task.data_files=cnn.parquet
 """
@@ -14,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.lib.exhibits import SCALES, full_name, load, names, sweeps
-from experiments.lib.pages import VERDICT, record
+from experiments.lib.pages import VERDICT, record, record_real
+from experiments.lib.real_scale import REAL, commands, layout, scale_of
 from experiments.lib.runner import Asked, markdown, results
 from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
@@ -25,8 +28,9 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="python -m experiments.reproduce", description=__doc__.splitlines()[0])
     add = result.add_argument
     add("names", nargs="+", metavar="NAME", help="exhibits, or all; python -m experiments.index lists them")
-    add("--scale", choices=SCALES, default=SCALES[0])
-    add("--smoke", action="store_true", help="two examples, one model, two budgets: does it run at all?")
+    add("--scale", choices=SCALES, help="default: real where its model and --data are there, else testbed")
+    add("--data", metavar="FOLDER", help=f"rows of the real scale: {layout()}")
+    add("--smoke", action="store_true", help="one or two examples, one model, two budgets: does it run at all?")
     add("--outputs", type=Path, help="default: outputs, or outputs/smoke with --smoke")
     add("--workers", type=int, default=1, metavar="N", help="processes that make exhibits side by side (default: 1)")
     add(
@@ -45,41 +49,73 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not."""
     args = parser().parse_args(arguments)
     try:
+        args.data = args.data or None  # make passes an empty DATA on
+        args.scale = scale_of(args.scale, args.data)
         wanted = [full_name(name) for name in (names() if args.names == ["all"] else args.names)]
+        if args.names == ["all"] and args.scale == REAL:
+            wanted = _with_a_real_scale(wanted, args.data)
         _check(args, wanted)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     outputs, failed = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve(), []
     fresh = not outputs.exists() or not any(outputs.iterdir())
-    asked = Asked(args.scale, outputs, args.smoke, tuple(args.given))
+    asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data)
     if len(wanted) == 1:
-        print(_title(wanted[0], args.scale), flush=True)
+        print(_title(wanted[0], asked), flush=True)
     for name, made in results(wanted, asked, args.workers):
         if len(wanted) > 1:
-            print(_title(name, args.scale), flush=True)
+            print(_title(name, asked), flush=True)
         if isinstance(made, str):
             failed.append(name)
             print(made.rstrip(), file=sys.stderr, flush=True)
             continue
         if len(wanted) == 1:
             print(markdown(made.table))
-        print(f"  {VERDICT[made.holds]}: {made.words}\n  {made.seconds:.0f} CPU s, {made.folder}", flush=True)
-        if args.record:
+        print(f"  {VERDICT[made.holds]}: {made.words}", flush=True)
+        if made.divergence is not None:
+            print(f"  by divergence {VERDICT[made.divergence[0]]}: {made.divergence[1]}", flush=True)
+        print(f"  {made.seconds:.0f} CPU s, {made.folder}", flush=True)
+        if args.record and args.scale == REAL:
+            record_real(made)
+        elif args.record:
             record(made.name, args.scale, made.holds, made.words, made.seconds if fresh else None)
     if failed:
         print(f"\n{len(failed)} of {len(wanted)} could not be made: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _title(name: str, scale: str) -> str:
-    return f"\n{exhibit_title(name)}\n{name} ({scale}): {load(name).claim}"
+def _title(name: str, asked: Asked) -> str:
+    rows = dict.fromkeys(each.rows for each in asked.commands(name) if each.rows) if asked.scale == REAL else ()
+    said = f"\nrows: {'; '.join(rows)}" if rows else ""
+    return f"\n{exhibit_title(name)}\n{name} ({asked.scale}): {load(name).claim}{said}"
+
+
+def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:
+    """Those of all exhibits that can be made at the real scale; the others are told, each with its reason."""
+    found = []
+    for name in wanted:
+        why = load(name).testbed_only
+        try:
+            commands(name, data)
+        except ConfigError as error:
+            why = why or str(error)
+        if why:
+            print(f"{name}: left out: {why}", flush=True)
+        elif sweeps(name, REAL):
+            found.append(name)
+    return found
 
 
 def _check(args: argparse.Namespace, wanted: Sequence[str]) -> None:
     """What was asked for in words that do not go together."""
     if args.smoke and args.record:
         raise ConfigError("--record keeps numbers, and a --smoke run has none")
+    if args.scale == REAL:
+        for name in wanted:
+            commands(name, args.data)  # a ConfigError here where DATA lacks the rows of one
+    if args.record and args.scale == REAL and args.data is None:
+        raise ConfigError(f"--record keeps numbers of the papers' tasks, which need DATA: {layout()}")
     if args.given and args.record:
         raise ConfigError("--record keeps numbers of the sweeps as they stand, and --set changes them")
     if args.workers < 1:

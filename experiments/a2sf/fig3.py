@@ -7,6 +7,7 @@ from functools import partial
 import pandas as pd
 
 from experiments.lib.data import ahead, points
+from experiments.lib.divergence import Closer, by_divergence, count_closer, of
 from experiments.lib.draw import curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, interval_columns, pooled_difference, positive, runs_of
@@ -59,5 +60,10 @@ EXHIBITS = {
         table=partial(compared, metric="rouge2"),
         draw=partial(curves, xlabel="cache ratio (%)"),
         holds=holds,
+        divergence=by_divergence(
+            Closer("a2sf than h2o, over all budgets", of("a2sf"), of("h2o")),
+            Closer("a2sf than window, over all budgets", of("a2sf"), of("window"), judged=False),
+            told=count_closer("a2sf", "h2o"),
+        ),
     ),
 }

@@ -8,6 +8,7 @@ import pandas as pd
 
 from experiments.lib.bars import bars
 from experiments.lib.data import points
+from experiments.lib.divergence import Near, by_divergence, of
 from experiments.lib.draw import METHODS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.verdicts import below_mark, each_row
@@ -37,5 +38,6 @@ EXHIBITS = {
             "{model} {method} {number}",
             "% of full: {}",
         ),
+        divergence=by_divergence(*(Near(name, of(name), within=False) for name in ("window", "h2o", "key_attention"))),
     ),
 }

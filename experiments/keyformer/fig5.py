@@ -7,6 +7,7 @@ from functools import partial
 import pandas as pd
 
 from experiments.lib.data import points
+from experiments.lib.divergence import Near, by_divergence, lowest
 from experiments.lib.draw import settings_curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate
@@ -26,6 +27,17 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     return all_hold(below), sentence
 
 
+def holds_by_divergence(frame: pd.DataFrame) -> tuple[bool | None, str]:
+    """Every factor away from the full cache."""
+    factors = sorted(set(frame["setting"]))
+    near = [Near(one.rpartition("=")[2], partial(_is, setting=one), within=False) for one in factors]
+    return by_divergence(*near, told=partial(lowest, key="method.damping", method="h2o_damping"))(frame)
+
+
+def _is(run: pd.Series, setting: str) -> bool:
+    return bool(run["setting"] == setting)
+
+
 EXHIBITS = {
     "fig5": Exhibit(
         claim=(
@@ -42,5 +54,6 @@ EXHIBITS = {
         ),
         draw=partial(settings_curves, x="damping", xlabel="damping factor (1: none)"),
         holds=holds,
+        divergence=holds_by_divergence,
     ),
 }

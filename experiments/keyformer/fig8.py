@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from experiments.lib.data import points
+from experiments.lib.divergence import Closer, Near, by_divergence, of
 from experiments.lib.draw import curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.verdicts import Part, beats_rival, each_panel, reaches
@@ -22,6 +23,11 @@ EXHIBITS = {
             reaches("keyformer", 0.5),
             Part("h2o", 0.5),
             beats_rival("keyformer", 0.5),
+        ),
+        divergence=by_divergence(
+            Near("keyformer at 0.5", of("keyformer", kv_ratio=0.5)),
+            Near("h2o at 0.5", of("h2o", kv_ratio=0.5), judged=False),
+            Closer("keyformer than h2o at 0.5", of("keyformer", kv_ratio=0.5), of("h2o", kv_ratio=0.5)),
         ),
     ),
 }

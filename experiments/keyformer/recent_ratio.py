@@ -7,6 +7,7 @@ from functools import partial
 import pandas as pd
 
 from experiments.lib.data import points
+from experiments.lib.divergence import Closer, by_divergence, lowest, of
 from experiments.lib.draw import best_of, settings_curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate
@@ -31,6 +32,14 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     return (True if lost.sum() == outside.sum() else None), f"{sentence}. Best ratio: {best}"
 
 
+def holds_by_divergence(frame: pd.DataFrame) -> tuple[bool | None, str]:
+    """0.3 diverges less than every ratio outside 0.2 and 0.3."""
+    others = [word for word in sorted(set(frame["setting"])) if word not in (f"{KEY}=0.2", f"{KEY}=0.3")]
+    best = of("keyformer", f"{KEY}=0.3")
+    closer = [Closer(f"0.3 than {word.rpartition('=')[2]}", best, of("keyformer", word)) for word in others]
+    return by_divergence(*closer, told=partial(lowest, key=KEY, method="keyformer"))(frame)
+
+
 EXHIBITS = {
     "recent_ratio": Exhibit(
         claim=(
@@ -45,5 +54,6 @@ EXHIBITS = {
         ),
         draw=partial(settings_curves, x="recent", xlabel="recent window (share of the budget)"),
         holds=holds,
+        divergence=holds_by_divergence,
     ),
 }

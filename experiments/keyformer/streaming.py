@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from experiments.lib.data import points
+from experiments.lib.divergence import Closer, Near, by_divergence, of
 from experiments.lib.draw import curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.verdicts import Part, beats_rival, each_panel
@@ -21,6 +22,12 @@ EXHIBITS = {
             "{model}: streaming_llm {0} % of full, keyformer {1} ROUGE-1 points from it",
             Part("streaming_llm", 0.6),
             beats_rival("keyformer", 0.6),
+        ),
+        divergence=by_divergence(
+            Near("streaming_llm at 0.6", of("streaming_llm", kv_ratio=0.6), judged=False),
+            Closer(
+                "keyformer than streaming_llm at 0.6", of("keyformer", kv_ratio=0.6), of("streaming_llm", kv_ratio=0.6)
+            ),
         ),
     ),
 }

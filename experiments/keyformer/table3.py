@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.bars import bars
 from experiments.lib.data import option, points
+from experiments.lib.divergence import Closer, by_divergence, of
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, better, ends, estimate
 
@@ -68,5 +69,10 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=by_divergence(
+            Closer("layer than shared", of("keyformer", OURS), of("keyformer", SHARED)),
+            Closer("original than new positions", of("keyformer", OURS), of("keyformer", NEW)),
+            Closer("new positions than H2O", of("keyformer", NEW), of("h2o")),
+        ),
     ),
 }

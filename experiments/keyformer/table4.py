@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.bars import bars
 from experiments.lib.data import ahead, option, points
+from experiments.lib.divergence import Closer, by_divergence, of
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, better, estimate
 
@@ -65,6 +66,13 @@ def _cells(runs: pd.DataFrame) -> str:
     )
 
 
+def _closer(fresh: str, judged: bool) -> list[Closer]:
+    """Gumbel noise against each other, drawn the same way."""
+    runs = {name: of("keyformer", f"method.fresh={fresh} method.noise={name}") for name in NOISES}
+    how = "" if judged else ", once per key"
+    return [Closer(f"gumbel than {name}{how}", runs["gumbel"], runs[name], judged) for name in NOISES[1:]]
+
+
 EXHIBITS = {
     "table4": Exhibit(
         claim=(
@@ -74,5 +82,6 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=by_divergence(*_closer("true", judged=True), *_closer("false", judged=False)),
     ),
 }

@@ -7,6 +7,7 @@ from functools import partial
 import pandas as pd
 
 from experiments.lib.data import points
+from experiments.lib.divergence import Closer, by_divergence, of
 from experiments.lib.draw import best_of, settings_grid
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import estimate
@@ -33,6 +34,19 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     ), f"{sentence}. Best: {best_of(table[table['tau_init'].notna()], 'schedule')}"
 
 
+def holds_by_divergence(frame: pd.DataFrame) -> tuple[bool | None, str]:
+    """The paper's schedule diverges less than every other."""
+    others = [word for word in sorted(set(frame["setting"])) if word != PAPERS_CHOICE]
+    mine = of("keyformer", PAPERS_CHOICE)
+    closer = [Closer(f"1 to 2 than {_schedule(word)}", mine, of("keyformer", word)) for word in others]
+    return by_divergence(*closer)(frame)
+
+
+def _schedule(setting: str) -> str:
+    end, start = (word.rpartition("=")[2] for word in setting.split())
+    return f"{float(start):g} to {float(end):g}"
+
+
 EXHIBITS = {
     "tau": Exhibit(
         claim=(
@@ -47,5 +61,6 @@ EXHIBITS = {
         ),
         draw=partial(settings_grid, down="tau_init", across="tau_end"),
         holds=holds,
+        divergence=holds_by_divergence,
     ),
 }

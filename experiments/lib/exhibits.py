@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parents[1]  # experiments/
 ROOT = HERE.parent
-SCALES = ("testbed", "paper")
+SCALES = ("testbed", "real", "paper")
 PAPERS = ("keyformer", "a2sf", "pqcache")  # in the order of the index
 ALIASES = {"fig7": "keyformer_fig7"}  # the one that started it all; every other name carries its paper
 
@@ -35,6 +35,9 @@ class Exhibit:
     sweeps: the options of `experiment=` whose runs it shows; None: the one of its own name; (): it has no runs.
     measure: of one job's model, prompts (token ids) and settings a frame, where scores cannot show the claim.
     title: paper, number and what is shown; the first line of its module, where that declares no other.
+    divergence: the claim judged again by KL divergence (`lib.divergence`), where the runs have one.
+    real_sweeps: as sweeps, at the real scale where those differ.
+    testbed_only: why it has no real scale: what only the testbed's models have.
     """
 
     claim: str
@@ -44,6 +47,9 @@ class Exhibit:
     sweeps: tuple[str, ...] | None = None
     measure: Callable[[Any, Sequence[Sequence[int]], Any], pd.DataFrame] | None = None
     title: str = ""
+    divergence: Callable[[pd.DataFrame], tuple[bool | None, str]] | None = None
+    real_sweeps: tuple[str, ...] | None = None
+    testbed_only: str = ""
 
 
 @functools.cache
@@ -102,5 +108,7 @@ def load(name: str) -> Exhibit:
 
 def sweeps(name: str, scale: str) -> list[str]:
     """The options of `experiment=` whose runs the exhibit shows; empty for one that has no runs of its own."""
-    own = load(name).sweeps
-    return [each if scale == "testbed" else f"{scale}/{each}" for each in ((full_name(name),) if own is None else own)]
+    exhibit = load(name)
+    own = exhibit.real_sweeps if scale == "real" and exhibit.real_sweeps is not None else exhibit.sweeps
+    own = (full_name(name),) if own is None else own
+    return [each if scale == "testbed" else f"{scale}/{each}" for each in own]

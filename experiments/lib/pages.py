@@ -1,19 +1,24 @@
-"""Recorded results, experiments/measured.json, and the pages made of them, each by a command."""
+"""Recorded results, experiments/measured.json and measured_real.json, and the pages made of them, each by a command."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.lib.exhibits import HERE
 from kvexp.errors import ConfigError
 
-MEASURED = HERE / "measured.json"
+if TYPE_CHECKING:
+    from experiments.lib.runner import Made
+
+MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
 VERDICT = {True: "holds", False: "does not hold", None: "undecided"}
 WAITS = "no GPU result yet"  # how the sentence of a speed exhibit without results begins
 TITLES = {
@@ -24,20 +29,60 @@ TITLES = {
 
 
 def recorded(scale: str) -> dict[str, dict[str, Any]]:
-    """Exhibit -> {holds, words, seconds} as last recorded at this scale."""
-    known: dict[str, Any] = json.loads(MEASURED.read_text("utf-8")) if MEASURED.exists() else {}
-    found: dict[str, dict[str, Any]] = known.get(scale, {})
+    """Exhibit -> {holds, words, seconds} as recorded at this scale; of a real one also divergence and provenance."""
+    known = _read(MEASURED_REAL if scale == "real" else MEASURED)
+    found: dict[str, dict[str, Any]] = known.get("exhibits" if scale == "real" else scale, {})
     return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return known
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    known = {one: dict(sorted(known[one].items())) for one in sorted(known)}
+    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def record(name: str, scale: str, holds: bool | None, words: str, seconds: float | None) -> None:
     """Keep what came out of an exhibit. seconds: None where some rows were there already: the time on record stays."""
-    known = json.loads(MEASURED.read_text("utf-8")) if MEASURED.exists() else {}
+    known = _read(MEASURED)
     before = known.get(scale, {}).get(name, {}).get("seconds")
     entry = {"holds": holds, "words": words, "seconds": before if seconds is None else round(seconds)}
     known.setdefault(scale, {})[name] = entry
-    known = {one: dict(sorted(known[one].items())) for one in sorted(known)}
-    MEASURED.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(MEASURED, known)
+
+
+def record_real(made: Made) -> None:
+    """The same of the real scale: with both verdicts, and where the numbers come from. Ids of rows are kept once.
+
+    Several processes may record at once. seconds: the most CPU time one call took for what it did not find there.
+    """
+    with (HERE / "__init__.py").open("rb") as lock:  # any file that is always there
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _record_real(made)
+
+
+def _record_real(made: Made) -> None:
+    known = _read(MEASURED_REAL)
+    exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
+    seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
+    entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
+    if made.divergence is not None:
+        entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
+    if made.provenance is not None:
+        keys = []
+        for each in made.provenance.rows:
+            ids = list(each.ids)
+            key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
+            rows[key] = {"task": each.task, "data": each.data, "ids": ids}
+            keys.append(key)
+        entry |= {**made.provenance.plain(), "rows": keys}
+    exhibits[made.name] = entry
+    used = {key for each in exhibits.values() for key in each.get("rows", ())}
+    known["rows"] = {key: value for key, value in rows.items() if key in used}
+    _write(MEASURED_REAL, known)
 
 
 def status(entry: dict[str, Any]) -> str:

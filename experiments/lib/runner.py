@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 
 from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
 from experiments.lib.pages import VERDICT, recorded
+from experiments.lib.provenance import Provenance, provenance_of
+from experiments.lib.real_scale import REAL, Command, commands
 from experiments.lib.sweep import smaller
 from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
@@ -25,12 +27,22 @@ from kvexp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Asked:
-    """What is wanted of every exhibit; given: overrides of its sweeps, "KEY=VALUE" or "SWEEP:KEY=VALUE" for one."""
+    """What is wanted of every exhibit; given: overrides of its sweeps, "KEY=VALUE" or "SWEEP:KEY=VALUE" for one.
+
+    data: at the real scale the folder of rows, "hub", or None for kvexp's own articles.
+    """
 
     scale: str
     outputs: Path
     smoke: bool = False
     given: tuple[str, ...] = ()
+    data: str | None = None
+
+    def commands(self, name: str) -> list[Command]:
+        """The sweeps of an exhibit at this scale, and what they need to find their rows."""
+        if self.scale == REAL:
+            return commands(name, self.data)
+        return [Command(each, (), "") for each in sweeps(name, self.scale)]
 
     def overrides(self, sweep: str) -> list[str]:
         """Those of `given` that this sweep takes, whichever scale it is of."""
@@ -55,57 +67,92 @@ class Made:
     words: str
     seconds: float
     folder: Path
+    divergence: tuple[bool | None, str] | None = None  # the claim judged again, where its runs have a divergence
+    provenance: Provenance | None = None  # at the real scale
 
 
 def make(name: str, asked: Asked) -> Made:
-    """ConfigError where a job fails or the yaml of this scale is missing."""
+    """ConfigError where a job fails, the yaml of this scale is missing, or the exhibit has no real scale."""
     start, name, exhibit = time.process_time(), full_name(name), load(name)
+    if asked.scale == REAL and exhibit.testbed_only:
+        raise ConfigError(f"{name} stays at the testbed: {exhibit.testbed_only}")
     folder = asked.outputs / "exhibits" / (name if asked.scale == "testbed" else f"{name}_{asked.scale}")
     folder.mkdir(parents=True, exist_ok=True)
-    table = exhibit.table(_frame(name, exhibit, asked, folder))
+    frame, divergence = _frames(name, exhibit, asked, folder)
+    table = exhibit.table(frame)
     holds, words = exhibit.holds(table)
-    write(name, exhibit, table, folder, holds, words)
-    return Made(name, table, holds, words, time.process_time() - start, folder)
+    again = None
+    if exhibit.divergence is not None and divergence is not None and len(divergence):
+        again = exhibit.divergence(divergence)
+        divergence.drop(columns=["scores", "sums", "counts"]).to_csv(folder / "divergence.csv", index=False)
+    write(name, exhibit, table, folder, holds, words, again)
+    about = provenance_of(asked.outputs, frame, asked.commands(name)) if asked.scale == REAL and len(frame) else None
+    return Made(name, table, holds, words, time.process_time() - start, folder, again, about)
 
 
-def _frame(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> pd.DataFrame:
-    """What the exhibit's table is made of. What the sweep prints goes to sweep.log in the folder."""
+def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """What the exhibit's table is made of, and the divergence of its runs where one is judged.
+
+    What the sweep prints goes to sweep.log in the folder.
+    """
     from experiments.lib.data import frame_of
+    from experiments.lib.divergence import divergence_frame, measure_missing
     from experiments.lib.measure import measured
     from experiments.lib.sweep import late, limit_of, sweep
 
-    wanted = sweeps(name, asked.scale)
-    for experiment in wanted:
-        if not (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists():
-            raise ConfigError(f"{name} has no sweep at this scale (conf/experiment/{experiment}.yaml)")
+    wanted = asked.commands(name)
+    for each in wanted:
+        if not (ROOT / "conf" / "experiment" / f"{each.experiment}.yaml").exists():
+            raise ConfigError(f"{name} has no sweep at this scale (conf/experiment/{each.experiment}.yaml)")
     hashes: list[str] = []
     parts: list[pd.DataFrame] = []
-    given = [word for experiment in wanted for word in asked.overrides(experiment)]
-    small = {each: smaller(each) if asked.smoke else [] for each in wanted}
-    limits = {limit_of(each, [*small[each], *asked.overrides(each)]) for each in wanted}
+    experiments = list(dict.fromkeys(each.experiment for each in wanted))
+    given = [word for each in experiments for word in asked.overrides(each)]
+    given += [word for each in wanted for word in each.overrides]
+    small = {each: smaller(each) if asked.smoke else [] for each in experiments}
+    limits = {limit_of(each, [*small[each], *asked.overrides(each)]) for each in experiments}
     if len(limits) > 1:
-        raise ConfigError(f"the sweeps {', '.join(wanted)} need one limit, got {sorted(map(str, limits))}")
+        raise ConfigError(f"the sweeps {', '.join(experiments)} need one limit, got {sorted(map(str, limits))}")
     with (
         (folder / "sweep.log").open("w", encoding="utf-8") as log,
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):
-        for experiment in wanted:
-            own = asked.overrides(experiment)
-            overrides = [f"outputs_dir={asked.outputs}", *small[experiment], *map(late, own)]
+        for each in wanted:
+            own = [*each.overrides, *asked.overrides(each.experiment)]
+            overrides = [f"outputs_dir={asked.outputs}", *small[each.experiment], *map(late, own)]
             if exhibit.measure is not None:
-                parts.append(measured(name, experiment, overrides, asked.outputs / "collected", own))
+                parts.append(measured(name, each.experiment, overrides, asked.outputs / "collected", own))
                 continue
-            hashes += [each for each in sweep(experiment, overrides) if each not in hashes]
+            hashes += [found for found in sweep(each.experiment, overrides) if found not in hashes]
+        judged = exhibit.divergence is not None and asked.scale == REAL and bool(hashes)
+        if judged:
+            measure_missing(asked.outputs, hashes)
     if parts:
-        return pd.concat(parts, ignore_index=True)
-    return frame_of(asked.outputs, hashes, wanted, *limits, given=given) if hashes else pd.DataFrame()
+        return pd.concat(parts, ignore_index=True), None
+    if not hashes:
+        return pd.DataFrame(), None
+    frame = frame_of(asked.outputs, hashes, experiments, *limits, given=given)
+    return frame, divergence_frame(asked.outputs, frame, *limits) if judged else None
 
 
-def write(name: str, exhibit: Exhibit, table: pd.DataFrame, folder: Path, holds: bool | None, words: str) -> None:
-    """table.csv, table.md, figure.png, figure.pdf; an exhibit with nothing to draw leaves no figure."""
+def write(
+    name: str,
+    exhibit: Exhibit,
+    table: pd.DataFrame,
+    folder: Path,
+    holds: bool | None,
+    words: str,
+    again: tuple[bool | None, str] | None = None,
+) -> None:
+    """table.csv, table.md, figure.png, figure.pdf; an exhibit with nothing to draw leaves no figure.
+
+    again: the verdict and sentence of the claim by divergence.
+    """
     table.to_csv(folder / "table.csv", index=False)
-    lines = [f"# {exhibit_title(name)}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", "", markdown(table)]
+    lines = [f"# {exhibit_title(name)}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", ""]
+    lines += [f"By divergence **{VERDICT[again[0]]}**: {again[1]}", ""] if again is not None else []
+    lines.append(markdown(table))
     (folder / "table.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
     figure = Figure()
     exhibit.draw(table, figure)

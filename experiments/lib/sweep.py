@@ -85,14 +85,15 @@ def _command(overrides: list[str], session: Session) -> None:
         sys.argv = before
 
 
-EXAMPLES = 2
+EXAMPLES = {"real": 1}  # of a smoke run, by scale; the testbed's models are quick enough for FEW
+FEW = 2
 
 
 def smaller(experiment: str) -> list[str]:
-    """Overrides for the first of its models, the first and the last of its budgets, and two examples."""
+    """Overrides for the first of its models, the first and the last of its budgets, and one or two examples."""
     path = ROOT / "conf" / "experiment" / f"{experiment}.yaml"
     params = OmegaConf.load(path).hydra.sweeper.params
-    found = [f"limit={EXAMPLES}"]
+    found = [f"limit={EXAMPLES.get(experiment.partition('/')[0], FEW)}"]
     if "model" in params:
         found.append(f"model={str(params.model).split(',')[0]}")
     if "kv_ratio" in params:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib.data import option, points
+from experiments.lib.divergence import Closer, by_divergence, lowest, of
 from experiments.lib.draw import curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, pooled_difference, positive
 
-METRICS = ("rouge2", "score")
 KEY = "method.max_iter"
 
 
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points with the iterations that were really made, and the most allowed compared with the fewest."""
-    metric = next(name for name in METRICS if name in frame)
+    metric = "rouge2" if "rouge2" in frame else str(frame["headline"].iloc[0])
     limits = [option(setting, KEY) for setting in frame["setting"]]
     allowed = [float(limit) if limit.isdigit() else math.nan for limit in limits]
     frame = frame.assign(allowed=allowed, adaptive=[limit == "adaptive" for limit in limits])
@@ -69,5 +70,9 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=by_divergence(
+            Closer("30 iterations than 1", of("pqcache", f"{KEY}=30"), of("pqcache", f"{KEY}=1")),
+            told=partial(lowest, key=KEY, method="pqcache"),
+        ),
     ),
 }

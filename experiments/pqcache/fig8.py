@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.lib.divergence import Closer, Near, by_divergence, of
 from experiments.lib.draw import METHODS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import (
@@ -45,12 +48,12 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _place(example: str) -> tuple[float, float] | None:
-    """(length, depth) of an example's name: split-length-depth-repeat."""
-    words = example.split("-")
-    try:
-        return float(words[1]), float(words[2])
-    except (IndexError, ValueError):
+    """(length, depth) of an example's name: split-length-depth-repeat, or "length 512 depth 25"."""
+    found = re.match(r"\w+-(\d+)-(\d+)|length (\d+) depth (\d+)", example)
+    if found is None:
         return None
+    length, depth = (float(word) for word in found.groups() if word is not None)
+    return length, depth
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
@@ -88,5 +91,9 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=by_divergence(
+            Near("pqcache", of("pqcache")),
+            *(Closer(f"pqcache than {rival}", of("pqcache"), of(rival)) for rival in RIVALS),
+        ),
     ),
 }

@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 
 from experiments.lib.bars import bars
 from experiments.lib.data import option, points
+from experiments.lib.divergence import Closer, Near, by_divergence
 from experiments.lib.draw import METRICS
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.stats import all_hold, ends, estimate, interval_columns, pooled_difference, positive
+from experiments.lib.stats import Side, all_hold, ends, estimate, interval_columns, pooled_difference, positive
 
 ALL = "score"
 
@@ -61,6 +62,10 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     )
 
 
+def _of(*shapes: str) -> Side:
+    return lambda run: _shape(run["setting"]) in shapes
+
+
 EXHIBITS = {
     "fig9c": Exhibit(
         claim=(
@@ -71,5 +76,10 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=by_divergence(
+            Closer("two sub-vectors than more", _of("2x6", "2x8"), _of("4x3", "4x4", "8x2")),
+            Closer("2x8 than 2x6", _of("2x8"), _of("2x6")),
+            *(Near(shape, _of(shape), judged=False) for shape in ("2x6", "2x8", "4x3", "4x4", "8x2")),
+        ),
     ),
 }

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.bars import bars
 from experiments.lib.data import points
+from experiments.lib.divergence import Closer, Near, by_divergence, of
 from experiments.lib.draw import METHODS, METRICS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, interval_columns, pooled_difference, positive, runs_of
@@ -72,6 +73,16 @@ def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
     return all_hold(verdicts), "; ".join(found)
 
 
+BY_DIVERGENCE = by_divergence(
+    Near("pqcache at 0.2", of("pqcache", kv_ratio=0.2)),
+    Near("oracle at 0.2", of("oracle", kv_ratio=0.2), judged=False),
+    *(
+        Closer(f"pqcache than {rival} at {ratio:g}", of("pqcache", kv_ratio=ratio), of(rival, kv_ratio=ratio))
+        for ratio in (0.2, 0.1)
+        for rival in RIVALS
+    ),
+)
+
 EXHIBITS = {
     "table2": Exhibit(
         title="PQCache, Table 2: a model with grouped heads on many tasks, with a fifth and a tenth of the tokens",
@@ -85,6 +96,7 @@ EXHIBITS = {
         table=table,
         draw=draw,
         holds=holds,
+        divergence=BY_DIVERGENCE,
     ),
     "table3": Exhibit(
         title="PQCache, Table 3: a model whose every query head has its own keys, otherwise as Table 2",
@@ -93,6 +105,7 @@ EXHIBITS = {
             "best of H2O(C), InfLLM and SPARQ with 1/5 and 1/10 of the tokens (arXiv:2407.12820, Table 3, "
             "LLaMA-2-7B-Chat)"
         ),
+        testbed_only="it is about models whose every query head has its own keys; SmolLM2's heads are grouped",
         sweeps=("pqcache_table3", "pqcache_table3_infllm"),
         table=table,
         draw=draw,
