@@ -34,7 +34,7 @@ SAME = ("example", "index", "prompt_tokens", "skipped", "metrics", "new_tokens",
 def overrides(model: str, folder: Path, rows: int | None, tiny: bool) -> list[str]:
     """Model and task of the sweep."""
     if model == "testbed":
-        return ["task=testbed_summary", *([f"task.size={rows}"] if rows else [])]
+        return ["model=testbed_rope", "task=testbed_summary", *([f"task.size={rows}"] if rows else [])]
     shape, prompt = (SHAPES["llama_100m"], 2048)
     if tiny:
         shape, prompt = shape.tiny(), 64
