@@ -27,7 +27,7 @@ def frame_of(
     first: int | None = None,
     given: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}}.
+    """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}} of those that count.
 
     first: the sweeps' limit; where another exhibit took more examples of a run, they are not this one's.
 
@@ -36,7 +36,10 @@ def frame_of(
     """
     frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)}, first)
     setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
-    return frame.assign(setting=setting, scores=[_scores(outputs / name, first) for name in frame["hash"]])
+    baselines = frame["baseline"].where(frame["baseline"].notna(), frame["hash"]) if len(frame) else []
+    pairs = zip(frame["hash"], baselines, strict=True) if len(frame) else ()
+    scores = [_scores(outputs / name, outputs / str(base), first) for name, base in pairs]
+    return frame.assign(setting=setting, scores=scores)
 
 
 def spelled(setting: str | None) -> str:
@@ -51,9 +54,12 @@ def without(setting: str, overrides: Sequence[str]) -> str:
     return setting
 
 
-def _scores(folder: Path, first: int | None) -> dict[str, dict[str, float]]:
+def _scores(folder: Path, baseline: Path, first: int | None) -> dict[str, dict[str, float]]:
+    """Without questions that the baseline does not answer, where the task counts no others (docs/protocols.md)."""
     rows = [row for row in Run.load(folder).rows() if first is None or row["index"] < first]
-    return {row["example"]: row["metrics"] for row in rows if row.get("metrics")}
+    known = Run.load(baseline).rows() if any(row.get("answered") is not None for row in rows) else []
+    missed = {row["example"] for row in known if row.get("answered") is False}
+    return {row["example"]: row["metrics"] for row in rows if row.get("metrics") and row["example"] not in missed}
 
 
 def option(setting: str, key: str, default: str = "") -> str:

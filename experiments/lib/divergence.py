@@ -109,10 +109,12 @@ def by_divergence(*parts: Near | Closer, told: Callable[[pd.DataFrame], str] = l
                 continue
             (near if isinstance(part, Near) else closer).append(made[1])
             verdicts += [made[0]] if part.judged else []
-        sentences = (
-            [f"KL in nats per token (near the full cache: under {EPSILON_KL:g}): {'; '.join(near)}"] if near else []
-        )
-        sentences += [f"less divergence, nats: {'; '.join(closer)}"] if closer else []
+        pairs = zip(frame["task"], frame["scores"], strict=True)
+        texts = len({(task, name) for task, scores in pairs for name in scores})
+        about = f"KL in nats per token of {texts} answers (near the full cache: under {EPSILON_KL:g})"
+        sentences = [f"{about}: {'; '.join(near)}"] if near else []
+        less = "less divergence, nats" + ("" if near else f" per token, {texts} answers")
+        sentences += [f"{less}: {'; '.join(closer)}"] if closer else []
         return all_hold(verdicts), ". ".join([*sentences, *filter(None, [told(frame)])]) or "nothing to compare"
 
     return holds

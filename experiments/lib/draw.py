@@ -171,8 +171,10 @@ def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) ->
         levels(axes, float(part[part["method"].eq("full")]["value"].iloc[0]))
         runs = part[part[x].notna()]
         lines = runs.groupby(["method", "kv_ratio"])
+        ratios = sorted(set(runs["kv_ratio"]))
         for order, ((method, ratio), line) in enumerate(lines):
-            line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %", place=order, count=lines.ngroups)
+            look = {"dash": DASHES[ratios.index(ratio) % len(DASHES)], "place": order, "count": lines.ngroups}
+            line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %", **look)
         axes.set_title(f"{panel_title(model, task)}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(str(table["metric"].iloc[0]), "") if place == 0 else "")
     legend(figure)

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
@@ -40,17 +41,22 @@ def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.D
     return frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
 
 
-def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "") -> None:
-    """Draw a `grid` into axes, 0 red to 100 green; a cell without a number stays grey."""
+def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) -> AxesImage:
+    """Draw a `grid` into axes, 0 red to 100 green; a cell without a number stays grey.
+
+    bar=False: without a colour bar, for one that several of them share.
+    """
     axes.set_facecolor("0.8")
     image = axes.imshow(cells.to_numpy(dtype=float), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    axes.set_xticks(range(cells.shape[1]), [f"{length:g}" for length in cells.columns], rotation=45)
+    axes.set_xticks(range(cells.shape[1]), [f"{length:g}" for length in cells.columns])
     axes.set_yticks(range(cells.shape[0]), [f"{depth:g}" for depth in cells.index])
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("depth (%)")
     axes.set_title(title, fontsize=9)
     assert axes.figure is not None
-    axes.figure.colorbar(image, ax=axes, label=cells.attrs.get("metric", "%"))
+    if bar:
+        axes.figure.colorbar(image, ax=axes, label=cells.attrs.get("metric", "%"))
+    return image
 
 
 def main(argv: Sequence[str] | None = None) -> int:
