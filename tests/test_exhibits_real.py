@@ -263,3 +263,22 @@ def test_an_exhibit_runs_on_the_real_model_with_one_example(smollm2, tmp_path, c
     assert "undecided: % of full: smollm2_135m window" in said and "by divergence undecided: KL in nats" in said
     folder = tmp_path / "exhibits" / "keyformer_fig3c_real"
     assert (folder / "figure.png").exists() and len(pd.read_csv(folder / "divergence.csv")) == 3
+
+
+@pytest.mark.parametrize(("mine", "verdict"), [(90.0, True), (70.0, False)])
+def test_a_forgetting_factor_is_held_against_h2o_where_the_question_is_read_alike(mine, verdict):
+    """H2O's setting is the place of the question alone, A2SF's has its factor too."""
+    from tests.exhibits import run as scored
+
+    rows = []
+    for asked, score in (("in_prompt", mine), ("after_eviction", mine - 5)):
+        words = f"task.question={asked}"
+        full = scored("full", [100.0] * 24, setting=words, task="news_qa", metric="exact")
+        rows += [full]
+        for method, setting, value in (("h2o", words, 80.0), ("a2sf", f"method.alpha=0.1 {words}", score)):
+            rows.append(scored(method, [value] * 24, 0.3, setting, "exact", "news_qa", baseline=full["hash"]))
+    exhibit = load("a2sf_factors")
+    table = exhibit.table(pd.DataFrame(rows))
+    found, words = exhibit.holds(table)
+    assert found is verdict and "news_qa in_prompt" in words and "nan" not in words
+    assert set(table["task"]) == {"news_qa in_prompt", "news_qa after_eviction"}

@@ -18,9 +18,10 @@ PEAK = "0.1"  # of the paper's peak, 0.1 to 0.3, the factor of the authors' swee
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """The points of each task by its headline metric, with `alpha`; h2o, which has none, stands at both ends.
 
-    `task` says when the question is read, where that was swept; `over_best`: a factor over the best other one's run.
+    `task` says when the question is read, where that was swept.
     """
-    frame = frame.assign(task=_tasks(frame))
+    setting = [" ".join(word for word in words.split() if not word.startswith(ASKED)) for words in frame["setting"]]
+    frame = frame.assign(task=_tasks(frame), setting=setting)
     parts = [points(part, _metric(part), rival="h2o") for _, part in frame.groupby("task", sort=False)]
     made = pd.concat(parts, ignore_index=True)
     alpha = [float(option(words, KEY, "nan")) for words in made["setting"]]
