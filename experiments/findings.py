@@ -27,6 +27,14 @@ FINDINGS, WORDS, SUMMARY = HERE / "FINDINGS.md", HERE / "findings.yaml", HERE / 
 WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"
 ORDER = ("holds", "does not hold", "undecided", WAITING, NOT_RUN)
 KEYS = {"why", "limits", "real"}
+QUESTIONS = {  # what each paper's case rests on -> the exhibit that puts it to the test
+    "Does Keyformer reach the full cache at 70 %, where H2O and a window do not at 90 %?": "keyformer_fig7",
+    "Does Gumbel noise help over none?": "keyformer_table4",
+    "Does a recent window explain most of what H2O gains?": "keyformer_mixture",
+    "Does a forgetting factor beat H2O, and does the best one move with the task?": "a2sf_factors",
+    "Is A2SF more accurate than H2O in multiple choice?": "a2sf_table1",
+    "Does PQCache stay with the full cache at a fifth of the tokens, ahead of its rivals?": "pqcache_table2",
+}
 HEAD = """\
 # What we conclude
 
@@ -67,7 +75,7 @@ def words(name: str) -> dict[str, str]:
 def text() -> str:
     """The whole file."""
     real, testbed = recorded("real"), recorded("testbed")
-    parts = [HEAD + SUMMARY.read_text("utf-8"), KEY, _count(real, testbed), _overview(real, testbed)]
+    parts = [HEAD + SUMMARY.read_text("utf-8"), _questions(real), KEY, _count(real, testbed), _overview(real, testbed)]
     parts += [_limits(testbed), _waiting(testbed)]
     for paper in PAPERS:
         own = [name for name in names() if name.startswith(f"{paper}_") and _outcome(testbed, name) != WAITING]
@@ -85,6 +93,24 @@ def _real(known: dict[str, Any], name: str) -> tuple[str, str]:
         return (NONE if load(name).testbed_only or not sweeps(name, "real") else NOT_RUN), NONE
     again = known[name].get("divergence")
     return status(known[name]), NONE if again is None else VERDICT[again["holds"]]
+
+
+def _questions(real: dict[str, Any]) -> str:
+    """What was to be settled on the real model, with both verdicts and their numbers."""
+    lines = ["## What was to be settled on SmolLM2-135M\n"]
+    for question, name in QUESTIONS.items():
+        lines.append(f"**{question}** ({exhibit_title(name).partition(':')[0]})\n")
+        if name not in real:
+            lines.append("- not run\n")
+            continue
+        entry = real[name]
+        lines.append(f"- by the paper's metric, n = {entry['n']}: **{status(entry)}**. {entry['words']}")
+        if "divergence" in entry:
+            lines.append(
+                f"- by divergence: **{VERDICT[entry['divergence']['holds']]}**. {entry['divergence']['words']}"
+            )
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _count(real: dict[str, Any], testbed: dict[str, Any]) -> str:

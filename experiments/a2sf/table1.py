@@ -33,8 +33,10 @@ def _of(method: str, shots: str):  # type: ignore[no-untyped-def]
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    """A panel per model and number of shots, which each have a full cache of their own."""
-    named = table.assign(task=[f"{shots}-shot" for shots in table["shots"]], bar=table["method"])
+    """A panel per model, number of shots and task, which each have a full cache of their own."""
+    tasks = table["task"] if table["task"].nunique() > 1 else [""] * len(table)
+    named = [f"{task} {shots}-shot".strip() for task, shots in zip(tasks, table["shots"], strict=True)]
+    named = table.assign(task=named, bar=table["method"])
     bars(named.sort_values("shots", ascending=False, kind="stable"), figure, columns=4, width=1.9)
 
 

@@ -60,5 +60,5 @@ def model_words(name: str) -> str:
 def panel_title(model: str, task: str = "") -> str:
     """ "GPT-J 6B: CNN/DailyMail"; a name that is not known has its underscores taken out."""
     task, _, rest = task.partition(" ")
-    known = TASKS.get(task, task.replace("_", " "))
+    known = TASKS.get(task, (task.partition("/")[2] or task).replace("_", " "))
     return ": ".join(filter(None, (model_words(model), f"{known} {rest.replace('_', ' ')}".strip())))
