@@ -29,9 +29,9 @@ class Session:
     jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were asked for.
     filled_ahead: hashes of runs that a shared prefill has filled in before their turn. overrides_of_jobs: what tells
     each job of a sweep apart, empty where that is not known. begun: a job has been composed. job_seconds: of the jobs
-    that made rows. may_defer: whether a job that another process is at may wait until the end. collected: jobs
-    (`job_queue.HydraJob`) that their launcher takes together, None while jobs are run one by one; deferred: jobs left
-    for the end.
+    that made rows. may_defer: whether a job that another process is at may wait until the end. unmeasured: why runs
+    have no divergence, with these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None
+    while jobs are run one by one; deferred: jobs left for the end.
     """
 
     typed_keys: set[str] | None = None
@@ -44,6 +44,7 @@ class Session:
     jobs_done: int = 0
     job_seconds: list[float] = field(default_factory=list)
     may_defer: bool = False
+    unmeasured: dict[str, list[str]] = field(default_factory=dict)
     collected: list[Any] | None = None
     deferred: list[Any] = field(default_factory=list)
 
@@ -54,6 +55,11 @@ class Session:
     def add_failure(self, job: str, why: str, *, told: bool) -> None:
         """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
         self.failures.append(Failure(job, why, told))
+
+    def add_unmeasured(self, run: str, why: str) -> None:
+        """This run has no divergence from the full cache, for this reason."""
+        names = self.unmeasured.setdefault(why, [])
+        names += [run] if run not in names else []
 
     def collect_jobs(self) -> None:
         """From now on jobs are collected instead of run."""

@@ -13,9 +13,9 @@ import pytest
 
 from kvexp.config.model_spec import tokenizer_of
 from kvexp.diagnose.runs import settings_at
-from kvexp.divergence import divergence_file
 from kvexp.divergence.__main__ import main
-from kvexp.divergence.divergence_table import (
+from kvexp.record import Run, divergence_lines, runs
+from kvexp.results.divergence_table import (
     PerExample,
     _holm,
     compared,
@@ -23,7 +23,6 @@ from kvexp.divergence.divergence_table import (
     divergence_table,
     share_interval,
 )
-from kvexp.record import Run, runs
 from kvexp.results.read import folders
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +39,7 @@ def made(outputs, method, lines, kv_ratio=0.5):
     labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio}
     base = Run.open(outputs, {"method": "full"}, labels | {"method": "full"})
     run = Run.open(outputs, labels, labels, baseline=base.hash)
-    divergence_file.append(run, lines)
+    divergence_lines.append(run, lines)
     return run
 
 
@@ -95,15 +94,15 @@ def test_holm_by_the_book():
 
 def test_a_file_that_was_edited_or_cut_off(tmp_path):
     run = made(tmp_path, "h2o", [line(0, [0.0, 0.1]), line(1, [0.0, 0.2])])
-    file = run.path / divergence_file.NAME
+    file = run.path / divergence_lines.NAME
     broken = line(2, [0.0, 0.3]) | {"kl": [0.0]}
     file.write_text(file.read_text() + json.dumps(broken) + "\n" + '{"example": "e3", "te')
     with pytest.warns(UserWarning, match="kl must be a list as long as tokens"):
-        found = divergence_file.read(run)
+        found = divergence_lines.read(run)
     assert sorted(name for name, _ in found) == ["e0", "e1"]
-    divergence_file.append(run, [line(3, [0.0, 0.4])])
+    divergence_lines.append(run, [line(3, [0.0, 0.4])])
     with pytest.warns(UserWarning, match="left out"):
-        assert ("e3", "own") in divergence_file.read(run)
+        assert ("e3", "own") in divergence_lines.read(run)
 
 
 @pytest.mark.slow
@@ -143,7 +142,7 @@ def command(*words):
 def sweep(tmp_path_factory):
     outputs = tmp_path_factory.mktemp("kl")
     words = ["-m", "model=tiny", "task=sample", "limit=2", "task.max_new_tokens=6", "kv_ratio=0.3"]
-    command(*words, "method=h2o,keyformer,pqcache", f"outputs_dir={outputs}")
+    command(*words, "method=h2o,keyformer,pqcache", "divergence=false", f"outputs_dir={outputs}")
     return outputs
 
 
@@ -167,7 +166,7 @@ def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
     outputs = {row["example"]: row["output"] for row in base.rows()}
     tokenizer = tokenizer_of(settings_at(base).model)
     for run in runs(sweep):
-        for (example, text), line in divergence_file.read(run).items():
+        for (example, text), line in divergence_lines.read(run).items():
             if text == "own":
                 assert tokenizer.decode(line["tokens"], skip_special_tokens=True) == outputs[example]
 

@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {".cli"},  # kvexp/__main__.py
     "divergence": {
         *(".errors", ".console", ".models", ".generate", ".tasks", ".config", ".evaluate", ".diagnose", ".record"),
-        *(".results", ".terminal", ".pipes", "torch", "numpy", "pandas", "rich"),
+        *(".session", ".sweep", ".results", ".terminal", ".pipes", "torch", "numpy", "pandas", "rich"),
     },
     "diagnose": {
         *(

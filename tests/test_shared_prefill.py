@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from small import small
 
 import kvexp.evaluate.limits as memory
+import kvexp.sweep.group_batch as batch
 import kvexp.sweep.prefill_groups as together
 from kvexp.config.settings import settings_of
 from kvexp.record import runs
@@ -31,7 +32,8 @@ def command(*arguments, threads=1):
 
 
 def settings(outputs, method, *overrides):
-    words = small("limit=3", "task.max_new_tokens=4", f"outputs_dir={outputs}", f"method={method}", *overrides)
+    words = small("limit=3", "task.max_new_tokens=4", f"outputs_dir={outputs}", f"method={method}")
+    words += ["divergence=false", *overrides]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", words)
     plain = OmegaConf.to_container(config, resolve=True)
@@ -92,7 +94,7 @@ def test_processes_side_by_side_write_the_same_rows(tmp_path):
     for threads in (1, 2):
         done = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
         assert done.returncode == 0, done.stderr
-        assert ("prefill, in 2 processes: 63 examples" in done.stdout) is (threads == 2)
+        assert ("prefill, in 2 processes: 119 rows and texts" in done.stdout) is (threads == 2)
     assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 9
 
 
@@ -152,7 +154,7 @@ def test_a_run_that_cannot_be_fails_alone(tmp_path):
 
 def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
-    sizes, original = [], together.generate_outputs_shared
+    sizes, original = [], batch.generate_outputs_shared
 
     def greedy(group, *rest):
         sizes.append(len(group))
@@ -160,7 +162,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return original(group, *rest)
 
-    monkeypatch.setattr(together, "generate_outputs_shared", greedy)
+    monkeypatch.setattr(batch, "generate_outputs_shared", greedy)
     together.run_group(members, Session())
     assert sizes[:3] == [4, 2, 2]
     assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
@@ -171,7 +173,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     assert content(tmp_path / "small") == content(tmp_path / "large")
     monkeypatch.setattr("kvexp.evaluate.limits.free_bytes", lambda model: 1)
     monkeypatch.setattr(
-        together, "generate_outputs_shared", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+        batch, "generate_outputs_shared", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
     )
     together.run_group(
         together.prefill_groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()

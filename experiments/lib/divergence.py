@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.lib.stats import Side, all_hold, better, estimate, pooled_difference
-from kvexp.divergence.divergence_file import OWN, read
-from kvexp.divergence.divergence_table import EPSILON_KL, PerExample, share_interval
 from kvexp.record import Run
+from kvexp.record.divergence_lines import OWN, read
+from kvexp.results.divergence_table import EPSILON_KL, PerExample, share_interval
 from kvexp.results.stats import LEVEL
 
 KL = "kl"  # nats per token

@@ -9,7 +9,10 @@ from typing import Any
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that say how a job is carried out, and nothing of what is asked for.
-EXECUTION_KEYS = ("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose")
+EXECUTION_KEYS = (
+    *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose"),
+    *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
+)
 # Overrides that have a label of their own or change no number.
 NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvexp.build import CACHE, build, build_cache, typed
+from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_padding
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
@@ -38,6 +39,7 @@ class Settings:
     """Everything one run needs. `identity` holds all that can change a number and nothing else.
 
     command: what `settings_of` made it from (config, choices, overrides), to make it again from a run's folder.
+    divergence: what is measured of it beside its rows, no part of its identity.
     """
 
     model: ModelSpec
@@ -54,6 +56,7 @@ class Settings:
     labels: dict[str, Any]
     identity: dict[str, Any]
     command: dict[str, Any]
+    divergence: DivergenceOptions = field(default_factory=DivergenceOptions)
 
     @property
     def method(self) -> Method:
@@ -145,6 +148,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         labels={},
         identity={},
         command={"config": config, "choices": choices, "overrides": list(overrides), **_code_of(method)},
+        divergence=DivergenceOptions.read(config),
     )
     _check(settings)
     settings = settings.identified(_labels(settings, choices, overrides))
@@ -178,6 +182,8 @@ def _check(settings: Settings) -> None:
             f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
             "of all prompts of a batch"
         )
+    if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
+        raise ConfigError(f"divergence=only would measure nothing: {why}")
     check_padding(settings)
     check_chat(settings)
     if isinstance(settings.task, LMEval):

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from kvexp.config.model_spec import load
 from kvexp.console import Console, Progress
 from kvexp.diagnose.runs import examples_of, settings_at
-from kvexp.divergence.divergence_file import OWN, Line, read
-from kvexp.divergence.divergence_table import PerExample, share_interval
 from kvexp.errors import ConfigError
 from kvexp.evaluate.example_prompts import prompt_of
 from kvexp.generate.divergence import compare
 from kvexp.models import unpack_linear
 from kvexp.pipes import watch_pipes
 from kvexp.record import Run
+from kvexp.record.divergence_lines import OWN, Line, read
 from kvexp.results import stats
 from kvexp.results.columns import Column, plain
+from kvexp.results.divergence_table import PerExample, share_interval
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
 from kvexp.terminal import say

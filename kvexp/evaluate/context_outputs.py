@@ -13,6 +13,7 @@ from kvexp.evaluate.outputs import ModelOutput, noise_seed, outputs_of, sampling
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 
 if TYPE_CHECKING:
+    from kvexp.evaluate.forced_texts import ForcedTexts
     from kvexp.models.types import Model, Tokenizer
 
 Items = Sequence[tuple[int, TokenizedExample]]
@@ -30,9 +31,13 @@ def outputs_from_context(
 
 
 def outputs_from_context_shared(
-    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Items
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Items, forced: ForcedTexts | None = None
 ) -> list[dict[int, ModelOutput]]:
-    """`outputs_from_context`, for several runs that differ in method and budget: they share every prefill."""
+    """`outputs_from_context`, for several runs that differ in method and budget: they share every prefill.
+
+    forced: as of `generate_outputs_shared`; where there are choices nothing is forced.
+    """
+    answering = list(range(len(runs))) if forced is None else forced.answering
     made: list[dict[int, ModelOutput]] = [{} for _ in runs]
     first = runs[0]
     for part in _parts(first, batch):
@@ -42,14 +47,20 @@ def outputs_from_context_shared(
             if not prompt.choices:
                 groups[len(prompt.question)].append((index, prompt))
                 continue
-            for mine, settings, contexts in zip(made, runs, each, strict=True):
-                mine[index] = _pick_choice(settings, model, prompt, contexts, place_of[index])
+            for place in answering:
+                made[place][index] = _pick_choice(runs[place], model, prompt, each[place], place_of[index])
         for group in groups.values():
             for start in range(0, len(group), first.batch_size):
                 some = group[start : start + first.batch_size]
-                forks = [contexts.fork([place_of[i] for i, _ in some]) for contexts in each]
-                for mine, more in zip(made, _answered(first, model, tokenizer, some, forks), strict=True):
-                    mine |= more
+                rows = [place_of[i] for i, _ in some]
+                copies = forced.copies(each, rows, keep=True) if forced is not None else []
+                if answering:
+                    forks = [each[place].fork(rows) for place in answering]
+                    for place, more in zip(answering, _answered(first, model, tokenizer, some, forks), strict=True):
+                        made[place] |= more
+                if forced is not None:
+                    seeds = [sampling_seed(first, prompt.example) for _, prompt in some]
+                    forced.measure(first, model, tokenizer, copies, some, made[forced.full], seeds)
     return made
 
 

@@ -138,13 +138,23 @@ def free_memory() -> None:
 
 
 def partition_by_memory(
-    runs: Sequence[Settings], model: Model, batch: Sequence[tuple[int, TokenizedExample]], processes: int = 1
+    runs: Sequence[Settings],
+    model: Model,
+    batch: Sequence[tuple[int, TokenizedExample]],
+    processes: int = 1,
+    *,
+    copies: int = 1,
+    beside: Sequence[Settings] = (),
 ) -> list[list[int]]:
-    """Places of the runs to take together: neighbours, as many as fit into a process's share; one alone is tried."""
+    """Places of the runs to take together: neighbours, as many as fit into a process's share; one alone is tried.
+
+    copies: how often each run's cache is held; beside: runs that are held beside those of every part.
+    """
     prompts, each = kv_bytes_needed(runs, model, batch)
+    always = sum(kv_bytes_needed(beside, model, batch)[1]) if beside else 0
     groups: list[list[int]] = [[]]
-    left = room = free_bytes(model) * SHARE / processes - prompts
-    for place, need in enumerate(each):
+    left = room = free_bytes(model) * SHARE / processes - prompts - copies * always
+    for place, need in enumerate(copies * need for need in each):
         if groups[-1] and need > left:
             groups.append([])
             left = room

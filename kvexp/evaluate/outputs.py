@@ -17,6 +17,7 @@ from kvexp.tasks import Example
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
+    from kvexp.evaluate.forced_texts import ForcedTexts
     from kvexp.models.types import Model, Tokenizer
 
 
@@ -38,7 +39,7 @@ class ModelOutput:
     """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any.
 
     finish_reason: "stop" or "length", stop_reason: the text of the end token or stop string; None of what was not
-    generated.
+    generated. tokens: ids of a generated answer, its end token included.
     """
 
     output: str
@@ -49,6 +50,7 @@ class ModelOutput:
     counts: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
+    tokens: list[int] = field(default_factory=list)
 
 
 def generate_outputs(
@@ -69,9 +71,16 @@ def generate_outputs(
 
 
 def generate_outputs_shared(
-    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Sequence[tuple[int, TokenizedExample]]
+    runs: Sequence[Settings],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Sequence[tuple[int, TokenizedExample]],
+    forced: ForcedTexts | None = None,
 ) -> list[dict[int, ModelOutput]]:
-    """`generate_outputs`, for several runs that differ in method and budget: one prefill, and all decode together."""
+    """`generate_outputs`, for several runs that differ in method and budget: one prefill, and all decode together.
+
+    forced: texts that some of them are forced, after the same prefill, and which of them answer; None: all answer.
+    """
     from kvexp.generate import decode, prefill_together
 
     first, prompts = runs[0], [prompt.ids for _, prompt in batch]
@@ -79,9 +88,16 @@ def generate_outputs_shared(
     start, new = time.perf_counter(), first.decoding.max_new_tokens
     configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in runs]
     contexts = prefill_together(model, prompts, configs, max_new_tokens=new, tokenizer=tokenizer, seeds=seeds)
-    results = decode(model, contexts, first.decoding, seeds, tokenizer, start=start)
-    indices = [index for index, _ in batch]
-    return [dict(zip(indices, outputs_of(result, tokenizer), strict=True)) for result in results]
+    copies = forced.copies(contexts, range(len(batch)), keep=False) if forced is not None else []
+    answering = list(range(len(runs))) if forced is None else forced.answering
+    made: list[dict[int, ModelOutput]] = [{} for _ in runs]
+    if answering:
+        results = decode(model, [contexts[i] for i in answering], first.decoding, seeds, tokenizer, start=start)
+        for place, result in zip(answering, results, strict=True):
+            made[place] = dict(zip((index for index, _ in batch), outputs_of(result, tokenizer), strict=True))
+    if forced is not None:
+        forced.measure(first, model, tokenizer, copies, batch, made[forced.full], seeds)
+    return made
 
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
@@ -97,6 +113,7 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
             seconds,
             finish_reason=ending.reason,
             stop_reason=ending.text if ending.token is None else tokenizer.decode([ending.token]),
+            tokens=list(tokens),
         )
         for tokens, ending, receipt in zip(
             result.tokens, result.endings, receipts(result.cache, result.early_stats), strict=True

@@ -115,6 +115,8 @@ def row_of(
         "output": answer.output,
         "reference": example.reference,
     }
+    if answer.tokens:
+        row["output_tokens"] = answer.tokens
     if answer.logprobs:
         row["choices"] = {"logprobs": answer.logprobs, "tokens": answer.counts}
     return row

@@ -90,21 +90,21 @@ def divergence_from_full(
 
 
 @torch.no_grad()
-def read_question(model: PreTrainedModel, contexts: Sequence[PrefilledContext], question: Sequence[int]) -> None:
-    """Feed the same question (token ids) to every row of contexts of the same prompts, token by token, in place.
+def read_questions(
+    model: PreTrainedModel, contexts: Sequence[PrefilledContext], questions: Sequence[Sequence[int]]
+) -> None:
+    """Feed a question per row (token ids, all of one length) to contexts of the same prompts, in place.
 
-    Eviction goes on while it is read, as when it is answered (`generate_from_context`).
+    Token by token, with eviction going on, as when they are answered (`generate_from_contexts`).
     """
     first, cache = contexts[0], batched_cache(contexts)
-    size, rows = len(first.ids), len(first.ids) * len(contexts)
-    ids = torch.as_tensor(list(question), device=first.ids.device)
+    asked = torch.as_tensor([list(question) for question in questions], device=first.ids.device)
     positions = (first.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
-    for token in ids:
+    for column in range(asked.shape[1]):
         positions = positions + 1
-        logits = decode_step(model, token.view(1, 1).repeat(rows, 1), positions, cache)
-    asked = ids.repeat(size, 1)
+        logits = decode_step(model, asked[:, column : column + 1].repeat(len(contexts), 1), positions, cache)
     ids, mask = torch.cat([first.ids, asked], dim=1), torch.cat([first.mask, torch.ones_like(asked)], dim=1)
-    for context, last in zip(contexts, logits.split(size), strict=True):
+    for context, last in zip(contexts, logits.split(len(first.ids)), strict=True):
         context.ids, context.mask, context.logits = ids, mask, last
 
 

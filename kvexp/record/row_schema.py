@@ -13,6 +13,7 @@ ROW: dict[str, Any] = {
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
     "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
+    "output_tokens": [WHOLE],
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
         **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "attention_kept"), NUMBER),

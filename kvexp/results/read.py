@@ -144,6 +144,8 @@ def _folder(run: Run) -> Folder:
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if finished:
         status, problem = "done", ""
+    elif not rows and ((run.command or {}).get("config") or {}).get("divergence") == "only":
+        problem = "no answers (divergence=only): divergence=true adds them"
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
     return Folder(run, rows, status, problem, asked, _shown(asked, asked[-1]))

@@ -142,9 +142,15 @@ def _parts(settings: Settings) -> list[Settings]:
 
 
 def _run(settings: Settings, session: Session) -> Run:
+    """Rows and divergence of a run, what it lacks of them."""
     from kvexp.evaluate.evaluate_run import run
+    from kvexp.sweep.divergence_turn import measure_rest
 
-    record = run(settings, session)
+    only = settings.divergence.only and not settings.is_baseline
+    record = None if only else run(settings, session)
+    if not settings.is_baseline and settings.divergence.texts:
+        record = measure_rest(settings, session)
+    assert record is not None, "a run without rows has a divergence"
     session.add_runs(record.baseline, record.hash)
     return record
 

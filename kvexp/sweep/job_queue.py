@@ -81,6 +81,8 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     diagnosis = diagnosis_of(job.config)
     if diagnosis is not None:
         diagnosis.check(settings)
+    if settings.divergence.only and (diagnosis is not None or plain.get("objective") is not None):
+        raise ConfigError("divergence=only makes no rows, which diagnose and objective go by: set divergence=true")
     return settings
 
 

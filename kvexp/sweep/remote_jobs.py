@@ -35,11 +35,12 @@ class JobBatch:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """hashes: runs and baselines; values: each job's objective."""
+    """hashes: runs and baselines; values: each job's objective; unmeasured: as of `Session`."""
 
     hashes: list[str]
     failures: list[Failure]
     values: dict[int, float | None]
+    unmeasured: dict[str, list[str]] = field(default_factory=dict)
 
 
 Engine = Callable[
@@ -64,6 +65,9 @@ def run_remote(jobs: Sequence[HydraJob], shards: int, engine: Engine, session: S
             session.add_runs(*outcome.hashes)
             for failure in outcome.failures:  # told where its worker ran, which nobody may be looking at
                 session.add_failure(failure.job, failure.why, told=False)
+            for why, names in outcome.unmeasured.items():
+                for name in names:
+                    session.add_unmeasured(name, why)
             values |= outcome.values
         else:
             _lost(shipments[place], outcome, session)
@@ -76,7 +80,8 @@ def run_batch(shipment: JobBatch) -> BatchResult:
     with active(Session(overrides_of_jobs=shipment.words)) as session:
         _load_methods(shipment.methods)
         values = run_jobs(shipment.jobs, session)
-    return BatchResult(session.hashes, session.failures, dict(zip(map(_number, shipment.jobs), values, strict=True)))
+    by_number = dict(zip(map(_number, shipment.jobs), values, strict=True))
+    return BatchResult(session.hashes, session.failures, by_number, session.unmeasured)
 
 
 def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Iterator[JobBatch]:

@@ -83,9 +83,16 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
     console = Console(markup=False)
     if session.hashes:
         from kvexp.results import print_table, table  # late: a command that made nothing does not wait for pandas
+        from kvexp.results.divergence_print import divergence_frames, print_choices, print_divergence
 
-        frame = table(outputs_dir, {"hash": session.hashes})
-        print_table(frame, console)
+        made = {"hash": session.hashes}
+        frame, (divergence, choices) = table(outputs_dir, made), divergence_frames(outputs_dir, made)
+        if frame["n"].sum() or divergence.empty:  # divergence=only makes no rows
+            print_table(frame, console)
+        print_divergence(divergence, console)
+        print_choices(choices, console)
+        for why, names in session.unmeasured.items():
+            console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
     if session.failures and jobs:
         console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.divergence.divergence_file import TEXTS, Line, read
+from kvexp.record.divergence_lines import TEXTS, Line, read
 from kvexp.results import intervals, stats
-from kvexp.results.read import Folder
+from kvexp.results.read import Folder, number
 from kvexp.results.stats import Floats
 
 EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
 EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
+FEW_SLOTS = 8.0  # slots per layer and head: with fewer, what a method always keeps is most of what it keeps
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the
 # error asked for, which in simulation (tests/test_divergence_table.py) keeps the false verdicts at the nominal rate.
@@ -65,22 +66,34 @@ class PerExample:
 
 
 def divergence_table(
-    folders: Iterable[Folder], epsilon_kl: float = EPSILON_KL, epsilon_top1: float = EPSILON_TOP1
+    folders: Iterable[Folder], epsilon_kl: float | None = None, epsilon_top1: float | None = None
 ) -> pd.DataFrame:
-    """Rows for the runs that have lines; verdicts are corrected for the runs of the same model, task and text."""
-    families: dict[str, list[tuple[Folder, PerExample]]] = defaultdict(list)
+    """Rows for the runs that have lines; verdicts are corrected for the runs of the same model, task and text.
+
+    epsilon_kl, epsilon_top1: None takes what each run was asked for with (`epsilon_kl` of its configuration).
+    """
+    families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
     for folder in folders:
         lines = list(read(folder.run).values()) if folder.run.baseline is not None else []
         for text in TEXTS:
             found = PerExample.of([line for line in lines if line["text"] == text])
             if found is not None:
-                families[repr([folder.labels.get("model"), folder.labels.get("task"), text])].append((folder, found))
+                names = repr([folder.labels.get("model"), folder.labels.get("task")])
+                families[names, text].append((folder, found))
     rows = []
-    for key, family in families.items():
-        text = next(text for text in TEXTS if key.endswith(f"'{text}']"))
+    for (_, text), family in families.items():
         level = stats.corrected_level(len(family))
-        rows += [_row(folder, found, text, level, epsilon_kl, epsilon_top1) for folder, found in family]
+        for folder, found in family:
+            asked = asked_epsilons(folder)
+            epsilons = (epsilon_kl or asked[0], epsilon_top1 or asked[1])
+            rows.append(_row(folder, found, text, level, *epsilons))
     return pd.DataFrame(rows)
+
+
+def asked_epsilons(folder: Folder) -> tuple[float, float]:
+    """What a run's configuration names: of KL and of the share of other top tokens; the defaults for older runs."""
+    config = (folder.run.command or {}).get("config") or {}
+    return float(config.get("epsilon_kl") or EPSILON_KL), float(config.get("epsilon_top1") or EPSILON_TOP1)
 
 
 def _row(
@@ -96,10 +109,38 @@ def _row(
     row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
     row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": 1 - top1[1], "top1_high": 1 - top1[0]}
     row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
-    row |= {"ppl_ratio": math.exp(-change)}
+    row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
     row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
     row["verdict_top1"] = decide(share_interval(found.differs, found.tokens, level), epsilon_top1)
+    row |= _sizes(folder)
     return row | {"hash": folder.run.hash}
+
+
+def _sizes(folder: Folder) -> dict[str, Any]:
+    """Slots and bytes at the end of the rows, NaN where there are none (divergence=only)."""
+    receipts = [row["receipt"] for row in folder.scored.values() if row.get("receipt")]
+    each = {name: np.array([number(receipt.get(name)) for receipt in receipts]) for name in ("slots", "kv_bytes")}
+    means = {name: _mean(values[np.isfinite(values)]) for name, values in each.items()}
+    return means | {"few_slots": bool(means["slots"] < FEW_SLOTS)}
+
+
+def by_position(lines: Iterable[Line]) -> pd.DataFrame:
+    """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1.
+
+    lines: of one run and kind of text. Position 1 of a text that the prefill predicts is there too: it is the same for
+    every method, and 0 up to rounding.
+    """
+    kl: dict[int, list[float]] = defaultdict(list)
+    same: dict[int, list[float]] = defaultdict(list)
+    for line in lines:
+        for place, (one, equal) in enumerate(zip(line["kl"], line["same_top1"], strict=True), 1):
+            kl[place].append(max(one, 0.0))
+            same[place].append(float(equal))
+    rows = [
+        {"position": place, "n": len(kl[place]), "kl": float(np.mean(kl[place])), "top1": float(np.mean(same[place]))}
+        for place in sorted(kl)
+    ]
+    return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
 
 
 def _mean(values: Floats) -> float:

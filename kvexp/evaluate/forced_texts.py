@@ -1,0 +1,113 @@
+"""Divergence of runs that share a prefill: which of them are forced which texts, and the lines that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvexp.config.settings import Settings
+from kvexp.evaluate.outputs import ModelOutput
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
+from kvexp.record.divergence_lines import OWN, Line
+
+if TYPE_CHECKING:
+    from kvexp.models.types import Model, Tokenizer
+
+Items = Sequence[tuple[int, TokenizedExample]]
+
+
+@dataclass
+class ForcedTexts:
+    """What a batch's shared prefill is used for, runs being named by their place among those that share it.
+
+    answering: places of the runs that generate their own answers; full: the full cache's place; texts: kind of text ->
+    places of the runs that are forced it. lines: what came out, by place.
+    """
+
+    answering: list[int]
+    full: int
+    texts: dict[str, list[int]]
+    lines: dict[int, list[Line]] = field(default_factory=dict)
+
+    def copies(self, contexts: Sequence[Any], rows: Sequence[int], *, keep: bool) -> list[dict[int, Any]]:
+        """For each kind of text the contexts it uses up, by place: these rows of contexts of all runs.
+
+        keep: the contexts will be needed again. Without it a context that nothing else uses up is not copied.
+        """
+        spare = not keep and len(self.texts) == 1
+
+        def taken(place: int) -> Any:
+            return contexts[place] if spare and place not in self.answering else contexts[place].fork(rows)
+
+        return [{place: taken(place) for place in (self.full, *places)} for places in self.texts.values()]
+
+    def measure(
+        self,
+        settings: Settings,
+        model: Model,
+        tokenizer: Tokenizer,
+        copies: Sequence[dict[int, Any]],
+        batch: Items,
+        answers: Mapping[int, ModelOutput],
+        seeds: Sequence[int],
+    ) -> None:
+        """Fill in the lines of a batch of prompts with questions of one length, or none.
+
+        settings: any of the runs'; answers: the full cache's by index, none where it has not generated; seeds: of its
+        generation.
+        """
+        own = [answers[index].tokens for index, _ in batch] if answers else None
+        for (kind, places), contexts in zip(self.texts.items(), copies, strict=True):
+            _one_text(self, settings, model, tokenizer, kind, places, contexts, batch, own, seeds)
+
+
+def _one_text(
+    into: ForcedTexts,
+    settings: Settings,
+    model: Model,
+    tokenizer: Tokenizer,
+    kind: str,
+    places: Sequence[int],
+    contexts: Mapping[int, Any],
+    batch: Items,
+    own: Sequence[Sequence[int]] | None,
+    seeds: Sequence[int],
+) -> None:
+    from kvexp.generate import decode, divergence_from_full
+    from kvexp.generate.divergence import read_questions
+    from kvexp.generate.inputs import eos_ids
+
+    new, decoding = settings.decoding.max_new_tokens, settings.decoding
+    texts: Sequence[Sequence[int]] | None = own
+    if kind != OWN:
+        chat = settings.model.chat
+        texts = [reference_tokens(prompt, tokenizer, new, chat=chat) for _, prompt in batch]
+        rows = [row for row, text in enumerate(texts) if text]  # others have no reference answer to force
+        if not rows:
+            return
+        if len(rows) < len(batch):
+            contexts = {place: context.fork(rows) for place, context in contexts.items()}
+            batch, texts = [batch[row] for row in rows], [texts[row] for row in rows]
+    each = [contexts[place] for place in (into.full, *places)]
+    question = batch[0][1].question
+    for context in each:
+        context.set_max_new_tokens(len(question) + new)
+    if question:
+        read_questions(model, each, [prompt.question for _, prompt in batch])
+    first, *others = each
+    if texts is None and (decoding.stop_strings or decoding.min_new_tokens):  # more than a greedy step decides
+        context = first.fork(list(range(len(batch))))
+        texts = decode(model, [context], decoding, list(seeds), tokenizer, start=0.0)[0].tokens
+    found = divergence_from_full(model, first, others, texts, max_new_tokens=new, eos=eos_ids(model, decoding.eos))
+    for place, each_row in zip(places, found, strict=True):
+        for (index, prompt), one in zip(batch, each_row, strict=True):
+            line = {"example": prompt.example.id, "index": index, "text": kind, "first_by_prefill": not question}
+            line |= asdict(one) | {"same_top1": [int(same) for same in one.same_top1]}
+            into.lines.setdefault(place, []).append(line)
+
+
+def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:
+    """The reference answer's first `most` tokens as they stand behind the prompt; none where there is none."""
+    words = prompt.example.reference
+    return continuation(prompt, tokenizer, chat=chat, words=words)[:most] if words.strip() else []

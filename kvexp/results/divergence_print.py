@@ -1,0 +1,150 @@
+"""The divergence table of runs for people: a block per model, task and text, and comparisons of every two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.text import Text
+
+from kvexp.console import Console
+from kvexp.record.divergence_lines import OWN
+from kvexp.results.answer_changes import choice_table, with_answers
+from kvexp.results.columns import Column, Row, plain, shared_settings
+from kvexp.results.divergence_table import FEW_SLOTS, divergence_table
+from kvexp.results.read import chosen, folders
+from kvexp.results.render import print_columns
+from kvexp.results.units import TOO_FEW, absent, fixed
+
+
+def divergence_frames(
+    outputs_dir: str | Path,
+    where: Mapping[str, Any],
+    epsilon_kl: float | None = None,
+    epsilon_top1: float | None = None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What is recorded of the chosen runs: a `divergence_table` with `answer_changes`, and a `choice_table`."""
+    found = folders(outputs_dir)
+    known = {folder.run.hash: folder for folder in found}
+    shown = [folder for folder in chosen(found, where) if not folder.refused]
+    frame = with_answers(divergence_table(shown, epsilon_kl, epsilon_top1), shown, known)
+    return frame, choice_table(shown, known)
+
+
+def print_choices(frame: pd.DataFrame, console: Console) -> None:
+    """A frame of `choice_table`; nothing for an empty one."""
+    if frame.empty:
+        return
+    for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
+        made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
+        shared, rows = shared_settings(made)
+        console.print(Text(", ".join([f"{model} / {task}: choices beside the full cache's", *shared]), style="bold"))
+        columns = [
+            Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+            plain("kv_ratio", "kv_ratio"),
+            plain("n", "n"),
+            Column("right to\nwrong", lambda row: fixed(row["lost"], 0)),
+            Column("wrong to\nright", lambda row: fixed(row["won"], 0)),
+            Column("KL over\nchoices", lambda row: fixed(row["choice_kl"], 4)),
+            Column("95 %", lambda row: _ends(row, "kl", 4)),
+        ]
+        print_columns(rows, columns, 2, console)
+
+
+def print_divergence(frame: pd.DataFrame, console: Console) -> None:
+    """Every block of a frame of `divergence_table`, and what its columns mean; nothing for an empty one."""
+    if frame.empty:
+        return
+    for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False, dropna=False):
+        print_block(f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console)
+    console.print(legend(frame), highlight=False)
+
+
+def said(text: str) -> str:
+    """A kind of text in words."""
+    return "its own greedy answer" if text == OWN else "the reference answer"
+
+
+def legend(frame: pd.DataFrame) -> str:
+    """What the verdicts and columns of these rows stand for."""
+    kl, top1 = (" or ".join(f"{value:g}" for value in sorted(set(frame[name]))) for name in ("epsilon", "epsilon_top1"))
+    return (
+        f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
+        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {top1} differ; the first "
+        "token, which the full prefill predicts, is left out; equal tokens, parts at: of the answers a run writes "
+        "itself, median of the first token that differs (docs/divergence.md)"
+    )
+
+
+def print_block(title: str, part: pd.DataFrame, console: Console) -> None:
+    """The rows of one model, task and text."""
+    made: list[dict[str, Any]] = part.sort_values(["kv_ratio", "kl"]).to_dict("records")  # type: ignore[assignment]
+    shared, rows = shared_settings(made)
+    console.print(Text(", ".join([title, *shared]), style="bold"))
+    print_columns(rows, columns_of(rows), 2, console)
+    few = [row for row in rows if row["few_slots"]]
+    if few:
+        names = ", ".join(f"{name_of(row)} ({row['slots']:.1f})" for row in few)
+        console.print(Text(f"under {FEW_SLOTS:g} slots, where a budget is hardly a choice: {names}", style="yellow"))
+
+
+def name_of(row: Row) -> str:
+    """h2o 0.5, or h2o budget.tokens=40."""
+    ratio = "" if absent(row.get("kv_ratio")) else f"{row['kv_ratio']:g}"
+    return " ".join(filter(None, [row["method"], ratio, row.get("setting") or ""]))
+
+
+def columns_of(rows: Sequence[Row]) -> list[Column]:
+    """What is shown of a run."""
+    settings = any(row.get("setting") for row in rows)
+    return [
+        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False)
+        if settings
+        else plain("method", "method", right=False),
+        plain("kv_ratio", "kv_ratio"),
+        plain("n", "n"),
+        plain("tokens", "tokens"),
+        Column("KL", lambda row: fixed(row["kl"], 4)),
+        Column("95 %", lambda row: _ends(row, "kl", 4)),
+        Column("median", lambda row: fixed(row["kl_p50"], 4)),
+        Column("99 % of\ntokens", lambda row: fixed(row["kl_p99"], 2)),
+        Column("verdict\non KL", lambda row: row["verdict_kl"], right=False),
+        Column("same\ntop-1", lambda row: f"{row['top1']:.1%}"),
+        Column("95 %", lambda row: _ends(row, "top1", 3)),
+        Column("verdict\non top-1", lambda row: row["verdict_top1"], right=False),
+        Column("perplexity\nratio", lambda row: fixed(row["ppl_ratio"], 3)),
+        *_answers(rows),
+    ]
+
+
+def _answers(rows: Sequence[Row]) -> list[Column]:
+    """Where rows hold the tokens of free-running answers."""
+    if all(absent(row.get("same_tokens")) for row in rows):
+        return []
+    return [
+        Column("equal\ntokens", lambda row: "-" if absent(row["same_tokens"]) else f"{row['same_tokens']:.0%}"),
+        Column("parts\nat", lambda row: fixed(row["parts_at"], 1)),
+    ]
+
+
+def _ends(row: Row, name: str, digits: int) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return TOO_FEW if absent(low) else f"{low:.{digits}f}..{high:.{digits}f}"
+
+
+def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
+    """A frame of `compared`; part: the rows of its runs."""
+    names = {row["hash"]: name_of(row) for row in part.to_dict("records")}  # type: ignore[arg-type]
+    rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
+    columns = [
+        Column("one", lambda row: names[row["one"]], right=False),
+        Column("other", lambda row: names[row["other"]], right=False),
+        plain("n", "n"),
+        Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
+        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
+        Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
+        Column("less divergence", lambda row: names.get(row["better"], "undecided"), right=False),
+    ]
+    print_columns(rows, columns, 2, console)

@@ -1,0 +1,62 @@
+"""What of a run's divergence no group of the sweep has measured: by itself, with the full cache beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+
+from kvexp.config.divergence_options import generates, refusal
+from kvexp.config.settings import Settings
+from kvexp.record import Run
+from kvexp.session import Session
+from kvexp.sweep.group_run import GroupRun
+from kvexp.sweep.prefill_groups import claim_all, opened, run_missing
+from kvexp.terminal import say
+
+
+def measure_rest(settings: Settings, session: Session) -> Run:
+    """Force the texts that one run lacks; says on stderr what cannot be. Returns the run."""
+    members = [settings.baseline(), settings] if settings.divergence.only else [settings]
+    pairs = opened(members)
+    if (why := refusal(settings)) is not None:
+        if generates(settings):
+            session.add_unmeasured(_name(settings), why)
+    else:
+        with ExitStack() as claims:
+            claim_all(pairs[-1:], claims, timeout=None)
+            for line in measure(pairs[-1:], session):
+                say(line, file=sys.stderr)
+    return pairs[-1][1]
+
+
+def measure(
+    pairs: Sequence[tuple[Settings, Run]], session: Session, within: Mapping[str, Collection[str]] | None = None
+) -> list[str]:
+    """Force the texts that claimed runs of one group lack; returns a line for each that some are missing of still.
+
+    within: hash -> the examples that may be forced, of each run.
+    """
+    examples = list(pairs[0][0].task.examples())
+    todo = list(enumerate(examples))
+
+    def members() -> list[GroupRun]:
+        made = [GroupRun(*pair, examples, (within or {}).get(pair[1].hash)) for pair in pairs]
+        for member in made:
+            member.done = {example.id for example in examples}  # rows are not what is wanted here
+        return made
+
+    working = members()
+    run_missing(working, examples, session, least=1)
+    told = []
+    for before, after in zip(working, members(), strict=True):  # read again: other processes may have written
+        if left := after.missing(todo):
+            why = before.error or "prompts that its budget does not hold, or too little memory or time"
+            told.append(f"divergence of {_name(after.settings)}: {left} texts were not forced ({why})")
+    return told
+
+
+def _name(settings: Settings) -> str:
+    labels = settings.labels
+    ratio = labels.get("kv_ratio")
+    return " ".join(filter(None, [labels["method"], "" if ratio is None else f"{ratio:g}", labels["setting"]]))
