@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 import kvexp
 from kvexp.evictions.eviction_files import EVICTIONS, Told, write_table, write_told
-from kvexp.record import Run, refuse
+from kvexp.record import Run, divergence_lines, refuse
+from kvexp.results.divergence_scale import write_scale
 
 EVIL = "<script>alert(1)</script>"
 WORSE = "</script><img src=x onerror=alert(2)><b>&lt;"
@@ -64,6 +67,19 @@ def diagnosed(run: Run) -> None:
     write_table(run, "e1", EVICTIONS, log | {"score": [0.0] * 4, "rank": [0] * 4, "threshold": [1.0] * 4})
 
 
+def diverging(run: Run, level: float) -> None:
+    """Divergences of three tokens an example around this level of KL, the first of them the prefill's; and a scale."""
+    lines = []
+    for index in range(EXAMPLES):
+        kl = [0.0, level * (1 + 0.1 * (index % 3)), 2 * level]
+        line = {"example": f"e{index}", "index": index, "text": "own", "first_by_prefill": True, "tokens": [1, 2, 3]}
+        numbers = {"kl": kl, "full_logprob": [-1.0] * 3, "logprob": [-1.0 - level] * 3, "same_top1": [1, 1, index % 2]}
+        lines.append(line | numbers)
+    divergence_lines.append(run, lines)
+    changes = [{"change": f"{bits}-bit {EVIL}", "n": 8, "kl": 0.02 / bits, "top1": 0.99} for bits in (8, 4)]
+    write_scale(run, pd.DataFrame(changes))
+
+
 def outputs(folder: Path) -> Path:
     """Two models and three tasks, one of them a needle; one run each partial, failed, refused, of older NUMERICS."""
     full = run(folder, labels("tiny", "xsum", "full"), 1.0, None, timed=True)
@@ -73,7 +89,8 @@ def outputs(folder: Path) -> Path:
         ("keyformer", 0.3, 0.6),
         ("keyformer", 0.6, 0.99),
     ):
-        run(folder, labels("tiny", "xsum", method, ratio), score, full.hash, timed=True, said="wrong")
+        made = run(folder, labels("tiny", "xsum", method, ratio), score, full.hash, timed=True, said="wrong")
+        diverging(made, 1 - score)
     run(folder, labels("tiny", "xsum", "tova", 0.3), 0.4, full.hash, rows=6, timed=True, finish=False)
     failed = Run.open(folder, {"failed": 1}, labels("tiny", "xsum", "snapkv", 0.3), baseline=full.hash)
     failed.fail(RuntimeError(f"out of memory {EVIL}"))

@@ -1,12 +1,18 @@
 """Known changes of a model, which say what a divergence is worth."""
 
 import copy
+import math
 
+import pandas as pd
 import pytest
 import torch
-from tiny import stock, tokens
+from tiny import stock, tiny, tokens
 
-from kvexp.divergence.scale import forced_logits, line_of, rounded, scale_table, with_rounded_weights
+from kvexp.core import Budget, CacheConfig
+from kvexp.divergence.scale import forced_logits, line_of, logits_under, rounded, scale_table, with_rounded_weights
+from kvexp.methods import Full, Keyformer
+from kvexp.record import Run
+from kvexp.results.divergence_scale import NAME, read_scale, scale_of, write_scale
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -44,3 +50,23 @@ def test_fewer_bits_diverge_more_and_none_not_at_all():
     frame = scale_table(found).set_index("change")
     assert frame.loc["16", "kl"] < 1e-5 < frame.loc["8", "kl"] < frame.loc["4", "kl"]
     assert frame.loc["16", "top1"] == 1
+
+
+def test_fed_token_by_token_under_a_full_cache_is_one_forward():
+    model, prompt, text = tiny("llama"), tokens(1, 30).tolist(), tokens(2, 6).tolist()
+    whole = CacheConfig(Full())
+    assert torch.allclose(logits_under(model, whole, prompt, text, 0), forced_logits(model, prompt, text), atol=1e-5)
+    noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
+    one, same, other = (logits_under(model, noised, prompt, text, seed) for seed in (3, 3, 4))
+    assert torch.equal(one, same) and torch.allclose(one[0], other[0]) and not torch.allclose(one, other, atol=1e-3)
+
+
+def test_a_scale_is_kept_in_its_runs_folder(tmp_path):
+    run = Run.open(tmp_path, {"method": "h2o"}, {"method": "h2o"})
+    assert read_scale(run) == [] == scale_of([run])
+    frame = pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.01, "kl_low": math.nan, "top1": 0.9}])
+    write_scale(run, frame)
+    assert read_scale(run) == [{"change": "8-bit", "n": 3, "kl": 0.01, "kl_low": None, "top1": 0.9}] == scale_of([run])
+    (run.path / NAME).write_text('{"changes": [{"change": "8-bit", "kl": "much"}]}')
+    with pytest.warns(UserWarning, match="numbers kl and top1"):
+        assert read_scale(run) == []

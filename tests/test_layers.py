@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "results": {".errors", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
     "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
-    "report": {".errors", ".results", ".figures", ".evictions", "pandas", "plotly"},
+    "report": {".errors", ".record", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
     "user_methods": {".errors", ".paths", ".digests", ".core", "torch"},
     "config": {
@@ -99,8 +99,20 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {".errors", ".paths", ".pipes", ".user_methods", ".run", ".sweep"},
     "__main__": {".cli"},  # kvexp/__main__.py
     "divergence": {
-        *(".errors", ".console", ".models", ".generate", ".tasks", ".config", ".evaluate", ".diagnose", ".record"),
-        *(".session", ".sweep", ".results", ".terminal", ".pipes", "torch", "numpy", "pandas", "rich"),
+        *(".errors", ".console", ".core", ".methods", ".models", ".generate", ".tasks", ".config", ".evaluate"),
+        *(
+            ".diagnose",
+            ".record",
+            ".session",
+            ".sweep",
+            ".results",
+            ".terminal",
+            ".pipes",
+            "torch",
+            "numpy",
+            "pandas",
+            "rich",
+        ),
     },
     "diagnose": {
         *(

@@ -2,7 +2,9 @@
 
 python -m kvexp.divergence.scale RUN takes the texts of one measured run (the full cache's own answers) and puts beside
 the unchanged model: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per output row), the
-whole model in bfloat16, and the prompt without one token drawn at random. Everything is read in one forward.
+whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache with one seed of
+its noise beside itself with another. The last is fed token by token, all others are read in one forward. The table is
+kept in the run's folder, where the report finds it.
 """
 
 from __future__ import annotations
@@ -23,16 +25,21 @@ from torch import Tensor, nn
 
 from kvexp.config.model_spec import load
 from kvexp.console import Console, Progress
+from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.runs import examples_of, settings_at
 from kvexp.errors import ConfigError
 from kvexp.evaluate.example_prompts import prompt_of
+from kvexp.generate import prefill
 from kvexp.generate.divergence import compare
+from kvexp.generate.prefilled_context import decode_step
+from kvexp.methods import Keyformer
 from kvexp.models import unpack_linear
 from kvexp.pipes import watch_pipes
 from kvexp.record import Run
 from kvexp.record.divergence_lines import OWN, Line, read
 from kvexp.results import stats
 from kvexp.results.columns import Column, plain
+from kvexp.results.divergence_scale import write_scale
 from kvexp.results.divergence_table import PerExample, share_interval
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from kvexp.models.types import Model
 
 DROPPED = "prompt less one token"
+SEEDS = "two seeds of keyformer 0.5"
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
@@ -79,6 +87,18 @@ def forced_logits(model: Model, prompt: Sequence[int], text: Sequence[int]) -> T
     return logits.float()
 
 
+@torch.no_grad()
+def logits_under(model: Model, config: CacheConfig, prompt: Sequence[int], text: Sequence[int], seed: int) -> Tensor:
+    """[N, V] float32: `forced_logits` with this cache, fed token by token. seed: of the method's noise."""
+    context = prefill(model, [list(prompt)], config, max_new_tokens=len(text), seeds=seed)
+    device = context.ids.device
+    logits, position = [context.logits], context.mask.sum(1, keepdim=True) - 1
+    for token in text[:-1]:
+        position = position + 1
+        logits.append(decode_step(model, torch.tensor([[token]], device=device), position, context.cache))
+    return torch.cat(logits).float()
+
+
 def line_of(full: Tensor, changed: Tensor, text: Sequence[int], example: str, index: int) -> Line:
     """As divergence.jsonl has it; logits [N, V] of both."""
     kl, full_logprob, logprob, same = compare(full, changed, torch.tensor(list(text))).tolist()
@@ -94,13 +114,19 @@ def measured(run: Run) -> dict[str, list[Line]]:
     settings = settings_at(run)
     rows = [row for row in run.rows() if row["example"] in texts]
     model, tokenizer = load(settings.model)
-    unpack_linear(model)  # a packed copy of the weights would not see them change
     prompts: dict[str, list[int]] = {}
     for example in examples_of(settings, rows):
         asked = prompt_of(settings, model, tokenizer, example)
         prompts[example.id] = [*asked.ids, *asked.question]
-    found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED)}
-    with Progress("scale", (len(found) + 1) * len(prompts), 0, "forwards") as progress:
+    found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
+    with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
+        noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
+        for name, prompt in prompts.items():
+            text, index = texts[name]["tokens"], texts[name]["index"]
+            one, other = (logits_under(model, noised, prompt, text, zlib.crc32(name.encode()) + i) for i in (0, 1))
+            found[SEEDS].append(line_of(one, other, text, name, index) | {"first_by_prefill": True})
+            progress.advance()
+        unpack_linear(model)  # a packed copy of the weights would not see them change
         known = {}
         for name, prompt in prompts.items():
             known[name] = forced_logits(model, prompt, texts[name]["tokens"])
@@ -143,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     args = parser.parse_args(argv)
     try:
-        frame = scale_table(measured(Run.load(args.run)))
+        run = Run.load(args.run)
+        frame = scale_table(measured(run))
+        write_scale(run, frame)
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2

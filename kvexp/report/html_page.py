@@ -7,12 +7,22 @@ from kvexp.errors import ConfigError
 from kvexp.report.escape import digest, embed
 from kvexp.report.run_index import index
 from kvexp.report.section import Section
-from kvexp.report.sections import about, cost_section, explorer, kept, needle_section, samples, verdicts
+from kvexp.report.sections import (
+    about,
+    cost_section,
+    divergence_section,
+    explorer,
+    kept,
+    needle_section,
+    samples,
+    verdicts,
+)
 from kvexp.report.source import ReportSource
 
 SECTIONS: tuple[Section, ...] = (
     verdicts.SECTION,
     explorer.SECTION,
+    divergence_section.SECTION,
     cost_section.SECTION,
     samples.SECTION,
     kept.SECTION,

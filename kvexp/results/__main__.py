@@ -3,8 +3,9 @@
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -12,6 +13,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import print_table, table, to_markdown
+from kvexp.results.divergence_print import DIVERGENCES, divergence_frames, print_choices, print_divergence
 from kvexp.results.read import unmatched
 from kvexp.results.render import X_AXES
 from kvexp.results.where import where
@@ -26,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always")
         try:
             chosen = where(args.where)
+            if args.metric is not None:
+                return divergence(args, chosen)
             df = table(args.outputs, chosen)
             if df.empty:
                 say(unmatched(args.outputs, chosen))
@@ -49,11 +53,30 @@ def parser() -> argparse.ArgumentParser:
         metavar="LABEL=VALUE",
         help="only these runs: method=h2o,keyformer kv_ratio=0.5 status=done",
     )
+    result.add_argument(
+        "--metric",
+        choices=DIVERGENCES,
+        help="the divergence from the full cache in place of the task's scores, runs of one kv_ratio in its order",
+    )
     result.add_argument("--x", choices=X_AXES, default=X_AXES[0], help="what orders the rows (default: kv_ratio)")
     result.add_argument("--csv", type=Path, metavar="FILE", help="write every column as CSV")
     result.add_argument("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
     result.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
     return result
+
+
+def divergence(args: argparse.Namespace, chosen: Mapping[str, Any]) -> int:
+    """As `main`, of what is measured of divergence; nothing is measured here."""
+    frame, choices = divergence_frames(args.outputs, chosen)
+    if frame.empty and choices.empty:
+        say(f"no run here has a divergence: kvexp divergence {args.outputs} measures it")
+        return 1
+    if args.markdown is not None:
+        raise ConfigError("--markdown writes the table of scores: with --metric use --csv or --parquet")
+    write(choices if frame.empty else frame, args)
+    print_divergence(frame, Console(markup=False), args.metric)
+    print_choices(choices, Console(markup=False))
+    return 0
 
 
 def write(df: pd.DataFrame, args: argparse.Namespace) -> None:

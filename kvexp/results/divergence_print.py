@@ -18,6 +18,8 @@ from kvexp.results.read import chosen, folders
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
 
+DIVERGENCES = ("kl", "top1")
+
 
 def divergence_frames(
     outputs_dir: str | Path,
@@ -53,12 +55,17 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
         print_columns(rows, columns, 2, console)
 
 
-def print_divergence(frame: pd.DataFrame, console: Console) -> None:
-    """Every block of a frame of `divergence_table`, and what its columns mean; nothing for an empty one."""
+def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") -> None:
+    """Every block of a frame of `divergence_table`, and what its columns mean; nothing for an empty one.
+
+    metric: what orders the runs of one kv_ratio, one of DIVERGENCES.
+    """
     if frame.empty:
         return
     for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False, dropna=False):
-        print_block(f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console)
+        print_block(
+            f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console, metric
+        )
     console.print(legend(frame), highlight=False)
 
 
@@ -78,9 +85,11 @@ def legend(frame: pd.DataFrame) -> str:
     )
 
 
-def print_block(title: str, part: pd.DataFrame, console: Console) -> None:
+def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = "kl") -> None:
     """The rows of one model, task and text."""
-    made: list[dict[str, Any]] = part.sort_values(["kv_ratio", "kl"]).to_dict("records")  # type: ignore[assignment]
+    order = part.sort_values(["kv_ratio", metric], ascending=[True, metric == "kl"])
+    made: list[dict[str, Any]] = order.to_dict("records")  # type: ignore[assignment]
+    console.print()
     shared, rows = shared_settings(made)
     console.print(Text(", ".join([title, *shared]), style="bold"))
     print_columns(rows, columns_of(rows), 2, console)
