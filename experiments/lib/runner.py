@@ -118,15 +118,17 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):
+        judged = exhibit.divergence is not None and asked.scale == REAL
         for each in wanted:
             own = [*each.overrides, *asked.overrides(each.experiment)]
             overrides = [f"outputs_dir={asked.outputs}", *small[each.experiment], *map(late, own)]
             if exhibit.measure is not None:
                 parts.append(measured(name, each.experiment, overrides, asked.outputs / "collected", own))
                 continue
-            hashes += [found for found in sweep(each.experiment, overrides) if found not in hashes]
-        judged = exhibit.divergence is not None and asked.scale == REAL and bool(hashes)
-        if judged:
+            # The pass costs as much as the answers do: only where a claim is judged by it.
+            with_pass = [f"divergence={str(judged).lower()}"]
+            hashes += [found for found in sweep(each.experiment, [*overrides, *with_pass]) if found not in hashes]
+        if judged and hashes:
             measure_missing(asked.outputs, hashes)
     if parts:
         return pd.concat(parts, ignore_index=True), None
