@@ -16,6 +16,7 @@ from kvexp.dashboards.wandb_objects import report, workspace
 from kvexp.errors import ConfigError
 from kvexp.figures.style import color_of
 from kvexp.results import table
+from kvexp.results.divergence_print import divergence_frames
 
 pytest.importorskip("wandb_workspaces", reason="comes with kvexp[eval]")
 
@@ -36,6 +37,10 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [read(path) for path in (folder / "wandb").glob("offline-run-*") if path.is_dir()]
 
 
+def whole(folder: Path) -> dict[str, Any]:
+    return spec(table(folder), divergence_frames(folder, {})[0])
+
+
 def panels(described: dict[str, Any], kind: str) -> list[dict[str, str]]:
     return [each for section in described["sections"] for each in section["panels"] if each["kind"] == kind]
 
@@ -48,7 +53,7 @@ def of_kind(value: Any, kind: str) -> list[Any]:
 
 
 def test_every_panel_is_over_keys_that_are_logged(folder: Path, logged: list[dict[str, Any]]) -> None:
-    described = spec(table(folder))
+    described = whole(folder)
     runs = [found for found in logged if found["job_type"] != "sweep"]
     (sweep,) = (found for found in logged if found["job_type"] == "sweep")
     points, lines = panels(described, "points"), panels(described, "lines")
@@ -73,7 +78,7 @@ def test_every_panel_is_over_keys_that_are_logged(folder: Path, logged: list[dic
 def test_every_chart_that_is_logged_has_a_panel(folder: Path, logged: list[dict[str, Any]]) -> None:
     (sweep,) = (found for found in logged if found["job_type"] == "sweep")
     charts = {key.removeprefix("_wandb/visualize/") for key in sweep["config"] if key.startswith("_wandb/visualize/")}
-    assert charts == {each["key"] for each in panels(spec(table(folder)), "lines")} and len(charts) == 8
+    assert charts == {each["key"] for each in panels(whole(folder), "lines")} and len(charts) == 10
 
 
 def test_an_axis_that_nothing_recorded_has_no_panel(folder: Path) -> None:
@@ -127,7 +132,7 @@ def test_the_spec_is_printed_without_account(
 ) -> None:
     no_account(monkeypatch, tmp_path)
     assert main([str(folder), "--print"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(spec(table(folder))))
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(whole(folder)))
 
 
 def no_account(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

@@ -14,10 +14,14 @@ import pytest
 from kvexp.config.model_spec import tokenizer_of
 from kvexp.diagnose.runs import settings_at
 from kvexp.divergence.__main__ import main
+from kvexp.figures.divergence_curves import main as picture
 from kvexp.record import Run, divergence_lines, runs
+from kvexp.results.__main__ import main as results
+from kvexp.results.divergence_scale import write_scale
 from kvexp.results.divergence_table import (
     PerExample,
     _holm,
+    by_position,
     compared,
     decide,
     divergence_table,
@@ -178,3 +182,46 @@ def test_nothing_to_measure_says_why(tmp_path, capsys):
     assert "sampled answers differ by chance" in capsys.readouterr().out
     assert main([str(tmp_path), "--epsilon", "0"]) == 2
     assert main([str(tmp_path / "none")]) == 2
+
+
+def test_by_position_leaves_out_the_prefills_token():
+    lines = [line(0, [0.0, 0.1, 0.3], same_top1=[1, 1, 0]), line(1, [0.0, 0.3])]
+    frame = by_position(lines)
+    assert frame["position"].tolist() == [2, 3] and frame["n"].tolist() == [2, 1]
+    assert frame["kl"].tolist() == pytest.approx([0.2, 0.3]) and frame["top1"].tolist() == [1.0, 0.0]
+    assert by_position([line(0, [0.5, 0.1], first=False)])["position"].tolist() == [1, 2]
+
+
+def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
+    labels = {"model": "tiny", "task": "xsum", "method": "h2o", "kv_ratio": 0.5}
+    base = Run.open(tmp_path, {"method": "full"}, labels | {"method": "full"})
+    asked = {"config": {"epsilon_kl": 0.2, "epsilon_top1": 0.3}}
+    run = Run.open(tmp_path, labels, labels, baseline=base.hash, command=asked)
+    divergence_lines.append(run, [line(i, [0.0, 0.1, 0.1 + i / 1000]) for i in range(30)])
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.2, 0.3, "equivalent")
+    (row,) = divergence_table(folders(tmp_path), 0.05).to_dict("records")
+    assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.05, 0.3, "worse")
+
+
+def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
+    for method, level in (("near", 0.01), ("far", 0.3)):
+        for ratio in (0.3, 0.6):
+            made(tmp_path, method, [line(i, [0.0, level, level * (1 + i / 40)]) for i in range(30)], kv_ratio=ratio)
+    write_scale(next(runs(tmp_path)), pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.003, "top1": 0.98}]))
+    for axis in ("kv_ratio", "position"):
+        assert picture([str(tmp_path), str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
+    drawn = (tmp_path / "kv_ratio.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("near", "far", "epsilon 0.05"))
+    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--x", "bytes"]) == 2, "no rows, so no bytes"
+    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--text", "reference"]) == 2
+    assert "kvexp divergence" in capsys.readouterr().err
+
+
+def test_results_print_the_metric(tmp_path, capsys):
+    made(tmp_path, "h2o", [line(i, [0.0, 0.1, 0.2]) for i in range(24)])
+    assert results([str(tmp_path), "--metric", "kl", "--csv", str(tmp_path / "kl.csv")]) == 0
+    assert "KL divergence from the full cache" in capsys.readouterr().out
+    assert pd.read_csv(tmp_path / "kl.csv")["kl"].tolist() == pytest.approx([0.15])
+    assert results([str(tmp_path), "--metric", "top1", "--markdown", "x.md"]) == 2
+    assert results([str(tmp_path), "--metric", "kl", "--where", "method=full"]) == 1

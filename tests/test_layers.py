@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "record": {".errors"},
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
     "results": {".errors", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
-    "figures": {".errors", ".results", "numpy", "pandas", "matplotlib"},
+    "figures": {".errors", ".record", ".results", "numpy", "pandas", "matplotlib"},
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".record", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},

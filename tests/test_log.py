@@ -1,6 +1,7 @@
 """wandb offline: what is published is read back from the record on disk."""
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from kvexp.errors import ConfigError
 from kvexp.log import check, default_mode, publish
 from kvexp.log.publish import _points
-from kvexp.record import Run
+from kvexp.record import Run, divergence_lines
 from kvexp.results import table
 
 pytest.importorskip("wandb", reason="comes with kvexp[eval]")
@@ -85,8 +86,16 @@ def outputs(tmp_path: Path) -> Path:
         for index in range(30):
             run.append(row(index, factor * (index + 1.0), evicts=method == "h2o"))
         run.finish(30)
+        if method == "h2o":
+            divergence_lines.append(run, [diverging(index) for index in range(30)])
         baseline = run.hash if method == "full" else baseline
     return folder
+
+
+def diverging(index: int) -> dict[str, Any]:
+    """Two tokens after the prefill's, of KL 0.1 and 0.3."""
+    line = {"example": f"e{index}", "index": index, "text": "own", "first_by_prefill": True, "tokens": [1, 2, 3]}
+    return line | {"kl": [0.0, 0.1, 0.3], "full_logprob": [-1.0] * 3, "logprob": [-1.5] * 3, "same_top1": [1, 1, 0]}
 
 
 def command(outputs: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -129,6 +138,10 @@ def check_run(found: dict[str, Any], expected: dict[str, Any], run: Run) -> None
         assert summary.get(name) == (None if missing else pytest.approx(expected[name]))
     if expected["method"] == "h2o":
         assert summary["rouge1_of_full"] == pytest.approx(90) and summary["verdict99"] == "fail"
+        assert summary["divergence.own.kl"] == pytest.approx(0.2) and summary["divergence.own.top1"] == 0.5
+        assert summary["divergence.own.verdict_kl"] == "worse"
+    else:
+        assert not [name for name in summary if name.startswith("divergence")]
     if expected["method"] == "window":
         assert summary["verdict99"] == "void" and "rouge1_of_full" not in summary
 
@@ -150,6 +163,8 @@ def check_sweep(found: dict[str, Any], folder: Path) -> None:
     points = [tuple(point) for point in chart["data"] if "mark" not in point[0]]
     assert points == [("h2o", 0.5, pytest.approx(90.0))]  # neither the void nor the failed run
     assert {point[0] for point in chart["data"]} == {"h2o", "99 % mark", "99.9 % mark"}
+    (chart,) = (each for each in tables if each["columns"] == ["line", "kv_ratio", "log10_kl"])
+    assert [tuple(point) for point in chart["data"]] == [("h2o", 0.5, pytest.approx(math.log10(0.2)))]
     (whole,) = (each for each in tables if "hash" in each["columns"])
     assert len(whole["data"]) == 4
 

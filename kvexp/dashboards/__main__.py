@@ -18,6 +18,7 @@ from kvexp.log import check
 from kvexp.log.mode import PROJECT, has_account
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
+from kvexp.results.divergence_print import divergence_frames
 from kvexp.terminal import say
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         frame = table(args.outputs)
         if frame.empty:
             raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
-        described = spec(frame)
+        described = spec(frame, divergence_frames(args.outputs, {})[0])
         if args.print:
             say(json.dumps(described, indent=2))
             return 0

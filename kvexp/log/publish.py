@@ -11,10 +11,12 @@ from kvexp.errors import ConfigError
 from kvexp.log.mode import PROJECT, check
 from kvexp.record import Run
 from kvexp.results import table
+from kvexp.results.divergence_print import divergence_frames
 
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it
 MARKS = (99.0, 99.9)
+DIVERGENCE = ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
 
 
 def publish(
@@ -37,14 +39,17 @@ def publish(
     for outputs, paths in _by_parent(run_paths).items():
         loaded = {run.hash: run for run in map(Run.load, paths)}
         df = table(outputs, {"hash": list(loaded)})
+        divergence, _ = divergence_frames(outputs, {"hash": list(loaded)})
         place = Path(directory) if directory is not None else outputs
         place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
         groups = [[experiment] if experiment else _groups(row) for row in _records(df)]
         for row, names in zip(_records(df), groups, strict=True):
+            row |= summary_of(divergence, row["hash"])
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
         for name in dict.fromkeys(name for names in groups for name in names):
             part = df[[name in names for names in groups]]
-            written.append(_publish_sweep(name, part, project, mode, place))
+            own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
+            written.append(_publish_sweep(name, part, own, project, mode, place))
     return [path for path in written if path.is_dir()]  # disabled writes nothing
 
 
@@ -84,8 +89,16 @@ def _publish_run(
         return Path(published.dir).parent
 
 
-def _publish_sweep(group: str, df: DataFrame, project: str, mode: str, place: Path) -> Path:
-    """The table of all runs and, per model and task, quality against kv_ratio and against bytes."""
+def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
+    """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
+    found: dict[str, Any] = {}
+    for row in _records(divergence[divergence["hash"] == key]) if len(divergence) else ():
+        found |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
+    return found
+
+
+def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: str, mode: str, place: Path) -> Path:
+    """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
     import wandb
 
     key = hashlib.sha256(" ".join(sorted(df["hash"])).encode()).hexdigest()[:16]
@@ -105,6 +118,12 @@ def _publish_sweep(group: str, df: DataFrame, project: str, mode: str, place: Pa
                     data, axis, f"{metric}_of_full", stroke="line", title=f"{title}: {metric}, % of full"
                 )
                 published.log({chart_key(axis, title): chart})
+        for title, rows in divergence_charts(divergence).items():
+            for axis in ("kv_ratio", "kv_bytes"):
+                points = sorted(_along(rows, axis, "kl"), key=lambda point: point[1])
+                data = wandb.Table(["line", axis, "log10_kl"], [[line, x, math.log10(kl)] for line, x, kl in points])
+                chart = wandb.plot.line(data, axis, "log10_kl", stroke="line", title=f"{title}: log10 of KL, nats")
+                published.log({divergence_key(axis, title): chart})
         published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
         return Path(published.dir).parent
 
@@ -118,6 +137,20 @@ def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def divergence_charts(divergence: DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """Rows of `divergence_table` by model, task and kind of text; a KL of 0 has no place on a log axis."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in _records(divergence):
+        if row["kl"] > 0:
+            found.setdefault(f"{_title(row, ' / ')}, {row['text']}", []).append(row)
+    return found
+
+
+def divergence_key(axis: str, title: str) -> str:
+    """What a sweep's chart of divergence is logged as."""
+    return f"divergence vs {axis}: {title}"
+
+
 def chart_key(axis: str, title: str) -> str:
     """What a sweep's chart is logged as; wandb keeps its points under this and `_table`."""
     return f"quality vs {axis}: {title}"
@@ -128,11 +161,16 @@ def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[I
 
     A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
     """
-    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
-    points = [[" ".join(name), row.get(axis), row[f"{metric}_of_full"]] for name, row in zip(names, rows, strict=True)]
-    points = sorted((point for point in points if isinstance(point[1], int | float)), key=lambda point: point[1])
+    points = sorted(_along(rows, axis, f"{metric}_of_full"), key=lambda point: point[1])
     ends = [points[0][1], points[-1][1]] if points else []
     return points + [[f"{mark:g} % mark", end, mark] for mark in MARKS for end in ends]
+
+
+def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any]:
+    """[line, x, value] of the rows that have a place on the axis."""
+    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
+    points = [[" ".join(name), row.get(axis), row[value]] for name, row in zip(names, rows, strict=True)]
+    return [point for point in points if isinstance(point[1], int | float) and math.isfinite(point[1])]
 
 
 def _verdict_counts(df: DataFrame) -> dict[str, int]:

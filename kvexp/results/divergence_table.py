@@ -127,13 +127,14 @@ def _sizes(folder: Folder) -> dict[str, Any]:
 def by_position(lines: Iterable[Line]) -> pd.DataFrame:
     """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1.
 
-    lines: of one run and kind of text. Position 1 of a text that the prefill predicts is there too: it is the same for
-    every method, and 0 up to rounding.
+    lines: of one run and kind of text. A first token that the prefill predicts is left out, as of all means.
     """
     kl: dict[int, list[float]] = defaultdict(list)
     same: dict[int, list[float]] = defaultdict(list)
     for line in lines:
         for place, (one, equal) in enumerate(zip(line["kl"], line["same_top1"], strict=True), 1):
+            if place == 1 and line["first_by_prefill"]:
+                continue
             kl[place].append(max(one, 0.0))
             same[place].append(float(equal))
     rows = [

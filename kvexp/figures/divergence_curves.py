@@ -1,0 +1,157 @@
+"""KL divergence from the full cache on a log axis, a line per method, with epsilon and known changes of the model.
+
+python -m kvexp.figures.divergence_curves outputs/ kl.png --x bytes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvexp.errors import ConfigError
+from kvexp.figures.quality import PANEL, PANELS, dashes_of
+from kvexp.figures.style import color_of, marker_of
+from kvexp.pipes import watch_pipes
+from kvexp.record.divergence_lines import OWN, TEXTS, read
+from kvexp.results.columns import shared_settings
+from kvexp.results.divergence_scale import scale_of
+from kvexp.results.divergence_table import by_position, divergence_table
+from kvexp.results.read import Folder, chosen, folders
+from kvexp.results.where import where
+from kvexp.terminal import say
+
+X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
+POSITION = "position"
+LEAST = 1e-6  # nats: what float32 cannot tell from 0, and a log axis cannot hold
+MIB = 2**20
+
+
+def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio", scale: Sequence[dict[str, Any]] = ()) -> None:
+    """Draw the runs of one model, task and text: rows of `divergence_table`; bars are 95 % intervals over examples.
+
+    scale: rows of `scale_of`, as grey levels. Points of too few examples for an interval are hollow.
+    """
+    runs = frame.assign(x=frame["kv_bytes"] / MIB if x == "bytes" else frame["kv_ratio"])
+    runs = runs[runs["x"].notna()]
+    if runs.empty:
+        raise ConfigError(f"no run with a divergence has a place on the axis {x}: nothing to draw")
+    dashes = dashes_of(runs)
+    _levels(frame, axes, scale)
+    for (method, setting), line in runs.groupby(["method", "setting"], sort=True):
+        line = line.sort_values("x")
+        kl = line["kl"].clip(lower=LEAST)
+        ends = (kl - line["kl_low"].clip(lower=LEAST), line["kl_high"] - kl)
+        reach = [side.fillna(0).clip(lower=0).to_numpy() for side in ends]
+        look: dict[str, Any] = {"color": color_of(str(method)), "marker": marker_of(str(method)), "markersize": 4}
+        bars: dict[str, Any] = {"linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
+        few = line["kl_low"].isna()
+        axes.errorbar(
+            line["x"],
+            kl,
+            reach,
+            label=f"{method} {setting}".rstrip(),
+            linestyle=dashes[str(method), str(setting)],
+            **look,
+            **bars,
+        )
+        axes.plot(line["x"][few], kl[few], linestyle="none", markerfacecolor="white", zorder=3, **look)
+    axes.set_xlabel(X_AXES[x])
+
+
+def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) -> None:
+    """Draw mean KL at each place of the text, a line per run; wider lines hold more."""
+    _levels(frame, axes, ())
+    for folder in runs:
+        lines = [line for (_, kind), line in read(folder.run).items() if kind == text]
+        each, method = by_position(lines), str(folder.labels["method"])
+        ratio = folder.labels.get("kv_ratio")
+        row = frame[frame["hash"] == folder.run.hash].iloc[0]
+        label = f"{method} {'' if ratio is None else f'{ratio:g}'} {row['setting']}".strip()
+        width = 0.6 + 1.6 * (0.5 if ratio is None else ratio)
+        axes.plot(each["position"], each["kl"].clip(lower=LEAST), color=color_of(method), linewidth=width, label=label)
+    axes.set_xlabel("place of the token in the text")
+
+
+def _without_shared(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The rows with what of `setting` they do not share, and what they all do."""
+    filled = frame.assign(setting=frame["setting"].fillna("").astype(str) if "setting" in frame else "")
+    records: list[Any] = filled.to_dict("records")
+    shared, rows = shared_settings(records)
+    return filled.assign(setting=[row["setting"] for row in rows]), " ".join(shared)
+
+
+def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:
+    """Epsilon and the scale as levels, and the look of the axes."""
+    axes.set_yscale("log")
+    axes.set_ylabel("KL from the full cache, nats per token")
+    marks = [(f"epsilon {value:g}", value, "black", "--") for value in sorted(set(frame["epsilon"]))]
+    marks += [(row["change"], row["kl"], "0.5", ":") for row in scale if row["kl"] > LEAST]
+    for text, value, color, style in marks:
+        axes.axhline(value, color=color, linewidth=1.0, linestyle=style)
+        place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "color": color, "fontsize": 6, "va": "bottom"}
+        axes.annotate(text, (0.01, value), **place)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -> Figure:
+    """A panel per model and task of the folder, along one kind of text. x: kv_ratio, bytes or position."""
+    shown = [folder for folder in chosen(folders(outputs), wanted) if not folder.refused]
+    frame = divergence_table(shown)
+    frame = frame[frame["text"] == text] if len(frame) else frame
+    if frame.empty:
+        raise ConfigError(f"no run here has a divergence along {text}: kvexp divergence {outputs} measures it")
+    panels = list(frame.groupby(["model", "task"], sort=True))
+    columns = min(PANELS, len(panels))
+    figure = Figure(layout="constrained", figsize=(PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns)))
+    for place, ((model, task), part) in enumerate(panels):
+        axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
+        runs = [folder for folder in shown if folder.run.hash in set(part["hash"])]
+        runs.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
+        part, shared = _without_shared(part)
+        if x == POSITION:
+            along(runs, text, part, axes)
+        else:
+            divergence(part, axes, x, scale_of(folder.run for folder in runs))
+        title = f"{model}, {task} {shared} (n = {int(part['n'].min())})"
+        axes.set_title(textwrap.fill(title, 52), fontsize=9)
+        axes.legend(fontsize=6, loc="best", framealpha=0.7)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw what was measured; 0, or 2 if there is nothing to draw or no place to put it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kvexp.figures.divergence_curves", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("outputs", type=Path, help="the folder of the runs")
+    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
+    parser.add_argument("--x", choices=(*X_AXES, POSITION), default="kv_ratio", help="default: kv_ratio")
+    parser.add_argument("--text", choices=TEXTS, default=OWN, help="the text that was forced (default: own)")
+    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    args = parser.parse_args(argv)
+    try:
+        if args.picture.suffix not in (".png", ".pdf", ".svg"):
+            raise ConfigError(f"{args.picture} must end in .png, .pdf or .svg")
+        figure = draw(args.outputs, where(args.where), args.x, args.text)
+        args.picture.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(args.picture, dpi=150)
+    except (ConfigError, OSError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    say(f"wrote {args.picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())
