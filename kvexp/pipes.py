@@ -1,4 +1,4 @@
-"""Output that nobody reads any more, as in `python -m kvexp.results | head -3`: the process ends, and says nothing."""
+"""Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def asked(task, *overrides):
     made = settings(task, "model.chat=true", *overrides).task
     example = next(made.examples())
     prompt = tokenize(example, made, chat_tokenizer(), 1 << 20, chat=True)
-    return prompt.text + prompt.asked, example
+    return prompt.text + prompt.question_text, example
 
 
 # Of all prompts and questions of the fixtures, as base models have been asked since these tasks came.
@@ -173,7 +173,7 @@ def test_a_prompt_cut_short_keeps_its_template_and_its_instruction(truncate):
     whole = tokenize(example, made, tokenizer, 1 << 20, chat=True)
     room = whole.size - 40
     cut = tokenize(example, made, tokenizer, room, chat=True)
-    assert cut.cut and cut.size <= room
+    assert cut.truncated and cut.size <= room
     assert cut.text.startswith(f"<|im_start|>user\n{made.instruction}\n\n")
     assert cut.text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 

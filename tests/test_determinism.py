@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 import kvexp.sweep.prefill_groups as together
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def rows(out, methods, words, launcher="basic"):
     if launcher == "shared_prefill":
         for group in together.prefill_groups(members):
             together.run_group(group, Session())
-    return {one.method.name: [_timeless(row) for row in run(one).rows()] for one in members}
+    return {one.method.name: [_timeless(row) for row in evaluate_run(one).rows()] for one in members}
 
 
 def _settings(out, *words):
@@ -98,8 +98,8 @@ def test_half_precision_on_a_cpu(tmp_path, dtype):
         assert rows(tmp_path / launcher, methods, (*words, "batch_size=4"), launcher) == alone
     assert {row["receipt"]["batch_size"] for row in alone["h2o"]} == {1}
     assert (
-        run(_settings(tmp_path / "alone", "method=h2o", *words)).hash
-        == run(_settings(tmp_path / "basic", "method=h2o", *words, "batch_size=4")).hash
+        evaluate_run(_settings(tmp_path / "alone", "method=h2o", *words)).hash
+        == evaluate_run(_settings(tmp_path / "basic", "method=h2o", *words, "batch_size=4")).hash
     )
 
 
@@ -108,15 +108,15 @@ def test_half_precision_goes_on_with_the_threads_it_was_begun_with(tmp_path, mon
     words = ("model=tiny", "task=sample", "method=full", "task.max_new_tokens=2", "task.nll=false")
     for dtype in ("float32", "bfloat16"):
         half = (*words, f"model.dtype={dtype}", "model.device=cpu")
-        run(_settings(tmp_path, *half, "limit=1"))
+        evaluate_run(_settings(tmp_path, *half, "limit=1"))
         with monkeypatch.context() as patch:
             patch.setattr("kvexp.evaluate.evaluate_run.environment", lambda: {"threads": 77})
             if dtype == "float32":
-                assert len(run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
+                assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
                 continue
             with pytest.raises(ConfigError, match=r"77 would make others: set OMP_NUM_THREADS=\d+, or remove"):
-                run(_settings(tmp_path, *half, "limit=2"))
-        assert len(run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
+                evaluate_run(_settings(tmp_path, *half, "limit=2"))
+        assert len(evaluate_run(_settings(tmp_path, *half, "limit=2")).rows()) == 2
 
 
 def test_half_precision_on_a_gpu_is_another_run_in_another_batch(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from kvexp.diagnose.classes import classes_of
 from kvexp.diagnose.diff import differences, outcome
 from kvexp.diagnose.gap import draw, gaps, show
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, Told, write_table, write_told
+from kvexp.evictions.eviction_files import EVICTIONS, ExampleLog, write_example_log, write_table
 from kvexp.record import Run
 from kvexp.results import intervals, stats
 
@@ -108,11 +108,13 @@ WORDS = ["<s>", " a", " b", " c", " Some", " code", " Ann", " 4711", " .", " x",
 
 def log(run, example, gone):
     """gone: (step, layer, head, position)."""
-    told = Told(example, 20, 0, list(range(22)), [*WORDS, " ans", " wer"], [2, 2], same_output=True, same_kept=True)
+    told = ExampleLog(
+        example, 20, 0, list(range(22)), [*WORDS, " ans", " wer"], [2, 2], same_output=True, same_kept=True
+    )
     kinds = {"step": np.int32, "layer": np.int16, "head": np.int16, "position": np.int32}
     columns = {name: np.array([row[i] for row in gone], dtype=kind) for i, (name, kind) in enumerate(kinds.items())}
     write_table(run, example, EVICTIONS, columns, told.texts)
-    write_told(run, told)
+    write_example_log(run, told)
 
 
 @pytest.fixture

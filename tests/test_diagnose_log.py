@@ -22,13 +22,13 @@ import kvexp.evaluate.evaluate_run
 from kvexp.config.model_spec import tokenizer_of
 from kvexp.core import Budget, CacheConfig, Cadence
 from kvexp.diagnose.__main__ import main
-from kvexp.diagnose.after import Log, Twin
 from kvexp.diagnose.case import Case
+from kvexp.diagnose.diagnosis_options import Log, Twin
 from kvexp.diagnose.folders import run_at
 from kvexp.diagnose.runs import settings_at
-from kvexp.diagnose.watching import Evictions, watch
+from kvexp.diagnose.watching import EvictionRecord, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, TWIN, has, read_table, read_told
+from kvexp.evictions.eviction_files import EVICTIONS, TWIN, has, read_example_log, read_table
 from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
 from kvexp.record import runs
@@ -48,8 +48,8 @@ def case_of(family, method, *, question=(), tokens=12, **plan):
 
 
 def watched(case):
-    seen = Evictions()
-    made = case.generated(lambda cache: watch(cache, seen))
+    seen = EvictionRecord()
+    made = case.generate_again(lambda cache: watch(cache, seen))
     return made, seen.table()
 
 
@@ -64,7 +64,7 @@ def held(table, layer, head, present, step):
 def test_what_is_not_in_the_log_is_kept_in_every_family(family, method):
     case = case_of(family, method, question=[50, 51], positions="original")
     made, table = watched(case)
-    assert made.tokens == case.generated().tokens
+    assert made.tokens == case.generate_again().tokens
     fed = len(case.prompt) + len(case.question) + NEW - 1
     for layer, state in enumerate(made.cache.layer_states):
         for head, kept in enumerate(state.kept_positions()[0]):
@@ -146,7 +146,7 @@ def test_rows_are_the_same_with_and_without(tmp_path, command):
     evicting, full = sorted(runs(tmp_path / "log"), key=lambda run: run.labels["method"] == "full")
     assert not (full.path / "diagnose").exists()
     for row in evicting.rows():
-        told, table = read_told(evicting, row["example"]), read_table(evicting, row["example"], EVICTIONS)
+        told, table = read_example_log(evicting, row["example"]), read_table(evicting, row["example"], EVICTIONS)
         assert told.same_output and told.same_kept
         assert told.prompt_tokens == row["prompt_tokens"] and told.new_tokens == row["new_tokens"]
         assert "".join(told.texts[told.prompt_tokens :]).replace("</s>", "") == row["output"]
@@ -335,7 +335,7 @@ def test_a_sweep_that_shares_prefills_is_diagnosed_too(tmp_path):
     assert len(logged) == 2
     for run in logged:
         for row in run.rows():
-            told = read_told(run, row["example"])
+            told = read_example_log(run, row["example"])
             assert told.same and told.question_tokens > 0
 
 

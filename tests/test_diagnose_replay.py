@@ -13,16 +13,16 @@ from tiny import CONFIGS
 from kvexp.core import CacheConfig
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.replay import in_places, phrased, saved, span_text
+from kvexp.diagnose.replay import phrase_of, saved, span_text, text_of_places
 from kvexp.diagnose.search import Cause, cause, interval, smallest
-from kvexp.diagnose.undo import Replay, Undone
+from kvexp.diagnose.undo import Replay, UndoneEvictions
 from kvexp.diagnose.watching import held_slots
-from kvexp.evictions.eviction_files import need_told
+from kvexp.evictions.eviction_files import require_example_log
 from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
 from kvexp.record import runs
 
-NOTHING = Undone((), (), 0, 0)
+NOTHING = UndoneEvictions((), (), 0, 0)
 
 
 # -- planted causes ----------------------------------------------------------------------------------------------------
@@ -86,10 +86,10 @@ def test_two_layers_lost_are_two_layers_found(layout):
     one = GenerationParams(max_new_tokens=1, eos=None)
     case = Case(build(layout, *heads), prompt, [ID["?"]], CacheConfig(Window(), BUDGET, positions="original"), one)
     made, log = watched(case)
-    assert (made.tokens, case.full().generated().tokens) == ([[ID["no"]]], [[ID["yes"]]])
+    assert (made.tokens, case.full().generate_again().tokens) == ([[ID["no"]]], [[ID["yes"]]])
     found = cause(Replay(case, 16), lambda tokens: tokens == [ID["yes"]])
     last = int(log["head"].max())
-    assert found.undone == Undone((16, 40), ((0, last), (1, last)), 0, 0)
+    assert found.undone == UndoneEvictions((16, 40), ((0, last), (1, last)), 0, 0)
     assert found.spans == [[16], [40]]
 
 
@@ -105,14 +105,14 @@ def test_nothing_undone_is_the_run_and_everything_is_full_attention(family, meth
     replay = Replay(case, 2)
     first, last = replay.answers([NOTHING, replay.everything])
     assert [first] == made.tokens
-    assert [last] == case.full().generated().tokens
+    assert [last] == case.full().generate_again().tokens
     assert first != last, "else the comparison shows nothing"
 
 
 def test_renumbered_survivors_come_back_to_their_places():
     case = case_of("llama", StreamingLLM(), positions="renumbered")
     replay = Replay(case)
-    assert replay.answers([replay.everything]) == case.full().generated().tokens
+    assert replay.answers([replay.everything]) == case.full().generate_again().tokens
 
 
 def visible(replay, trial, layer):
@@ -135,7 +135,7 @@ def test_undone_evictions_are_seen_besides_the_budget_and_no_others(first, last,
     _, log = watched(case)
     step = int(log["step"][(log["position"] == 25) & (log["layer"] == 1)][0])
     assert step == 6
-    trial = Undone((3, 4, 25, 36), ((1, 2), (0, 1)), first, last)
+    trial = UndoneEvictions((3, 4, 25, 36), ((1, 2), (0, 1)), first, last)
     replay = Replay(case)
     recent = list(range(26, 37))
     assert held(log, 1, 2, 37, 6) == recent
@@ -194,12 +194,12 @@ def test_no_single_one_can_be_left_out_even_where_more_is_not_always_better():
 
 def test_words_for_what_was_found():
     heads = [2, 2, 2, 2]
-    assert in_places([(1, 0), (1, 1), (2, 0), (2, 1)], heads) == "layers 1-2"
-    assert in_places([(0, 0), (0, 1), (3, 1)], heads) == "layer 0, layer 3 head 1"
-    undone = Undone((4, 6, 9), ((1, 0), (1, 1)), 0, 3)
+    assert text_of_places([(1, 0), (1, 1), (2, 0), (2, 1)], heads) == "layers 1-2"
+    assert text_of_places([(0, 0), (0, 1), (3, 1)], heads) == "layer 0, layer 3 head 1"
+    undone = UndoneEvictions((4, 6, 9), ((1, 0), (1, 1)), 0, 3)
     assert Cause(undone, 1, True).spans == [[4, 6, 9]]
     assert Cause(dataclasses.replace(undone, positions=(4, 8)), 1, True).spans == [[4], [8]]
-    assert phrased(undone, ["a b"], heads) == "losing 'a b' in layer 1 at steps 0-3 flipped the answer"
+    assert phrase_of(undone, ["a b"], heads) == "losing 'a b' in layer 1 at steps 0-3 flipped the answer"
 
 
 def test_from_rows_to_a_reason(tmp_path, command, capsys):  # noqa: F811
@@ -211,7 +211,7 @@ def test_from_rows_to_a_reason(tmp_path, command, capsys):  # noqa: F811
     row = next(row for row in run.rows() if row["metrics"]["exact"] == 0)
     found = saved(run, row["example"], "output")
     assert found.phrase in told and found.back == found.full != found.answer == row["output"]
-    needle = need_told(run, row["example"])
+    needle = require_example_log(run, row["example"])
     for span, text in zip(found.cause.spans, found.spans, strict=True):
         assert span_text(needle, span) == text
     assert main(["replay", str(run.path), str(row["index"])]) == 0

@@ -13,7 +13,7 @@ from kvexp.diagnose.kept_tokens_page import page
 from kvexp.diagnose.runs import settings_at
 from kvexp.diagnose.show import show
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import Told, read_told, write_told
+from kvexp.evictions.eviction_files import ExampleLog, read_example_log, write_example_log
 from kvexp.evictions.held_tokens import made
 from kvexp.kept_text import mark
 from kvexp.models.byte_tokenizer import byte_tokenizer
@@ -21,7 +21,7 @@ from kvexp.models.texts import texts_of
 from kvexp.record import Run
 
 TEXTS = ["a", " <b>", " c\n", "d", " \u65e5\u672c", " ?", " yes", "&"]  # 5 of the prompt, 1 asked, 2 answered
-TOLD = Told("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
+TOLD = ExampleLog("ex", 5, 1, list(range(8)), TEXTS, heads=[3, 3], same_output=True, same_kept=True)
 GONE = pd.DataFrame(
     [(0, 0, 0, 1), (0, 0, 1, 1), (0, 0, 2, 1), (0, 1, 0, 1), (0, 1, 1, 1), (0, 1, 2, 1), (0, 1, 2, 3), (1, 0, 0, 2)],
     columns=["step", "layer", "head", "position"],
@@ -76,12 +76,12 @@ DAMAGED += [json.dumps(TOLD_FILE | {"prompt_tokens": 99}), json.dumps(TOLD_FILE 
 @pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_description_of_a_log_is_one_line(tmp_path, text):
     run = Run.open(tmp_path, {"a": 1}, {"method": "h2o"})
-    write_told(run, TOLD)
-    assert read_told(run, "ex") == TOLD
+    write_example_log(run, TOLD)
+    assert read_example_log(run, "ex") == TOLD
     (file,) = (run.path / "diagnose").glob("ex*.json")
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"ex.*\.json: .*; remove the file and run the same command again"):
-        read_told(run, "ex")
+        read_example_log(run, "ex")
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"config": [], "choices": {}, "overrides": []}', "[" * 99999])

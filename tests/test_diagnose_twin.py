@@ -13,7 +13,7 @@ from kvexp.core import Budget, CacheConfig
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.draw import curves, heatmaps
 from kvexp.diagnose.twin import MEASURES, twin
-from kvexp.evictions.eviction_files import TWIN, read_table, read_told
+from kvexp.evictions.eviction_files import TWIN, read_example_log, read_table
 from kvexp.methods import A2SF, H2O, TOVA, StreamingLLM
 from kvexp.record import runs
 
@@ -21,7 +21,7 @@ QUESTION = [50, 51]
 
 
 def losses(case):
-    answer = case.generated().tokens[0]
+    answer = case.generate_again().tokens[0]
     made, agrees = twin(case, answer)
     return pd.DataFrame({name: values.numpy() for name, values in made.table().items()}), answer, agrees
 
@@ -97,7 +97,7 @@ def test_a_run_gets_twins_and_pictures_and_keeps_its_rows(tmp_path, command, cap
     assert content(tmp_path / "twin") == content(tmp_path / "none")
     (run,) = [run for run in runs(tmp_path / "twin") if run.labels["method"] == "h2o"]
     for row in run.rows():
-        told, frame = read_told(run, row["example"]), read_table(run, row["example"], TWIN)
+        told, frame = read_example_log(run, row["example"]), read_table(run, row["example"], TWIN)
         assert told.same and len(told.agrees) == told.new_tokens
         assert frame[list(MEASURES)].notna().all().all()
         assert sorted(set(frame.step)) == list(range(1, told.steps + 1))

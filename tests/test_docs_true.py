@@ -16,7 +16,7 @@ import kvexp.retrieval
 from kvexp.build import build, typed
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 
 CONF = ROOT / "conf"
@@ -97,7 +97,7 @@ def row(tmp_path_factory):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", words), resolve=True)
     given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
-    (made,) = run(settings_of(given, {"task": "testbed_choice", "model": "testbed_rope"})).rows()
+    (made,) = evaluate_run(settings_of(given, {"task": "testbed_choice", "model": "testbed_rope"})).rows()
     return made
 
 

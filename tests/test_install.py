@@ -1,5 +1,6 @@
 """kvexp as it is installed: a wheel, an environment and a folder of its own, and the command `kvexp`."""
 
+import ast
 import importlib.metadata
 import os
 import shutil
@@ -106,6 +107,21 @@ def test_the_commands_are_listed_without_torch_or_hydra():
     assert lines[-1] == "set()"
     for name in ("run", "results", "report", "diagnose", "methods", "log", "testbed", "lm-eval", "check-reference"):
         assert any(line.split()[:1] == [name] for line in lines), name
+
+
+@pytest.mark.parametrize(
+    "name", sorted(cli.COMMANDS.keys() - {"run", "methods", "lm-eval"})
+)  # Hydra's, none, lm-eval's
+def test_help_calls_a_command_by_its_name(name):
+    source = find_source(cli.COMMANDS[name][0]).read_text("utf-8")
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    progs = {word.value.value for call in calls for word in call.keywords if word.arg == "prog"}
+    assert progs == {f"kvexp {name}"}
+
+
+def find_source(module):
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def command(monkeypatch, capsys, *words):

@@ -7,11 +7,11 @@ import pytest
 from kvexp.core import EvictionLayer
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.core.masked_layer import MaskedLayer
-from kvexp.diagnose.twin import Beside
+from kvexp.diagnose.twin import TwinLayer
 from kvexp.models.batched_cache import MultiLayer
 from kvexp.retrieval.retrieval_layer import RetrievalLayer
 
-EVERY = [EvictionLayer, RetrievalLayer, MaskedLayer, MultiLayer, Beside]
+EVERY = [EvictionLayer, RetrievalLayer, MaskedLayer, MultiLayer, TwinLayer]
 WITH_ROWS = [EvictionLayer, RetrievalLayer]
 
 

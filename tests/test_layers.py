@@ -60,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "build": {".errors", ".core"},  # core: on demand, when a cache is configured
     "lm_eval": {
-        *(".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks"),
+        *(".user_methods", ".errors", ".build", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks"),
         *("torch", "lm_eval"),
     },
     "record": {".errors"},

@@ -1,4 +1,4 @@
-"""`run.py task=lm_eval`: rows of the runner with the numbers of `python -m kvexp.lm_eval`."""
+"""`run.py task=lm_eval`: rows of the runner with the numbers of `kvexp lm-eval`."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from small import small
 from kvexp.config.model_spec import load
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.record import runs
 from kvexp.tasks.lm_eval import SEVEN
 
@@ -36,7 +36,7 @@ def settings(outputs, *overrides, tasks="piqa"):
 
 def one(outputs, *overrides, **options):
     (part,) = settings(outputs, *overrides, **options)
-    return run(part)
+    return evaluate_run(part)
 
 
 def lm_of(part, **options):
@@ -57,7 +57,7 @@ def sums(lm, part):
 def test_a_run_per_task(tmp_path):
     parts = settings(tmp_path, "method=h2o", "kv_ratio=0.2", "limit=1", tasks=",".join(SEVEN))
     for part in parts:
-        run(part)
+        evaluate_run(part)
     made = {(r.labels["task"], r.labels["method"]): r for r in runs(tmp_path)}
     assert set(made) == {(name, method) for name in SEVEN for method in ("full", "h2o")}
     for (name, method), record in made.items():
@@ -112,7 +112,7 @@ def test_rows_have_the_numbers_of_lm_evals_own_command(case, tmp_path):
     limit = "limit=null" if case == "a2sf" else "limit=2"  # a batch of the release holds other items of the task
     for name in ("piqa", "winogrande"):
         (part,) = settings(tmp_path, *overrides, "batch_size=3", limit, tasks=name)
-        record = run(part)
+        record = evaluate_run(part)
         lm = lm_of(part, **options)
         for row, results in zip(record.rows(), sums(lm, part), strict=True):
             logprobs = row["choices"]["logprobs"]
@@ -128,7 +128,7 @@ def test_lm_evals_evaluator_agrees_with_the_table(tmp_path):
     import lm_eval
 
     (part,) = settings(tmp_path, "method=h2o", "kv_ratio=0.3", "task.num_fewshot=1")
-    rows = run(part).rows()
+    rows = evaluate_run(part).rows()
     lm = lm_of(part, method="h2o", kv_ratio=0.3)
     task = part.task.definition
     task.set_fewshot_seed(1234)
@@ -183,7 +183,7 @@ def test_texts_and_answers(tmp_path, monkeypatch):
     words = ("task.data_dir=null", "method=h2o", "kv_ratio=0.3")
     for name, path in own.items():
         (part,) = settings(tmp_path, *words, tasks=str(path))
-        record = run(part)
+        record = evaluate_run(part)
         assert record.labels["task"] == name
         lm = lm_of(part, method="h2o", kv_ratio=0.3)
         items = list(part.task.examples())
@@ -234,7 +234,7 @@ def test_a_papers_preset(paper, tmp_path):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         task = compose("config", ["task=lm_eval", f"protocol={paper}"]).task
     assert {name: task[name] for name in expected} == expected
-    run(settings(tmp_path, f"protocol={paper}", f"method={paper}", "limit=1", "task.num_fewshot=1")[0])
+    evaluate_run(settings(tmp_path, f"protocol={paper}", f"method={paper}", "limit=1", "task.num_fewshot=1")[0])
 
 
 BAD = {

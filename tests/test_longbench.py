@@ -77,9 +77,9 @@ def test_a_prompt_with_code_and_one_in_chinese():
 
 
 def test_options_of_a_subset():
-    assert (QASPER.max_new_tokens, QASPER.min_new_tokens, QASPER.also_ends) == (128, 0, ())
+    assert (QASPER.max_new_tokens, QASPER.min_new_tokens, QASPER.extra_end_texts) == (128, 0, ())
     samsum = LongBench(subset="samsum")
-    assert (samsum.max_new_tokens, samsum.min_new_tokens, samsum.also_ends) == (128, 1, ("\n",))
+    assert (samsum.max_new_tokens, samsum.min_new_tokens, samsum.extra_end_texts) == (128, 1, ("\n",))
     assert LongBench(subset="samsum", max_new_tokens=5).max_new_tokens == 5
     assert QASPER.label("longbench") == "longbench/qasper"
     assert LongBench(subset="qasper", extended=True).label("lb") == "lb/qasper_e"
@@ -106,9 +106,9 @@ def test_halves_of_a_prompt_too_long():
     example = replace(example, body=example.prompt)
     cut = tokenize(example, task, BYTES, 999, chat=False)
     assert cut.text == "abcd" + "vwxyz"  # <s>abcd and vwxyz, decoded without <s>
-    assert cut.ids == BYTES("abcdvwxyz").input_ids and cut.cut and cut.tokens == 27
+    assert cut.ids == BYTES("abcdvwxyz").input_ids and cut.truncated and cut.tokens == 27
     whole = tokenize(example, replace(task, max_prompt_tokens=27), BYTES, 27, chat=False)
-    assert (whole.text, whole.cut, whole.size) == (example.prompt, False, 27)
+    assert (whole.text, whole.truncated, whole.size) == (example.prompt, False, 27)
     # what the model holds cuts too, likewise in the middle
     room = tokenize(example, replace(task, max_prompt_tokens=None), BYTES, 12, chat=False)
     assert (room.text, room.size) == ("abcde" + "uvwxyz", 12)
@@ -134,8 +134,8 @@ def test_a_question_after_the_eviction_keeps_the_frames_end():
     task = replace(QASPER, question="after_eviction", chat_frame="[INST]{prompt}[/INST]")
     prompt = tokenize(next(task.examples()), task, BYTES, 9999, chat=True)
     assert prompt.text.startswith("[INST]You are") and prompt.text.endswith("two summers.")
-    assert prompt.asked.endswith("\n\nAnswer:[/INST]")
-    assert prompt.ids + prompt.question == BYTES(prompt.text + prompt.asked).input_ids
+    assert prompt.question_text.endswith("\n\nAnswer:[/INST]")
+    assert prompt.ids + prompt.question_ids == BYTES(prompt.text + prompt.question_text).input_ids
     assert continuation(prompt, BYTES, chat=True, words=" 212") == BYTES(" 212", add_special_tokens=False).input_ids
 
 

@@ -13,7 +13,7 @@ from test_conf import composed
 from kvexp.config.model_spec import load
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.tasks import GSM8K, GovReport, Perplexity, Soda
 from kvexp.tasks.gsm8k import last_number
 
@@ -278,14 +278,14 @@ def settings(folder, *overrides):
 
 
 def perplexity(folder, *overrides):
-    (row,) = run(settings(folder, *overrides)).rows()
+    (row,) = evaluate_run(settings(folder, *overrides)).rows()
     return row
 
 
 def test_full_attention_gives_the_models_own_likelihoods(tmp_path):
     """Token by token through the cache is one forward over the whole text, judged at every position."""
     one = settings(tmp_path, "method=full")
-    (row,) = run(one).rows()
+    (row,) = evaluate_run(one).rows()
     model, tokenizer = load(one.model)
     text = json.loads((FIXTURES / "perplexity.jsonl").read_text().splitlines()[0])["text"]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : row["prompt_tokens"] + row["info"]["nll_tokens"]]

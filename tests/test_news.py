@@ -276,18 +276,18 @@ def test_bad_options(task, words):
 
 
 def test_rows_say_whether_the_answer_is_right(tmp_path):
-    run = runner.run(settings(tmp_path, "task=news_qa", "limit=4"))
+    run = runner.evaluate_run(settings(tmp_path, "task=news_qa", "limit=4"))
     rows = run.rows()
     assert [row["answered"] for row in rows] == [False] * 4  # random weights
     assert len({(row["prompt_tokens"], row["receipt"]["slots"] - row["question_tokens"]) for row in rows}) <= 4
     assert len({row["prompt_tokens"] for row in rows}) == 1 and min(row["question_tokens"] for row in rows) > 20
     assert table(tmp_path, {"method": "h2o"})["questions"].tolist() == [4]
-    (summary,) = runner.run(settings(tmp_path, "task=news", "limit=1")).rows()
+    (summary,) = runner.evaluate_run(settings(tmp_path, "task=news", "limit=1")).rows()
     assert "answered" not in summary
 
 
 def test_a_needle_row_has_its_length(tmp_path):
-    found = runner.run(
+    found = runner.evaluate_run(
         settings(tmp_path, "task=news_needle", "task.lengths=[700]", "task.depths=[0,100]", "limit=2")
     ).rows()
     for row in found:

@@ -10,7 +10,7 @@ from kvexp.config.group_checks import batch_budget
 from kvexp.config.model_spec import load
 from kvexp.config.settings import settings_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.outputs import sampling_seed
 from kvexp.generate import generate, receipts
 
@@ -27,7 +27,7 @@ def settings(outputs, *overrides):
 @pytest.mark.parametrize("extra", [[], ["method=keyformer", "method.tau_end=1.0"], ["budget.pyramid=0.5"]])
 def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
     made = settings(tmp_path, "kv_ratio=0.5", "budget.of=padded", "task.pad_to=420", *extra)
-    rows = run(made).rows()
+    rows = evaluate_run(made).rows()
     model, tokenizer = load(made.model)
     for row, example in zip(rows, made.task.examples(), strict=True):
         prompt = tokenizer(example.prompt).input_ids
@@ -49,7 +49,7 @@ def test_the_slots_are_those_of_a_prompt_with_real_pads(tmp_path, extra):
 
 
 def test_a_prompt_that_loses_only_pads_loses_nothing(tmp_path):
-    rows = run(settings(tmp_path, "kv_ratio=0.5", "budget.of=padded", "task.pad_to=2000")).rows()
+    rows = evaluate_run(settings(tmp_path, "kv_ratio=0.5", "budget.of=padded", "task.pad_to=2000")).rows()
     assert [row["receipt"]["first_eviction_step"] for row in rows] == [None, None]
     assert all(row["receipt"]["slots"] == row["prompt_tokens"] + row["new_tokens"] - 1 for row in rows)
 
@@ -82,6 +82,6 @@ def test_padding_that_would_do_nothing_or_mix_rows_is_refused(tmp_path, override
 
 def test_prompts_of_one_width_may_share_a_batch(tmp_path):
     width = ["budget.of=padded", "task.pad_to=420", "task.max_prompt_tokens=420", "kv_ratio=0.5"]
-    one, two = (run(settings(tmp_path / size, *width, f"batch_size={size}")).rows() for size in "12")
+    one, two = (evaluate_run(settings(tmp_path / size, *width, f"batch_size={size}")).rows() for size in "12")
     for a, b in zip(one, two, strict=True):
         assert (a["output"], a["receipt"]["kept_digest"]) == (b["output"], b["receipt"]["kept_digest"])

@@ -18,7 +18,7 @@ from kvexp.config.model_spec import load
 from kvexp.config.settings import settings_of
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.tokenized_examples import continuation, tokenize
 from kvexp.generate import continuation_logprobs
 from kvexp.methods import H2O, Keyformer
@@ -104,13 +104,13 @@ AFTER = Reading(question="after_eviction")
 def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, prefills, monkeypatch, changes):
     import kvexp.evaluate.evaluate_run as module
 
-    shared = run(settings(tmp_path / "shared", AFTER, **changes))
+    shared = evaluate_run(settings(tmp_path / "shared", AFTER, **changes))
     counts_ahead = changes.get("budget", Budget(kv_ratio=0.3)).of == "sequence"
     assert prefills["contexts"] == 2 + (4 if counts_ahead else 2)  # the baseline has no budget that could matter
-    wide = run(settings(tmp_path / "wide", AFTER, "batch_size=3", **changes))
+    wide = evaluate_run(settings(tmp_path / "wide", AFTER, "batch_size=3", **changes))
     monkeypatch.setattr(module, "MAX_QUESTIONS_PER_CONTEXT", 1)
     prefills.clear()
-    alone = run(settings(tmp_path / "alone", AFTER, **changes))
+    alone = evaluate_run(settings(tmp_path / "alone", AFTER, **changes))
     assert prefills["contexts"] == 10
     assert rows_of(shared) == rows_of(alone)
     assert {row["receipt"]["batch_size"] for row in wide.rows()} == {1, 2}  # two questions have one length
@@ -123,7 +123,7 @@ def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, 
 
 
 def test_with_full_attention_both_settings_answer_alike_and_with_eviction_not(tmp_path):
-    after, within = (run(settings(tmp_path, Reading(question=q))) for q in ("after_eviction", "in_prompt"))
+    after, within = (evaluate_run(settings(tmp_path, Reading(question=q))) for q in ("after_eviction", "in_prompt"))
     assert after.hash != within.hash
     assert [r["output"] for r in after.rows()] != [r["output"] for r in within.rows()]
     full = [{r.hash: r for r in kvexp.record.runs(tmp_path)}[record.baseline] for record in (after, within)]
@@ -136,7 +136,7 @@ def test_with_full_attention_both_settings_answer_alike_and_with_eviction_not(tm
 def test_sampled_and_beamed_answers_do_not_know_their_company(tmp_path):
     sampled, beamed = ["generation.sample=true", "generation.temperature=0.9"], ["generation.num_beams=3"]
     for kind, words in (("sampled", sampled), ("beamed", beamed)):
-        made = [run(settings(tmp_path / f"{kind}{b}", AFTER, f"batch_size={b}", *words)) for b in (1, 4)]
+        made = [evaluate_run(settings(tmp_path / f"{kind}{b}", AFTER, f"batch_size={b}", *words)) for b in (1, 4)]
         outputs = [[row["output"] for row in record.rows()] for record in made]
         assert outputs[0] == outputs[1]
         assert len(set(outputs[0])) > 1
@@ -144,14 +144,16 @@ def test_sampled_and_beamed_answers_do_not_know_their_company(tmp_path):
 
 def test_a_run_that_was_cut_short_goes_on_to_the_same_rows(tmp_path):
     method = {"method": Keyformer()}
-    run(settings(tmp_path, dataclasses.replace(AFTER, limit=2), **method))
-    assert rows_of(run(settings(tmp_path, AFTER, **method))) == rows_of(run(settings(tmp_path / "b", AFTER, **method)))
+    evaluate_run(settings(tmp_path, dataclasses.replace(AFTER, limit=2), **method))
+    assert rows_of(evaluate_run(settings(tmp_path, AFTER, **method))) == rows_of(
+        evaluate_run(settings(tmp_path / "b", AFTER, **method))
+    )
 
 
 def test_a_method_that_adds_up_the_batch_shares_nothing(tmp_path, prefills):
-    record = run(settings(tmp_path, AFTER, method=H2O(score_batch="sum_all")))
+    record = evaluate_run(settings(tmp_path, AFTER, method=H2O(score_batch="sum_all")))
     assert prefills["contexts"] == 2 + 5
-    plain = run(settings(tmp_path / "plain", AFTER))
+    plain = evaluate_run(settings(tmp_path / "plain", AFTER))
     assert rows_of(record) == rows_of(plain)  # a batch of one adds up nothing
 
 
@@ -161,7 +163,7 @@ def test_a_method_that_adds_up_the_batch_shares_nothing(tmp_path, prefills):
 @pytest.mark.parametrize("question", ["in_prompt", "after_eviction"])
 def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefills):
     task = Reading(question=question, kind="choices")
-    one, three = (run(settings(tmp_path / str(b), task, f"batch_size={b}")) for b in (1, 3))
+    one, three = (evaluate_run(settings(tmp_path / str(b), task, f"batch_size={b}")) for b in (1, 3))
     model, tokenizer = load(settings(tmp_path, task).model)
     for row, other, example in zip(one.rows(), three.rows(), task.examples(), strict=True):
         prompt = tokenize(example, task, tokenizer, 999, chat=False)
@@ -169,7 +171,7 @@ def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefi
         judged = [
             continuation_logprobs(
                 *(model, [prompt.ids], [ids], H2O(), Budget(kv_ratio=0.3)),
-                questions=[prompt.question] if prompt.question else None,
+                questions=[prompt.question_ids] if prompt.question_ids else None,
             )[0]
             for ids in words
         ]
@@ -186,13 +188,13 @@ def test_choices_are_compared_by_their_log_probability(tmp_path, question, prefi
 
 def test_a_continuation_may_follow_a_question(tmp_path):
     task = Reading(question="after_eviction", kind="nll")
-    record = run(settings(tmp_path, task))
+    record = evaluate_run(settings(tmp_path, task))
     model, tokenizer = load(settings(tmp_path, task).model)
     for row, example in zip(record.rows(), task.examples(), strict=True):
         prompt = tokenize(example, task, tokenizer, 999, chat=False)
         words = continuation(prompt, tokenizer, chat=False)
         (steps,) = continuation_logprobs(
-            *(model, [prompt.ids], [words], H2O(), Budget(kv_ratio=0.3)), questions=[prompt.question]
+            *(model, [prompt.ids], [words], H2O(), Budget(kv_ratio=0.3)), questions=[prompt.question_ids]
         )
         assert row["metrics"]["nll"] == pytest.approx(-sum(steps) / len(steps), abs=1e-6)
         assert math.isfinite(row["metrics"]["hit"])
@@ -206,13 +208,14 @@ def test_a_context_is_cut_and_its_question_never():
     example = Example("a", "do: one two three.", "x", "", "do: ", "one two three", ".", question=" Now?")
     whole = tokenize(example, XSum(), tokenizer, 99, chat=False)
     count = len(tokenizer("do: one two three. Now?").input_ids)
-    assert (whole.size, whole.tokens, whole.cut) == (count, count, False)
-    assert whole.ids + whole.question == tokenizer("do: one two three. Now?").input_ids
-    assert len(whole.question) == 5
+    assert (whole.size, whole.tokens, whole.truncated) == (count, count, False)
+    assert whole.ids + whole.question_ids == tokenizer("do: one two three. Now?").input_ids
+    assert len(whole.question_ids) == 5
     cut = tokenize(example, XSum(), tokenizer, count - 3, chat=False)
-    assert (cut.text, cut.asked, cut.size, cut.tokens, cut.cut) == ("do: one two th.", " Now?", count - 3, count, True)
+    assert (cut.text, cut.question_text, cut.truncated) == ("do: one two th.", " Now?", True)
+    assert (cut.size, cut.tokens) == (count - 3, count)
     right = tokenize(example, XSum(truncate="right"), tokenizer, count - 3, chat=False)
-    assert (right.ids, right.question) == (whole.ids[:-3], whole.question)
+    assert (right.ids, right.question_ids) == (whole.ids[:-3], whole.question_ids)
     assert tokenize(example, XSum(truncate="right"), tokenizer, 5, chat=False).skipped == "too long"
     assert tokenize(example, XSum(truncate="skip"), tokenizer, count - 1, chat=False).skipped == "too long"
     assert tokenize(example, XSum(), tokenizer, 10, chat=False).skipped == "too long"
@@ -221,7 +224,7 @@ def test_a_context_is_cut_and_its_question_never():
 def test_choices_that_do_not_fit_are_a_row_that_says_so(tmp_path):
     task = Reading(question="after_eviction", kind="choices", max_prompt_tokens=20, truncate="skip")
     with pytest.raises(ConfigError, match="none of the 5 examples can be run: too long"):
-        run(settings(tmp_path, task))
+        evaluate_run(settings(tmp_path, task))
 
 
 def test_a_question_and_a_choice_are_tokenised_where_they_stand(stories260k):
@@ -231,9 +234,9 @@ def test_a_question_and_a_choice_are_tokenised_where_they_stand(stories260k):
     example = Example("a", "Lily had a dog.", "x", question=" What did Lily have?", choices=(" A dog.", " A cat."))
     prompt = tokenize(example, XSum(), tokenizer, 99, chat=False)
     assert prompt.ids == tokenizer("Lily had a dog.").input_ids
-    assert prompt.ids + prompt.question == tokenizer("Lily had a dog. What did Lily have?").input_ids
+    assert prompt.ids + prompt.question_ids == tokenizer("Lily had a dog. What did Lily have?").input_ids
     words = continuation(prompt, tokenizer, chat=False, words=" A dog.")
-    assert prompt.ids + prompt.question + words == tokenizer("Lily had a dog. What did Lily have? A dog.").input_ids
+    assert prompt.ids + prompt.question_ids + words == tokenizer("Lily had a dog. What did Lily have? A dog.").input_ids
 
 
 class Chat:
@@ -252,7 +255,7 @@ class Chat:
 def test_a_chat_template_is_parted_where_the_question_starts():
     example = Example("a", "Why? is asked here.", "x", question="\nWhy? \n")
     prompt = tokenize(example, XSum(), Chat(), 99, chat=True)
-    assert (prompt.text, prompt.asked) == ("[INST] Why? is asked here.\n", "Why? [/INST]")
-    assert "".join(prompt.ids + prompt.question) == "[INST] Why? is asked here.\nWhy? [/INST]"
+    assert (prompt.text, prompt.question_text) == ("[INST] Why? is asked here.\n", "Why? [/INST]")
+    assert "".join(prompt.ids + prompt.question_ids) == "[INST] Why? is asked here.\nWhy? [/INST]"
     with pytest.raises(ConfigError, match="example a: the tokenizer's chat template changes the words"):
         tokenize(example, XSum(), Chat(str.upper), 99, chat=True)

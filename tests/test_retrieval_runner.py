@@ -4,7 +4,7 @@ import pytest
 from test_runner import settings
 
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.record import runs
 from kvexp.results.render import notes, to_markdown
 from kvexp.results.table import table
@@ -25,13 +25,13 @@ def test_what_cannot_work_is_said_before_weights_load(tmp_path, monkeypatch, ove
     """Not even those of the full-attention baseline, which has no such setting and would come first."""
     monkeypatch.setattr("kvexp.evaluate.evaluate_run.load", lambda spec: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=says):
-        run(settings(tmp_path, *overrides))
+        evaluate_run(settings(tmp_path, *overrides))
     assert not [found for found in runs(tmp_path) if found.rows()]
 
 
 def test_rows_and_table_say_what_fell_back(tmp_path):
     """4096 centroids are more than any prompt here has tokens: an exact search must not pass for PQCache."""
-    record = run(settings(tmp_path, "method=pqcache", "method.b=12", "method.n_sinks=1", "kv_ratio=0.5"))
+    record = evaluate_run(settings(tmp_path, "method=pqcache", "method.b=12", "method.n_sinks=1", "kv_ratio=0.5"))
     assert [row["receipt"]["retrieval"]["notes"] for row in record.rows()] == [[FEW], [FEW]]
     frame = table(tmp_path)
     by_method = {row["method"]: row for row in frame.to_dict("records")}

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from small import small
 
 from kvexp.config.settings import settings_of
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.tokenized_examples import tokenize
 from kvexp.record import runs
 from kvexp.tasks import Example, Stories
@@ -41,7 +41,7 @@ def command(*arguments, cwd=ROOT):
 
 
 def test_a_run_makes_its_baseline_and_rows(tmp_path):
-    record = run(settings(tmp_path, "kv_ratio=0.3"))
+    record = evaluate_run(settings(tmp_path, "kv_ratio=0.3"))
     assert record.finished
     both = {r.hash: r for r in runs(tmp_path)}
     assert set(both) == {record.hash, record.baseline}
@@ -63,13 +63,13 @@ def test_a_run_makes_its_baseline_and_rows(tmp_path):
 
 
 def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path, capsys):
-    first = run(settings(tmp_path))
+    first = evaluate_run(settings(tmp_path))
     before = (first.path / "examples.jsonl").read_bytes()
     capsys.readouterr()
-    run(settings(tmp_path))
+    evaluate_run(settings(tmp_path))
     assert "2 of 2 rows are there already" in capsys.readouterr().out
     assert (first.path / "examples.jsonl").read_bytes() == before
-    more = run(settings(tmp_path, "limit=3"))
+    more = evaluate_run(settings(tmp_path, "limit=3"))
     assert more.hash == first.hash
     assert (first.path / "examples.jsonl").read_bytes().startswith(before)
     assert len(more.rows()) == 3
@@ -80,7 +80,7 @@ def without_times(rows):
 
 
 def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
-    one, two = (run(settings(tmp_path / b, "method=keyformer", f"batch_size={b}")) for b in ("1", "2"))
+    one, two = (evaluate_run(settings(tmp_path / b, "method=keyformer", f"batch_size={b}")) for b in ("1", "2"))
     ones, twos = without_times(one.rows()), without_times(two.rows())
     for a, b in zip(ones, twos, strict=True):
         for bytes_ in ("kv_bytes", "peak_kv_bytes"):  # padding is memory too
@@ -89,7 +89,7 @@ def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
         assert a["receipt"].pop("attention_kept") == pytest.approx(b["receipt"].pop("attention_kept"), abs=1e-5)
         assert a["metrics"].pop("nll") == pytest.approx(b["metrics"].pop("nll"), abs=1e-4)
         assert a == b
-    again = run(settings(tmp_path / "again", "method=keyformer"))
+    again = evaluate_run(settings(tmp_path / "again", "method=keyformer"))
     assert without_times(again.rows()) == without_times(one.rows())
 
 
@@ -107,11 +107,11 @@ def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "_generate", breaks)
     with pytest.raises(RuntimeError, match="out of luck"):
-        run(settings(tmp_path))
+        evaluate_run(settings(tmp_path))
     failed = next(r for r in runs(tmp_path) if r.labels["method"] == "h2o")
     assert failed.failure()["message"] == "out of luck"
     assert len(failed.rows()) == 1
-    record = run(settings(tmp_path))
+    record = evaluate_run(settings(tmp_path))
     assert record.failure() is None
     assert len(record.rows()) == 2
 
@@ -125,10 +125,10 @@ def test_prompts_are_cut_as_the_task_says():
     example = Example("a", "do this: one two three four five so", "", "", "do this: ", "one two three four five", " so")
     base = {"prompt_share": 0.5}
     middle = tokenize(example, Stories(**base), Words(), 99, chat=False)
-    assert (middle.cut, middle.tokens) == (False, 9)
+    assert (middle.truncated, middle.tokens) == (False, 9)
     object.__setattr__(task := Stories(**base), "truncate", "middle")
     cut = tokenize(example, task, Words(), 6, chat=False)
-    assert (cut.ids, cut.cut) == (["<s>", "do", "this:", "one", "two", "so"], True)
+    assert (cut.ids, cut.truncated) == (["<s>", "do", "this:", "one", "two", "so"], True)
     assert tokenize(example, task, Words(), 4, chat=False).skipped == "too long"
     object.__setattr__(task, "truncate", "right")
     assert tokenize(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
@@ -157,7 +157,7 @@ def test_a_cut_prompt_is_tokenised_as_one_text(stories260k):
     parts = ("Summarize:\n", "Lily went to the park. " * 30, "\nSummary:")
     example = Example("a", "".join(parts), "x", "", *parts)
     cut = tokenize(example, XSum(), tokenizer, 60, chat=False)
-    assert cut.cut
+    assert cut.truncated
     assert cut.ids == tokenizer(cut.text).input_ids
     assert 50 < len(cut.ids) <= 60
     assert cut.text.startswith(parts[0])
@@ -357,11 +357,11 @@ def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatc
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=VALUES[override]):
-        run(settings(tmp_path, override))
+        evaluate_run(settings(tmp_path, override))
 
 
 def test_a_time_limit_longer_than_clocks_count(tmp_path):
-    assert run(settings(tmp_path, "timeout_s=1e300", "limit=1")).finished
+    assert evaluate_run(settings(tmp_path, "timeout_s=1e300", "limit=1")).finished
 
 
 def folder(path, config=None, **files):
@@ -403,7 +403,9 @@ def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
     key, _, name = place.partition("=")
     with pytest.raises(ConfigError, match=PLACES[place]):
-        run(settings(tmp_path / "out", *(["model=local"] if "model" in key else []), f"{key}={tmp_path / name}"))
+        evaluate_run(
+            settings(tmp_path / "out", *(["model=local"] if "model" in key else []), f"{key}={tmp_path / name}")
+        )
 
 
 def test_there_are_enough_bad_inputs():
@@ -416,7 +418,7 @@ def test_rows_of_the_wrong_shape_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "one two three four"}) + "\n" + json.dumps({"story": "x y z"}) + "\n")
     with pytest.raises(ConfigError, match=r"row 2 .*'text'"):
-        run(settings(tmp_path / "out", f"task.data_files={path}"))
+        evaluate_run(settings(tmp_path / "out", f"task.data_files={path}"))
 
 
 def test_outputs_that_cannot_be_written(tmp_path):
@@ -424,4 +426,4 @@ def test_outputs_that_cannot_be_written(tmp_path):
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another outputs_dir"):
-        run(settings(tmp_path / "file" / "out"))
+        evaluate_run(settings(tmp_path / "file" / "out"))

@@ -18,7 +18,7 @@ def settings(folder, *overrides):
 
 
 def rows(folder, *overrides):
-    return runner.run(settings(folder, *overrides)).rows()
+    return runner.evaluate_run(settings(folder, *overrides)).rows()
 
 
 NEEDLE = ["task=needle", f"task.haystack={FIXTURES}/haystack", "task.max_new_tokens=3", "task.depths=[0,100]"]
@@ -65,7 +65,7 @@ def test_a_haystack_too_short_is_said_before_the_model_loads(tmp_path, monkeypat
     monkeypatch.setattr(runner, "tokenizer_of", lambda spec: Words())
     monkeypatch.setattr(runner, "load", lambda spec: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=r"makes a prompt of \d+ of this model's tokens, and 1500 are asked for"):
-        runner.run(settings(tmp_path, *NEEDLE, "task.lengths=[1500]", "method=full"))
+        runner.evaluate_run(settings(tmp_path, *NEEDLE, "task.lengths=[1500]", "method=full"))
 
 
 LONG = ["task=longbench", "task.subset=qasper", f"task.data_files={FIXTURES}/longbench", "task.max_new_tokens=3"]
@@ -76,7 +76,7 @@ def test_longbench_rows_are_official_prediction_lines(tmp_path):
     for row in found:
         assert row["prompt_cut"] and row["prompt_tokens"] == 300  # <s> and 149 bytes, and 150 bytes
         assert set(row["info"]) == {"answers", "all_classes", "length"} and set(row["metrics"]) == {"score"}
-    record = runner.run(settings(tmp_path, *LONG, "task.max_prompt_tokens=300"))
+    record = runner.evaluate_run(settings(tmp_path, *LONG, "task.max_prompt_tokens=300"))
     assert record.labels["task"] == "longbench/qasper" and "subset" not in record.labels["setting"]
 
 
@@ -89,7 +89,7 @@ def test_a_frame_makes_a_template_unnecessary(tmp_path, monkeypatch):
     assert trec[0]["chat_template"] is False
     monkeypatch.setattr(runner, "load", lambda spec: pytest.fail("a model was loaded"))
     with pytest.raises(ConfigError, match=r"model\.chat=true, but this tokenizer has no chat template"):
-        runner.run(settings(tmp_path, *LONG, "model.chat=true", "method=full"))
+        runner.evaluate_run(settings(tmp_path, *LONG, "model.chat=true", "method=full"))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_where_the_data_lies_changes_nothing(tmp_path):
     ids=["govreport", "soda", "gsm8k", "gsm8k_asked_later", "passkey", "code", "chinese"],
 )
 def test_every_task_runs(tmp_path, overrides):
-    record = runner.run(settings(tmp_path, *overrides, "task.max_new_tokens=3", "method=h2o"))
+    record = runner.evaluate_run(settings(tmp_path, *overrides, "task.max_new_tokens=3", "method=h2o"))
     assert len(record.rows()) == 3 and record.finished
     for row in record.rows():
         assert row["metrics"] and row["skipped"] is None and row["receipt"]["first_eviction_step"] == 0

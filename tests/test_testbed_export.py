@@ -31,8 +31,8 @@ def settings(folder, *overrides):
 def both(folder, *overrides):
     """Rows of full attention and of h2o at 0.3."""
     (asked,) = settings(folder, *overrides).parts()
-    runner.run(asked)
-    return [runner.run(each).rows() for each in (asked.baseline(), asked)]
+    runner.evaluate_run(asked)
+    return [runner.evaluate_run(each).rows() for each in (asked.baseline(), asked)]
 
 
 def read(path):
@@ -69,7 +69,7 @@ def test_lm_evals_own_model_agrees(tmp_path, written):
     items = list(asked.task.examples())
     hf = HFLM(AutoModelForCausalLM.from_pretrained(asked.model.path), tokenizer=load(asked.model)[1], batch_size=2)
     found = hf.loglikelihood([instance for item in items for instance in item.instances], disable_tqdm=True)
-    full = runner.run(asked.baseline()).rows()
+    full = runner.evaluate_run(asked.baseline()).rows()
     logprobs = [value for row in full for value in row["choices"]["logprobs"]]
     assert [value for value, _ in found] == pytest.approx(logprobs, abs=1e-4)
 

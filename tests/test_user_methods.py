@@ -406,6 +406,56 @@ def test_a_declaration_of_another_kind_is_named(case):
         generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
 
 
+# -- lm-eval ------------------------------------------------------------------------------------------------------
+
+LM_EVAL = {  # as typed after --model_args: as lm-eval gets it
+    "pretrained=.,method=keydiff.py,kv_ratio=0.5": "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5",
+    "method=keydiff.py:KeyDiff,pretrained=.,kv_ratio=0.5": "method=keydiff.KeyDiff,pretrained=.,kv_ratio=0.5",
+    "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5": "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5",
+    '{"pretrained": ".", "method": "keydiff.py", "kv_ratio": 0.5}': (
+        '{"pretrained": ".", "method": "keydiff.KeyDiff", "kv_ratio": 0.5}'
+    ),
+    "pretrained=.,method=h2o,kv_ratio=0.5": "pretrained=.,method=h2o,kv_ratio=0.5",
+}
+
+
+@pytest.mark.parametrize("typed", LM_EVAL)
+def test_lm_eval_takes_a_method_that_is_typed(typed, folder, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.lm_eval.__main__ import _check_model
+    from kvexp.lm_eval.arguments import ModelArguments
+
+    monkeypatch.setattr("kvexp.lm_eval.arguments.check_source", lambda *_: None)
+    rest = ["--model_args", typed, "--output_path", "keydiff.py"]
+    assert _check_model([typed], rest) == ["--model_args", LM_EVAL[typed], "--output_path", "keydiff.py"]
+    if "keydiff" in typed:
+        cache = ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {"method.alpha": 0.4}).cache
+        assert (type(cache.method).__name__, cache.method.alpha, cache.budget.kv_ratio) == ("KeyDiff", 0.4, 0.5)
+
+
+def test_lm_eval_loads_no_method_that_nobody_typed(folder):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.lm_eval.arguments import ModelArguments
+
+    with pytest.raises(ConfigError, match=r"or a class of yours, named in --model_args .*, got 'keydiff.KeyDiff'"):
+        ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {})
+    assert "keydiff" not in sys.modules
+
+
+def test_lm_eval_in_python_takes_a_method_object():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.lm_eval.arguments import ModelArguments
+
+    class Newest(Method):
+        def priority(self, ctx):
+            return ctx.positions.float()
+
+    made = ModelArguments.of(Newest(), 0.5, "prefill_then_step", {})
+    assert made.cache.method == Newest()
+    with pytest.raises(ConfigError, match="method is a Newest already: give it its settings"):
+        ModelArguments.of(Newest(), 0.5, "prefill_then_step", {"method.alpha": 1})
+
+
 # -- nobody else names it -----------------------------------------------------------------------------------------
 
 EVIL = "import os\nos.makedirs(r'{marker}', exist_ok=True)\n" + KEYDIFF

@@ -214,7 +214,7 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
         budget=settings.budget,
         revision=", ".join(revision for revision in revisions if revision) or None,
         weights=settings.model.gguf[1] if settings.model.gguf else None,
-        chat=settings.model.chat and settings.task.wrapped,
+        chat=settings.model.chat and settings.task.uses_chat_template,
     )
 
 

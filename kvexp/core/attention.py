@@ -138,8 +138,8 @@ class AttentionInputs:
 def sdpa_attention(inputs: AttentionInputs) -> Tensor:
     """Attention output [B, H, G, Q, Dv] by torch's scaled_dot_product_attention.
 
-    One call for a whole prompt without padding, sliding window or ALiBi, which needs no mask but the causal one; else
-    blocks of QUERY_BLOCK query rows, each with its mask.
+    One call where a causal mask suffices: for a whole prompt without padding, ALiBi, and a sliding window shorter than
+    it. Else blocks of QUERY_BLOCK query rows, each with its mask.
     """
     count, params = inputs.query.shape[3], inputs.params
     whole = inputs.in_column_order and not inputs.padded and inputs.keys.shape[2] == count and inputs.visible is None

@@ -1,7 +1,7 @@
 """Protocols of one attention layer's cache: what every kind offers, and what kinds with batch rows offer besides.
 
 The kinds: `EvictionLayer` and `RetrievalLayer` (a cache of one method), `MaskedLayer` (one masked forward),
-`MultiLayer` (one layer of several caches) and diagnose's `Beside` (a method's layer and the full cache's).
+`MultiLayer` (one layer of several caches) and diagnose's `TwinLayer` (a method's layer and the full cache's).
 """
 
 from __future__ import annotations

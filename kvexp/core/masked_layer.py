@@ -40,15 +40,15 @@ class MaskedLayer:
             raise CacheError("the row-mask protocol judges a text in one forward: make a new RowMaskCache for each")
         b, h, count = key.shape[:3]
         self.seq_len, self.kv_bytes = count, key.nbytes + value.nbytes
-        columns = torch.arange(count, device=key.device).expand(b, count)
+        positions = torch.arange(count, device=key.device).expand(b, count)
         if padding is not None:
-            columns = torch.where(padding.to(torch.bool), columns, -1)
+            positions = torch.where(padding.to(torch.bool), positions, -1)
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
             keys=key,
             values=value,
-            positions=columns[:, None],
-            query_positions=columns,
+            positions=positions[:, None],
+            query_positions=positions,
             params=params,
         )
         x = inputs.logits(slice(0, count), count)

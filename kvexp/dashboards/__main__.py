@@ -1,4 +1,4 @@
-"""python -m kvexp.dashboards outputs/: make the saved view and the report in Weights & Biases."""
+"""kvexp dashboards outputs/: make the saved view and the report in Weights & Biases."""
 
 import argparse
 import importlib.util
@@ -24,7 +24,7 @@ from kvexp.terminal import say
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why not."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.dashboards", description=kvexp.dashboards.__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp dashboards", description=kvexp.dashboards.__doc__)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
     parser.add_argument("--entity", help="user or team (default: WANDB_ENTITY, else the account's own)")
@@ -70,7 +70,7 @@ def save(described: dict[str, Any], entity: str | None, project: str) -> list[st
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"wandb did not take the dashboards ({type(error).__name__}: {first}); are the runs there "
-            f"(python -m kvexp.log {'' if project == PROJECT else f'--project {project} '}--online) and the network up?"
+            f"(kvexp log {'' if project == PROJECT else f'--project {project} '}--online) and the network up?"
         ) from error
 
 

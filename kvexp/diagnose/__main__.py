@@ -1,4 +1,4 @@
-"""python -m kvexp.diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."""
+"""kvexp diagnose COMMAND: read what diagnose=log and diagnose=twin have written, or make it, and ask on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m kvexp.diagnose", description=__doc__)
+    result = argparse.ArgumentParser(prog="kvexp diagnose", description=__doc__)
     commands = result.add_subparsers(required=True, metavar="COMMAND")
     show = _command(commands, "show", _show, "the text of an example, marked by how many heads keep each token")
     _run_and_example(show)
@@ -95,13 +95,13 @@ def _run_and_example(command: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
     from kvexp.diagnose.kept_tokens_page import page
-    from kvexp.diagnose.needed import need
+    from kvexp.diagnose.needed import ensure_diagnosed
     from kvexp.diagnose.show import show
     from kvexp.evictions.held_tokens import view
 
     run = run_at(args.run)
     row = chosen(rows_of(run), args.example)
-    need(run, [row])
+    ensure_diagnosed(run, [row])
     seen = view(run, row["example"], args.step, args.layer)
     if args.html is None:
         show(seen, console)
@@ -112,10 +112,10 @@ def _show(args: argparse.Namespace, console: Console) -> None:
 
 def _prompt(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import chosen, rows_of, run_at
-    from kvexp.diagnose.prompt import sent
+    from kvexp.diagnose.prompt import fed_prompt
 
     run = run_at(args.run)
-    found = sent(run, chosen(rows_of(run), args.example))
+    found = fed_prompt(run, chosen(rows_of(run), args.example))
     say(found.told, file=sys.stderr)
     if sys.stdout.isatty():
         say(found.text)
@@ -124,17 +124,17 @@ def _prompt(args: argparse.Namespace, console: Console) -> None:
 
 
 def _draw(args: argparse.Namespace, console: Console) -> None:
-    from kvexp.diagnose.after import Twin
+    from kvexp.diagnose.diagnosis_options import Twin
     from kvexp.diagnose.draw import curves, heatmaps, losses, save
     from kvexp.diagnose.folders import chosen, rows_of, run_at, title_of
-    from kvexp.diagnose.needed import need
+    from kvexp.diagnose.needed import ensure_diagnosed
     from kvexp.evictions.eviction_files import FOLDER, TWIN, has
 
     run = run_at(args.run)
     rows = rows_of(run)
     some = [chosen(rows, name) for name in args.example or ()]
     if some or not any(has(run, name, TWIN) for name in rows):
-        need(run, some or list(rows.values()), Twin())
+        ensure_diagnosed(run, some or list(rows.values()), Twin())
     names = [row["example"] for row in some] or None
     frame = losses(run, names)
     title = title_of(run) + (f", {', '.join(names)}" if names else "")
@@ -148,11 +148,11 @@ def _draw(args: argparse.Namespace, console: Console) -> None:
 def _replay(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.explain import Options, tell
     from kvexp.diagnose.folders import chosen, rows_of, run_at
-    from kvexp.diagnose.needed import need
+    from kvexp.diagnose.needed import ensure_diagnosed
 
     run = run_at(args.run)
     row = chosen(rows_of(run), args.example)
-    need(run, [row])
+    ensure_diagnosed(run, [row])
     tell(run, row, Options(args.until, args.trials, args.again), console)
 
 
@@ -166,10 +166,10 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
 
 def _gap(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.draw import save
-    from kvexp.diagnose.gap import draw, gaps, show, where_of
+    from kvexp.diagnose.gap import draw, gaps, parse_where, show
     from kvexp.diagnose.ideals import make_ideals
 
-    where = where_of(args.where)
+    where = parse_where(args.where)
     make_ideals(args.outputs, where, console)
     frame = gaps(args.outputs, where, args.metric)
     show(frame, console)

@@ -15,8 +15,9 @@ from kvexp.models import EvictionCache
 
 @dataclass(frozen=True)
 class Case:
-    """prompt, question: token ids, the question fed after the eviction (or empty); seed: of noise inside the method.
+    """One example of a run: enough to generate it again, watched, beside the full cache, or with evictions undone.
 
+    prompt, question: token ids; the question is fed after the eviction (or empty). seed: of noise inside the method.
     `decoding` must be greedy.
     """
 
@@ -29,16 +30,16 @@ class Case:
     seed: int = 0
 
     @property
-    def ahead(self) -> int:
-        """Tokens to come after the prompt at most."""
+    def max_tokens_to_come(self) -> int:
+        """The largest number of tokens that follow the prompt: question and new tokens."""
         return len(self.question) + self.decoding.max_new_tokens
 
     def full(self) -> Case:
         """The same example under full attention."""
         return dataclasses.replace(self, cache=CacheConfig(Full(), beyond_context=self.cache.beyond_context))
 
-    def generated(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
-        """The generation of the run, alone in its batch; prepare: is given the cache before anything is fed."""
+    def generate_again(self, prepare: Callable[[EvictionCache], object] | None = None) -> Generation:
+        """The generation of the run, alone in its batch; prepare: is called with the cache before anything is fed."""
         return generate(
             self.model,
             [self.prompt],
@@ -50,15 +51,18 @@ class Case:
             prepare=prepare,
         )
 
-    def prefilled(
+    def prefill_prompt(
         self, prepare: Callable[[EvictionCache], object] | None = None, cache: CacheConfig | None = None
     ) -> PrefilledContext:
-        """The prompt alone, prefilled and evicted; cache: what it does where that is not what the run's does."""
+        """The prompt alone, prefilled and evicted.
+
+        prepare: is called with the cache before anything is fed; cache: in place of the run's own configuration.
+        """
         return prefill(
             self.model,
             [self.prompt],
             cache or self.cache,
-            max_new_tokens=self.ahead,
+            max_new_tokens=self.max_tokens_to_come,
             chunk=self.decoding.prefill_chunk,
             tokenizer=self.tokenizer,
             seeds=[self.seed],

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kvexp.console import Console
 from kvexp.diagnose.classes import CLASSES, classes_of
-from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of
-from kvexp.diagnose.needed import need
+from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_title
+from kvexp.diagnose.needed import ensure_diagnosed
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, Told, has, need_told, read_table
+from kvexp.evictions.eviction_files import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.record import Run
 
 DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))
@@ -23,7 +23,7 @@ WORDS = 12  # tokens that are named one by one
 
 
 @dataclass
-class Kept:
+class HeldCounts:
     """Sums over examples of what one side held and the other did not: one count per token, layer and kv head.
 
     by_class, by_decile, by_text: such counts; there: the same of all prompt tokens, held or not.
@@ -34,7 +34,7 @@ class Kept:
     by_text: Counter[str] = field(default_factory=Counter)
     there: Counter[str] = field(default_factory=Counter)
 
-    def add(self, told: Told, positions: Sequence[int]) -> None:
+    def add(self, told: ExampleLog, positions: Sequence[int]) -> None:
         """positions: of prompt tokens, one for each head."""
         count, kinds = told.prompt_tokens, classes_of(told.texts[: told.prompt_tokens])
         deciles = [DECILES[10 * place // count] for place in range(count)]
@@ -57,7 +57,7 @@ class PairedOutcome:
 
 
 def outcome(a: Run, b: Run) -> PairedOutcome:
-    """ConfigError for runs that do not compare."""
+    """The examples of two runs by who is right; ConfigError for runs that cannot be compared."""
     if a.baseline is None or a.baseline != b.baseline:
         raise ConfigError(
             f"{a.path} and {b.path} are not measured against the same full-attention run: compare runs of one model, "
@@ -79,12 +79,12 @@ def _solvable(row: Row) -> bool:
     return value > 0 or value < 0  # a negative log-likelihood has no zero to be wrong at
 
 
-def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[Kept, Kept]:
+def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[HeldCounts, HeldCounts]:
     """What A held and B did not, and what B did, of the prompt after this step (or the last, where it comes first)."""
-    only_a, only_b = Kept(), Kept()
+    only_a, only_b = HeldCounts(), HeldCounts()
     for name in names:
-        told = need_told(a, name)
-        if need_told(b, name).ids[: told.prompt_tokens] != told.ids[: told.prompt_tokens]:
+        told = require_example_log(a, name)
+        if require_example_log(b, name).ids[: told.prompt_tokens] != told.ids[: told.prompt_tokens]:
             raise ConfigError(f"example {name} has other tokens in {a.path} than in {b.path}")
         gone_a, gone_b = (_gone(run, name, told, step) for run in (a, b))
         only_a.add(told, (np.setdiff1d(gone_b, gone_a) % told.prompt_tokens).tolist())
@@ -92,7 +92,7 @@ def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[Ke
     return only_a, only_b
 
 
-def _gone(run: Run, name: str, told: Told, step: int) -> np.ndarray:
+def _gone(run: Run, name: str, told: ExampleLog, step: int) -> np.ndarray:
     """A number for each (layer, head, prompt position) that was evicted by then."""
     frame = read_table(run, name, EVICTIONS)
     frame = frame[(frame["step"] <= step) & (frame["position"] < told.prompt_tokens)]
@@ -101,9 +101,9 @@ def _gone(run: Run, name: str, told: Told, step: int) -> np.ndarray:
 
 
 def diff(a: Run, b: Run, step: int, console: Console) -> None:
-    """All of it in a terminal."""
+    """Print the outcome of two runs, and what each kept that the other did not where only one is right."""
     found = outcome(a, b)
-    name_a, name_b = short_of(a), short_of(b)
+    name_a, name_b = short_title(a), short_title(b)
     if name_a == name_b:
         name_a, name_b = f"{name_a} ({a.hash[:6]})", f"{name_b} ({b.hash[:6]})"
     console.print(f"A: {name_a}\nB: {name_b}", highlight=False, markup=False)
@@ -125,7 +125,7 @@ def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[st
     if not logged:
         for run in (a, b):
             rows = rows_of(run)
-            need(run, [rows[name] for name in names])
+            ensure_diagnosed(run, [rows[name] for name in names])
         logged = names
     if len(logged) < len(names):
         yield f"of {len(logged)} of them, which both runs have logged:"

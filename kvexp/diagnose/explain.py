@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvexp.console import Console, Progress
-from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_of, title_of
-from kvexp.diagnose.needed import need
-from kvexp.diagnose.replay import Found, evidence, replayed, save, saved
+from kvexp.diagnose.folders import Row, baseline_of, headline, rows_of, short_title, title_of
+from kvexp.diagnose.needed import ensure_diagnosed
+from kvexp.diagnose.replay import FoundCause, evidence, replayed, save, saved
 from kvexp.diagnose.runs import cases, settings_at
 from kvexp.diagnose.undo import Replay
 from kvexp.errors import CacheError
@@ -24,7 +24,10 @@ NOTHING = "not even with every eviction undone does the full cache's answer come
 
 @dataclass(frozen=True)
 class Options:
-    """until: output or score; trials: at most so many per example; again: search even where a result is saved."""
+    """The options of a search.
+
+    until: output or score; trials: at most so many per example; again: search even where a result is saved.
+    """
 
     until: str = "output"
     trials: int = 1000
@@ -38,8 +41,8 @@ def lost(run: Run) -> list[Row]:
     return sorted(worse, key=lambda row: row["index"])
 
 
-def founds(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
-    """The cause of every row, or why there is none to be had; each is saved once found."""
+def find_causes(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
+    """The cause of every row, or why there is none; each is saved once found."""
     known = {row["example"]: _known(run, row, options) for row in rows}
     todo = [row for row in rows if known[row["example"]] is None]
     made = _made(run, todo, options) if todo else iter(())
@@ -47,18 +50,18 @@ def founds(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]
         yield known[row["example"]] or next(made)
 
 
-def _known(run: Run, row: Row, options: Options) -> Found | None:
-    """What is saved; not where more trials may find less than an earlier search that ran out of them."""
+def _known(run: Run, row: Row, options: Options) -> FoundCause | None:
+    """The saved cause; None where more trials may find a smaller one than an earlier search that ran out of them."""
     found = None if options.again else saved(run, row["example"], options.until)
     unfinished = found is not None and not found.cause.whole and found.cause.trials < options.trials
     return None if unfinished else found
 
 
-def _made(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
+def _made(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
     settings = settings_at(run)
     alone = len(rows) == 1
     total, what = (options.trials, "trials at most") if alone else (len(rows), "examples")
-    with Progress(f"replay {short_of(run)}", total, 0, what) as progress:
+    with Progress(f"replay {short_title(run)}", total, 0, what) as progress:
         size = settings.batch_size
         for row, case, example in cases(settings, rows):
             replay = Replay(case, size, progress.advance if alone else None)
@@ -75,7 +78,7 @@ def _made(run: Run, rows: list[Row], options: Options) -> Iterator[Found | str]:
 
 def tell(run: Run, row: Row, options: Options, console: Console) -> None:
     """One example in words, and how the method scored what it lost."""
-    (found,) = founds(run, [row], options)
+    (found,) = find_causes(run, [row], options)
     console.print(f"{title_of(run)}: {row['example']}", highlight=False, markup=False)
     if isinstance(found, str):
         console.print(found, highlight=False, markup=False)
@@ -101,7 +104,7 @@ def tell(run: Run, row: Row, options: Options, console: Console) -> None:
     console.print(_scores(run, row, found))
 
 
-def _scores(run: Run, row: Row, found: Found) -> Table:
+def _scores(run: Run, row: Row, found: FoundCause) -> Table:
     assert found.cause.undone is not None
     table = Table(box=None, header_style="bold", caption="rank: place among the slots there, 1 is kept longest")
     for name in ("token", "position", "layer", "head", "step", "score", "least score kept", "rank"):
@@ -131,9 +134,9 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
         logged = [row for row in rows if has(run, row["example"], EVICTIONS)]
         if not logged:
             logged = rows[:first]
-            need(run, logged)
-        asked, name = logged[:first], short_of(run)
-        made = list(founds(run, asked, options))
+            ensure_diagnosed(run, logged)
+        asked, name = logged[:first], short_title(run)
+        made = list(find_causes(run, asked, options))
         table.add_row(escape(name), *_counts(run, made, len(rows)))
         for row, found in zip(asked, made, strict=True):
             what = found if isinstance(found, str) else found.phrase or NOTHING
@@ -148,7 +151,7 @@ def explain(runs: list[Run], options: Options, first: int | None, console: Conso
     console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")
 
 
-def _counts(run: Run, made: list[Found | str], lost: int) -> list[str]:
+def _counts(run: Run, made: list[FoundCause | str], lost: int) -> list[str]:
     done = [found for found in made if not isinstance(found, str) and found.cause.undone is not None]
     spans = [len(found.cause.spans) for found in done]
     undone = [found.cause.undone for found in done if found.cause.undone is not None]

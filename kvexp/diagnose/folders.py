@@ -37,7 +37,7 @@ def run_at(words: str) -> Run:
 
 
 def baseline_of(run: Run) -> Run:
-    """The full-attention run beside it."""
+    """The full-attention run beside a run, with the same model, task and examples."""
     if run.baseline is None:
         raise ConfigError(f"{run.path} is a run of full attention: there is nothing to compare it with")
     return Run.load(run.path.parent / run.baseline)
@@ -69,19 +69,19 @@ def chosen(rows: Mapping[str, Row], name: str) -> Row:
 
 
 def headline(row: Row) -> float:
-    """Its first metric, such that more is better."""
+    """The row's first metric, negated where less is better."""
     name, value = next(iter(row["metrics"].items()))
     return -float(value) if lower_is_better(name) else float(value)
 
 
-def short_of(run: Run) -> str:
-    """ "h2o 0.3 testbed_needle"."""
+def short_title(run: Run) -> str:
+    """Method, budget and task of a run for messages, as "h2o 0.3 testbed_needle"."""
     labels = run.asked[-1]
     ratio = "" if labels.get("kv_ratio") is None else f" {labels['kv_ratio']:g}"
     return f"{labels.get('method')}{ratio} {labels.get('task')}"
 
 
 def title_of(run: Run) -> str:
-    """ "h2o 0.3 testbed_needle, testbed_rope", and what else was set by hand."""
+    """The run's `short_title`, its model, and what else was set by hand."""
     labels = run.asked[-1]
-    return ", ".join(word for word in (short_of(run), labels.get("model"), labels.get("setting")) if word)
+    return ", ".join(word for word in (short_title(run), labels.get("model"), labels.get("setting")) if word)

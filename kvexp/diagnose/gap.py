@@ -158,8 +158,8 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
     axis.set_axisbelow(True)
 
 
-def where_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """The words of --where."""
+def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
+    """The LABEL=VALUE words of --where as a mapping."""
     from kvexp.results.where import where
 
     return where(pairs)

@@ -7,11 +7,11 @@ from typing import Any
 
 from kvexp.config.settings import Settings, settings_of
 from kvexp.console import Console
-from kvexp.diagnose.folders import short_of
+from kvexp.diagnose.folders import short_title
 from kvexp.diagnose.gap import without_ideal
-from kvexp.diagnose.runs import as_many, settings_at
+from kvexp.diagnose.runs import settings_at, with_limit_of
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.record import Run
 from kvexp.session import Session
 from kvexp.sweep.prefill_groups import prefill_groups, run_group
@@ -24,20 +24,20 @@ def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> Non
     wanted: dict[str, Settings] = {}
     for folder in without_ideal(outputs, where):
         try:
-            settings = as_many(_ideal(folder.run), 1 + max(row["index"] for row in folder.rows))
+            settings = with_limit_of(_ideal(folder.run), 1 + max(row["index"] for row in folder.rows))
         except ConfigError as error:
-            console.print(f"{short_of(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
+            console.print(f"{short_title(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
             continue
         wanted[str(settings.identity)] = settings
     session = Session()
     for group in prefill_groups(wanted.values()):
         run_group(group, session)
     for settings in wanted.values():
-        run(settings, session)
+        evaluate_run(settings, session)
 
 
 def _ideal(record: Run) -> Settings:
-    """The settings of the run, with method=ideal; ConfigError where the run's own are not to be had again."""
+    """The settings of the run, with method=ideal; ConfigError where the run's own cannot be composed any more."""
     settings = settings_at(record)
     asked = settings.command
     cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvexp.diagnose.after import Log
-from kvexp.diagnose.folders import Row, short_of
+from kvexp.diagnose.diagnosis_options import Log
+from kvexp.diagnose.folders import Row, short_title
 from kvexp.diagnose.refusals import nothing_to_log
 from kvexp.diagnose.runs import settings_at
 from kvexp.errors import ConfigError
@@ -11,14 +11,14 @@ from kvexp.evaluate.evaluate_run import waiting_notice
 from kvexp.record import Run
 
 
-def need(run: Run, rows: list[Row], kind: Log | None = None) -> None:
-    """Make the log (or the twin) that these rows have not; ConfigError where the run can have none."""
+def ensure_diagnosed(run: Run, rows: list[Row], kind: Log | None = None) -> None:
+    """Make the log (or `kind`) of the rows that have none; ConfigError where the run can have none."""
     kind = kind or Log()
-    if not kind.lacking(run, rows):
+    if not kind.rows_without(run, rows):
         return
     settings = settings_at(run)
     kind.check(settings)
     if (why := nothing_to_log(settings)) is not None:
-        raise ConfigError(f"{short_of(run)} has no log to look at: {why}")
+        raise ConfigError(f"{short_title(run)} has no log to look at: {why}")
     with run.claim(waiting=waiting_notice(run)):
-        kind.add(settings, run, rows)
+        kind.write(settings, run, rows)

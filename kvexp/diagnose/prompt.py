@@ -15,15 +15,18 @@ from kvexp.tasks import LMEval
 
 
 @dataclass(frozen=True)
-class Sent:
-    """text: of all tokens fed before the answer, special ones included; told: how many they are, and their digest."""
+class FedPrompt:
+    """A prompt as it was fed.
+
+    text: of all tokens fed before the answer, special ones included; told: their number and digest, as a sentence.
+    """
 
     text: str
     told: str
 
 
-def sent(run: Run, row: Row) -> Sent:
-    """ConfigError where data, chat template or tokenizer do not give the tokens of the row any more."""
+def fed_prompt(run: Run, row: Row) -> FedPrompt:
+    """The prompt of a row; ConfigError where data, chat template or tokenizer do not give the row's tokens any more."""
     if row.get("prompt_digest") is None:
         raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")
     settings = settings_at(run)
@@ -39,7 +42,7 @@ def sent(run: Run, row: Row) -> Sent:
             f"example {row['example']}: the prompt made today has the digest {prompt.digest}, the one that was sent "
             f"{row['prompt_digest']}: data, chat template or tokenizer have changed"
         )
-    fed = [*prompt.ids, *prompt.question]
-    after = f", the last {len(prompt.question)} after the eviction" if prompt.question else ""
+    fed = [*prompt.ids, *prompt.question_ids]
+    after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
     text = tokenizer.decode(fed, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return Sent(text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}")
+    return FedPrompt(text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}")

@@ -1,4 +1,4 @@
-"""What cannot be diagnosed: said before a model loads, or passed over in a sweep that holds it for its rows."""
+"""What cannot be diagnosed: an error before a model loads, or a run of a sweep that is passed over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(settings: Settings) -> None:
 
 
 def nothing_to_log(settings: Settings) -> str | None:
-    """Why a run has no evictions to tell of; None: it has."""
+    """The reason why a run has no evictions to log; None where it has some."""
     method = settings.method
     if not method.evicts:
         return f"{method.name} evicts nothing"

@@ -14,9 +14,9 @@ import pandas as pd
 
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.search import Cause, cause
-from kvexp.diagnose.undo import Place, Replay, Undone
+from kvexp.diagnose.undo import Place, Replay, UndoneEvictions
 from kvexp.errors import CacheError
-from kvexp.evictions.eviction_files import Told, need_told, stem
+from kvexp.evictions.eviction_files import ExampleLog, require_example_log, stem
 from kvexp.record import Run
 from kvexp.record.files import explained, replace
 from kvexp.tasks import Example, Task
@@ -25,9 +25,11 @@ SHOWN = 3  # spans that are named one by one
 
 
 @dataclass(frozen=True)
-class Found:
-    """until: what had to come back, the full cache's output or its score. answer, full, back: outputs of the method, of
-    the full cache, and with the evictions of `cause` undone. spans: texts of its spans.
+class FoundCause:
+    """The cause of a lost example, as a search found it; saved as JSON.
+
+    until: what had to come back, the full cache's output or its score. answer, full, back: outputs of the method, of
+    the full cache, and with the evictions of `cause` undone. spans: texts of its spans; phrase: the cause in words.
     """
 
     example: str
@@ -40,11 +42,14 @@ class Found:
     phrase: str
 
 
-def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, until: str, trials: int) -> Found:
-    """CacheError where the answers of the rows are not had again, so that nothing could be concluded."""
-    told = need_told(run, row["example"])
+def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, until: str, trials: int) -> FoundCause:
+    """Search for the evictions that changed one row's answer; replay: of its case; trials: at most so many.
+
+    CacheError where the rows' answers do not come again, so that nothing could be concluded.
+    """
+    told = require_example_log(run, row["example"])
     case = replay.case
-    answer, full = replay.answers([Undone((), (), 0, 0)])[0], case.full().generated().tokens[0]
+    answer, full = replay.answers([UndoneEvictions((), (), 0, 0)])[0], case.full().generate_again().tokens[0]
 
     def output(tokens: list[int]) -> str:
         return str(case.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -63,13 +68,14 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, u
             "round otherwise in another batch: nothing can be concluded"
         )
     spans = [span_text(told, span) for span in found.spans]
-    phrase = "" if found.undone is None else phrased(found.undone, spans, told.heads)
-    return Found(row["example"], until, output(answer), output(full), output(back), found, spans, phrase)
+    phrase = "" if found.undone is None else phrase_of(found.undone, spans, told.heads)
+    return FoundCause(row["example"], until, output(answer), output(full), output(back), found, spans, phrase)
 
 
 def _right(
     output: Callable[[list[int]], str], full: list[int], task: Task, example: Example, until: str
 ) -> Callable[[list[int]], bool]:
+    """A function that tells whether new tokens are the full cache's output, or score as much (`until`)."""
     if until == "output":
         return lambda tokens: output(tokens) == output(full)
 
@@ -80,7 +86,7 @@ def _right(
     return lambda tokens: score(tokens) >= wanted
 
 
-def span_text(told: Told, positions: list[int]) -> str:
+def span_text(told: ExampleLog, positions: list[int]) -> str:
     """The tokens of a span, with dots for those between that are not of it."""
     words, last = "", positions[0] - 1
     for position in positions:
@@ -89,18 +95,18 @@ def span_text(told: Told, positions: list[int]) -> str:
     return words.strip() or repr(words)
 
 
-def phrased(undone: Undone, spans: list[str], heads: list[int]) -> str:
-    """ "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
+def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int]) -> str:
+    """The undone evictions in words, as "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
     what = " and ".join(repr(span) for span in spans)
     if len(spans) > SHOWN:
         count = len(undone.positions)
         what = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
     steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
-    return f"losing {what} in {in_places(undone.places, heads)} at {steps} flipped the answer"
+    return f"losing {what} in {text_of_places(undone.places, heads)} at {steps} flipped the answer"
 
 
-def in_places(places: Iterable[Place], heads: list[int]) -> str:
-    """ "layers 1-2" where all their heads are, "layer 1 head 0, layer 3 heads 1, 2" where not."""
+def text_of_places(places: Iterable[Place], heads: list[int]) -> str:
+    """Layers and heads in words: "layers 1-2" where all heads are meant, else "layer 1 head 0, layer 3 heads 1, 2"."""
     by_layer: dict[int, list[int]] = defaultdict(list)
     for layer, head in sorted(places):
         by_layer[layer].append(head)
@@ -123,7 +129,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def evidence(evictions: pd.DataFrame, undone: Undone) -> pd.DataFrame:
+def evidence(evictions: pd.DataFrame, undone: UndoneEvictions) -> pd.DataFrame:
     """The rows of the log that were undone: how the method scored those tokens, and what it would have taken."""
     places = set(undone.places)
     mine = [place in places for place in zip(evictions["layer"], evictions["head"], strict=True)]
@@ -131,14 +137,15 @@ def evidence(evictions: pd.DataFrame, undone: Undone) -> pd.DataFrame:
     return rows[rows["step"].between(undone.first, undone.last)]
 
 
-def save(run: Run, found: Found) -> None:
+def save(run: Run, found: FoundCause) -> None:
+    """Write the cause into the run's folder."""
     file = _file(run, found.example, found.until)
     with explained(file):
         replace(file, json.dumps(asdict(found)).encode())
 
 
-def saved(run: Run, example: str, until: str) -> Found | None:
-    """What an earlier search of this example found."""
+def saved(run: Run, example: str, until: str) -> FoundCause | None:
+    """The cause that an earlier search of this example has written; None without one."""
     file = _file(run, example, until)
     if not file.exists():
         return None
@@ -146,8 +153,8 @@ def saved(run: Run, example: str, until: str) -> Found | None:
     of, undone = known["cause"], known["cause"]["undone"]
     if undone is not None:
         places = tuple((layer, head) for layer, head in undone["places"])
-        undone = Undone(tuple(undone["positions"]), places, undone["first"], undone["last"])
-    return dataclasses.replace(Found(**known), cause=Cause(undone, of["trials"], of["whole"]))
+        undone = UndoneEvictions(tuple(undone["positions"]), places, undone["first"], undone["last"])
+    return dataclasses.replace(FoundCause(**known), cause=Cause(undone, of["trials"], of["whole"]))
 
 
 def _file(run: Run, example: str, until: str) -> Path:

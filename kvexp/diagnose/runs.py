@@ -1,4 +1,4 @@
-"""A run folder back to its settings, its examples and the model: what a case is made of."""
+"""A run folder back to its settings, its examples and the model, of which a `Case` is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from kvexp.tasks import Example
 
 
 def settings_at(run: Run) -> Settings:
-    """As the run was asked for, or the runs it is the baseline of; ConfigError where code or files have changed."""
+    """The settings of a run, as it was asked for (a baseline: as a run was of which it is the baseline).
+
+    ConfigError where code or files have changed since.
+    """
     asked, again = run.command, "run the same command again (its rows stay as they are)"
     if asked is None:
         raise ConfigError(f"{run.path} does not know how it was asked for: {again}")
@@ -47,7 +50,7 @@ def settings_at(run: Run) -> Settings:
 def examples_of(settings: Settings, rows: list[Row]) -> list[Example]:
     """The examples of the rows, in the order of the task."""
     wanted = {row["example"] for row in rows}
-    settings = as_many(settings, 1 + max(row["index"] for row in rows))
+    settings = with_limit_of(settings, 1 + max(row["index"] for row in rows))
     todo = [(i, example) for i, example in enumerate(settings.task.examples()) if example.id in wanted]
     if settings.task.pinned != settings.identity["data"]:
         raise ConfigError(f"{settings.task.source} has changed since; start again when nothing writes to it")
@@ -69,18 +72,21 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
             Case(
                 model=model,
                 prompt=prompt.ids,
-                question=prompt.question,
+                question=prompt.question_ids,
                 cache=batch_cache(settings, [len(prompt.ids)]),
                 decoding=settings.decoding,
                 tokenizer=tokenizer,
-                seed=noise_seed(settings, prompt.example, asked=bool(prompt.question)),
+                seed=noise_seed(settings, prompt.example, asked=bool(prompt.question_ids)),
             ),
             example,
         )
 
 
-def as_many(settings: Settings, count: int) -> Settings:
-    """With a limit of `count` examples, where a limit takes the first: rows may have been made under several."""
+def with_limit_of(settings: Settings, count: int) -> Settings:
+    """The settings with a limit of `count` examples; rows may have been made under several limits.
+
+    Only where a limit takes the first examples: other settings come back as they are.
+    """
     if settings.task.sample != "first":
         return settings
     return dataclasses.replace(settings, limit=count, task=dataclasses.replace(settings.task, limit=count))

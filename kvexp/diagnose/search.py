@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvexp.diagnose.undo import Place, Replay, Undone
+from kvexp.diagnose.undo import Place, Replay, UndoneEvictions
 
 T = TypeVar("T")
 Works = Callable[[list[list[T]]], list[bool]]
@@ -15,18 +15,19 @@ TOGETHER = 3  # needed tokens at most this far apart are of one span: "code ... 
 
 @dataclass(frozen=True)
 class Cause:
-    """undone: what brings the answer back, None where not even all evictions undone do; trials: answers it took.
+    """The smallest set of evictions found whose undoing brings an answer back.
 
-    whole: False where the trials ran out, so that `undone` may hold more than it takes.
+    undone: None where not even all evictions undone do; trials: answers that the search generated; whole: False where
+    the trials ran out, so that `undone` may hold more than is needed.
     """
 
-    undone: Undone | None
+    undone: UndoneEvictions | None
     trials: int
     whole: bool
 
     @property
     def spans(self) -> list[list[int]]:
-        """Its positions, those of a span together."""
+        """The positions of the cause, in groups of neighbours (at most TOGETHER apart)."""
         spans: list[list[int]] = []
         for position in self.undone.positions if self.undone else ():
             if spans and position - spans[-1][-1] <= TOGETHER:
@@ -51,7 +52,7 @@ def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000
     def spent() -> bool:
         return replay.trials - start >= trials
 
-    def works(make: Callable[[list[T]], Undone]) -> Works[T]:
+    def works(make: Callable[[list[T]], UndoneEvictions]) -> Works[T]:
         def tested(candidates: list[list[T]]) -> list[bool]:
             if spent():
                 return [False] * len(candidates)
@@ -59,16 +60,16 @@ def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000
 
         return tested
 
-    def of_positions(some: Sequence[int]) -> Undone:
+    def of_positions(some: Sequence[int]) -> UndoneEvictions:
         return replace(best, positions=tuple(some))
 
-    def of_places(some: Sequence[Place]) -> Undone:
+    def of_places(some: Sequence[Place]) -> UndoneEvictions:
         return replace(best, places=tuple(some))
 
-    def of_layers(some: Sequence[int]) -> Undone:
+    def of_layers(some: Sequence[int]) -> UndoneEvictions:
         return replace(best, places=tuple(place for place in best.places if place[0] in some))
 
-    def of_steps(some: Sequence[int]) -> Undone:
+    def of_steps(some: Sequence[int]) -> UndoneEvictions:
         return replace(best, first=min(some), last=max(some))
 
     if not works(of_positions)([list(best.positions)])[0]:

@@ -54,8 +54,8 @@ class Losses:
         }
 
 
-class Beside:
-    """A `LayerCache` around a `MultiLayer` of two layers, the method's and the full cache's, one row each; decodes."""
+class TwinLayer:
+    """A `LayerCache` of two layers, the method's and the full cache's, for decode steps of one row each."""
 
     def __init__(self, joined: MultiLayer, layer: int, into: Losses) -> None:
         self.joined, self.layer, self.into = joined, layer, into
@@ -93,15 +93,15 @@ class Beside:
         return out
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
-        """Refused, as by `MultiLayer`."""
+        """Always a CacheError, as by `MultiLayer`."""
         self.joined.select_rows(rows, same_prompts=same_prompts)
 
     def reset(self) -> None:
-        """Refused, as by `MultiLayer`."""
+        """Always a CacheError, as by `MultiLayer`."""
         self.joined.reset()
 
     def _note(self, inputs: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
-        """seen [H, S]; out, full [H, G * Dv]: of the method's run and of the full cache's."""
+        """Measure one step. seen [H, S]: positions the method saw; out, full [H, G * Dv]: outputs of both caches."""
         rows = torch.softmax(inputs.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
         mass = rows[0, :, :, 0].mean(1)
         kept = seen.sum(-1)
@@ -147,16 +147,16 @@ def _distance(out: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
-    """Feed question and answer to the method's cache and to a full one; says what was lost, and for each token of the
-    answer whether the full cache would have written it at that place.
+    """Feed question and answer to the method's cache and to a full one, token by token.
 
+    Returns what was lost, and for each token of the answer whether the full cache would have written it at that place.
     The prompt is prefilled for each; eviction follows it in the method's cache alone.
     """
-    method, full = case.prefilled(), case.full().prefilled()
+    method, full = case.prefill_prompt(), case.full().prefill_prompt()
     cache = MultiMethodCache([method.cache, full.cache], 1)
     into = Losses()
     for layer, part in enumerate(cache.layers):
-        beside: LayerCache = Beside(part.state, layer, into)
+        beside: LayerCache = TwinLayer(part.state, layer, into)
         part.state = beside
     written: list[int] = []
     logits, position = full.logits, len(case.prompt)

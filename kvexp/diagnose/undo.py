@@ -1,4 +1,4 @@
-"""Evictions undone: what a method would have answered had it not lost these tokens, in these heads, at these steps.
+"""Evictions undone: what a method would have answered without losing certain tokens in certain heads and steps.
 
 Undoing an eviction means exactly this: from the step on at which the method evicted it, the token stays visible to
 attention in that head, in addition to the budget, and the method neither chooses nor evicts it again. All other choices
@@ -27,8 +27,8 @@ Place = tuple[int, int]  # layer, kv head
 
 
 @dataclass(frozen=True)
-class Undone:
-    """The evictions of these positions in these places at steps first to last, both included."""
+class UndoneEvictions:
+    """The evictions of these positions, in these places (layer, kv head), at steps first to last, both included."""
 
     positions: tuple[int, ...]
     places: tuple[Place, ...]
@@ -36,8 +36,8 @@ class Undone:
     last: int
 
 
-class Undo(Mask):
-    """mode=mask with some evictions undone, row by row; at first none is.
+class UndoMask(Mask):
+    """Mode mask with some evictions undone, row by row; none until `undo` is called.
 
     wanted [B, H, N] bool by position; first, last [B, 1, 1]: steps.
     """
@@ -47,8 +47,8 @@ class Undo(Mask):
         self.wanted: Tensor | None = None
         self.first = self.last = torch.zeros(0)
 
-    def undo(self, slots: Slots, trials: Sequence[Undone], columns: int) -> None:
-        """From now on row i undoes trials[i]; and of what is evicted already, at step 0, what it names."""
+    def undo(self, slots: Slots, trials: Sequence[UndoneEvictions], columns: int) -> None:
+        """Let row i undo trials[i] from now on; what it names and is evicted already, at step 0, is visible again."""
         heads, device = slots.keys.shape[1], slots.keys.device
         wanted = torch.zeros(len(trials), heads, columns, dtype=torch.bool)
         for row, trial in enumerate(trials):
@@ -93,42 +93,44 @@ class Undo(Mask):
 class Replay:
     """Answers of one case with evictions undone; the prompt is prefilled once.
 
-    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values. after: is told
-    how many trials there have been since it was last called.
+    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values. progress: is
+    called with the number of trials made since its last call.
     """
 
-    def __init__(self, case: Case, size: int = 8, after: Callable[[int], None] | None = None) -> None:
-        self.case, self.size, self.after = case, size, after
+    def __init__(self, case: Case, size: int = 8, progress: Callable[[int], None] | None = None) -> None:
+        self.case, self.size, self.progress = case, size, progress
         self.trials = 0
-        self.context = case.prefilled(prepare=_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
+        self.context = case.prefill_prompt(prepare=_make_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
 
     @property
-    def everything(self) -> Undone:
-        """Undoes all there can be: full attention."""
+    def everything(self) -> UndoneEvictions:
+        """The undoing of every possible eviction, which is full attention."""
         heads = [
             state.require_slots().keys.shape[1]
             for state in self.context.cache.layer_states
             if isinstance(state, EvictionLayer)
         ]
         places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
-        return Undone(tuple(range(len(self.case.prompt) + self.case.ahead)), places, 0, self.case.ahead)
+        return UndoneEvictions(
+            tuple(range(len(self.case.prompt) + self.case.max_tokens_to_come)), places, 0, self.case.max_tokens_to_come
+        )
 
-    def answers(self, trials: Sequence[Undone]) -> list[list[int]]:
+    def answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         """New tokens of each trial."""
         made: list[list[int]] = []
         for start in range(0, len(trials), self.size):
             made += self._answers(trials[start : start + self.size])
-            if self.after is not None:
-                self.after(len(trials[start : start + self.size]))
+            if self.progress is not None:
+                self.progress(len(trials[start : start + self.size]))
         self.trials += len(trials)
         return made
 
-    def _answers(self, trials: Sequence[Undone]) -> list[list[int]]:
+    def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         case = self.case
         context: PrefilledContext = self.context.fork([0] * len(trials))
         for state in context.cache.layer_states:
-            assert isinstance(state, EvictionLayer) and isinstance(state.backend, Undo)
-            state.backend.undo(state.require_slots(), trials, len(case.prompt) + case.ahead)
+            assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
+            state.backend.undo(state.require_slots(), trials, len(case.prompt) + case.max_tokens_to_come)
         seeds = [case.seed] * len(trials)
         if case.question:
             questions = [case.question] * len(trials)
@@ -137,7 +139,8 @@ class Replay:
         return decode(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
 
 
-def _undoable(cache: EvictionCache) -> None:
+def _make_undoable(cache: EvictionCache) -> None:
+    """Give every layer of a new cache an `UndoMask`."""
     for layer, state in enumerate(cache.layer_states):
         assert isinstance(state, EvictionLayer)
-        state.backend = Undo(layer, cache.sequence)
+        state.backend = UndoMask(layer, cache.sequence)

@@ -1,4 +1,4 @@
-"""A mode of eviction that does what another mode does and writes down what goes, and by what score."""
+"""An eviction backend that does what another one does and records what is evicted, and by what score."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvexp.models import EvictionCache
 
 
 @dataclass
-class Evictions:
+class EvictionRecord:
     """Every eviction of one generation, in the order of layers and steps; each column is one flat tensor per call.
 
-    step: decode tokens seen (0: the end of the prompt). score: the value the method orders slots by, which for most is
-    what they have accumulated. rank: place in that order, 1 kept longest, protected slots before all others; of: how
-    many slots there were. threshold: the lowest score that was kept without protection, NaN where there was none.
+    step: decode tokens seen (0: the end of the prompt). score: the method's priority, which for most is what they have
+    accumulated. rank: place in that order, 1 kept longest, protected slots before all others; of: how many slots there
+    were. threshold: the lowest score that was kept without protection, NaN where there was none.
     """
 
     columns: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -52,13 +52,13 @@ COLUMNS = {
 }
 
 
-class Watching(EvictionBackend):
-    """`inner`, observed.
+class WatchedBackend(EvictionBackend):
+    """The backend `inner`, with its evictions recorded.
 
-    For a batch of one row; what a simulation hides for one step only (H2O's released mask) is not gone.
+    For a batch of one row; what a simulation hides for one step only (H2O's released mask) does not count as evicted.
     """
 
-    def __init__(self, inner: EvictionBackend, layer: int, sequence: SequenceState, into: Evictions) -> None:
+    def __init__(self, inner: EvictionBackend, layer: int, sequence: SequenceState, into: EvictionRecord) -> None:
         self.inner, self.layer, self.sequence, self.into = inner, layer, sequence, into
 
     def next_slot(self) -> Tensor | None:
@@ -100,11 +100,11 @@ class Watching(EvictionBackend):
         )
 
 
-def watch(cache: EvictionCache, into: Evictions) -> None:
-    """From now on `into` is told of every eviction of this new cache of one row."""
+def watch(cache: EvictionCache, into: EvictionRecord) -> None:
+    """Record every eviction of this new cache of one row in `into`."""
     for layer, state in enumerate(cache.layer_states):
         if isinstance(state, EvictionLayer):
-            state.backend = Watching(state.backend, layer, cache.sequence, into)
+            state.backend = WatchedBackend(state.backend, layer, cache.sequence, into)
 
 
 def held_slots(slots: Slots) -> Tensor:

@@ -1,4 +1,4 @@
-"""python -m kvexp.divergence outputs/: measure what runs lack, then print how far each is from the full cache."""
+"""kvexp divergence outputs/: measure what runs lack, then print how far each is from the full cache."""
 
 from __future__ import annotations
 

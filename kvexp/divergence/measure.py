@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.root_values import Shard
 from kvexp.config.settings import Settings
-from kvexp.diagnose.runs import as_many, settings_at
+from kvexp.diagnose.runs import settings_at, with_limit_of
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import waiting_notice
 from kvexp.record import Run
@@ -39,7 +39,7 @@ def _measured(runs: Sequence[Run], texts: Sequence[str]) -> dict[str, str]:
         if run.baseline is None or not rows:
             continue
         try:
-            settings = as_many(settings_at(run), 1 + max(rows.values()))
+            settings = with_limit_of(settings_at(run), 1 + max(rows.values()))
         except ConfigError as error:
             refused[run.hash] = str(error)
             continue

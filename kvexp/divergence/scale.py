@@ -117,7 +117,7 @@ def measured(run: Run) -> dict[str, list[Line]]:
     prompts: dict[str, list[int]] = {}
     for example in examples_of(settings, rows):
         asked = prompt_of(settings, model, tokenizer, example)
-        prompts[example.id] = [*asked.ids, *asked.question]
+        prompts[example.id] = [*asked.ids, *asked.question_ids]
     found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
     with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
         noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))

@@ -45,7 +45,7 @@ def outputs_from_context_shared(
         groups = defaultdict(list)
         for index, prompt in part:
             if not prompt.choices:
-                groups[len(prompt.question)].append((index, prompt))
+                groups[len(prompt.question_ids)].append((index, prompt))
                 continue
             for place in answering:
                 made[place][index] = _pick_choice(runs[place], model, prompt, each[place], place_of[index])
@@ -85,7 +85,7 @@ def _counts_ahead(settings: Settings) -> bool:
 
 def tokens_to_come(settings: Settings, prompt: TokenizedExample) -> int:
     """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
-    return len(prompt.question) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
+    return len(prompt.question_ids) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
 
 
 def _prefilled(
@@ -98,7 +98,7 @@ def _prefilled(
     places: dict[Any, int] = {}
     place_of = {}
     for index, prompt in part:
-        seed = noise_seed(settings, prompt.example, asked=bool(prompt.question))
+        seed = noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))
         key = (seed, tuple(prompt.ids), index if shares_score_across_batch(settings) else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
@@ -132,7 +132,7 @@ def _answered(
     results = generate_from_contexts(
         model,
         each,
-        [prompt.question for _, prompt in some],
+        [prompt.question_ids for _, prompt in some],
         decoding=settings.decoding,
         tokenizer=tokenizer,
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in some],
@@ -152,7 +152,7 @@ def _pick_choice(settings: Settings, model: Model, prompt: TokenizedExample, con
     for start in range(0, len(words), at_once):
         some = words[start : start + at_once]
         forks = contexts.fork([place] * len(some))
-        judged = score_continuations(model, forks, some, [prompt.question] * len(some), max_new_tokens=ahead)
+        judged = score_continuations(model, forks, some, [prompt.question_ids] * len(some), max_new_tokens=ahead)
         logprobs += [sum(steps) for steps in judged]
         kept += receipts(forks.cache)
     best = max(range(len(words)), key=logprobs.__getitem__)

@@ -54,7 +54,7 @@ PROMPT, NEW = 128, 3  # tokens: enough for every kind of call
 Made = TypeVar("Made")
 
 
-def run(settings: Settings, session: Session | None = None) -> Run:
+def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
     """Rows for every example of the task (up to `limit`), and for the full-attention baseline; resumes what exists.
 
     session: of the command, whose counts it adds to. Raises what went wrong, after recording it in the run's folder.
@@ -181,8 +181,8 @@ def _generate(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Ite
     if isinstance(settings.task, LMEval):
         answers = item_answers(settings, model, tokenizer, batch)
         return {index: row_of(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
-    straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
-    others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
+    straight = [(i, prompt) for i, prompt in batch if not prompt.question_ids and not prompt.choices]
+    others = [(i, prompt) for i, prompt in batch if prompt.question_ids or prompt.choices]
     made = generate_outputs(settings, model, tokenizer, straight) if straight else {}
     made |= outputs_from_context(settings, model, tokenizer, others) if others else {}
     return {index: row_of(settings, model, tokenizer, index, prompt, made[index]) for index, prompt in batch}

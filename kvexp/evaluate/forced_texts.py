@@ -90,11 +90,11 @@ def _one_text(
             contexts = {place: context.fork(rows) for place, context in contexts.items()}
             batch, texts = [batch[row] for row in rows], [texts[row] for row in rows]
     each = [contexts[place] for place in (into.full, *places)]
-    question = batch[0][1].question
+    question = batch[0][1].question_ids
     for context in each:
         context.set_max_new_tokens(len(question) + new)
     if question:
-        read_questions(model, each, [prompt.question for _, prompt in batch])
+        read_questions(model, each, [prompt.question_ids for _, prompt in batch])
     first, *others = each
     if texts is None and (decoding.stop_strings or decoding.min_new_tokens):  # more than a greedy step decides
         context = first.fork(list(range(len(batch))))

@@ -63,7 +63,7 @@ def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: It
     if obstacle := bench.obstacle(asks):
         return TokenizedExample(item, "", [], skipped=obstacle, tokens=tokens)
     ids, question = list(asks[0].context), list(asks[0].question)
-    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question=question, asks=tuple(asks))
+    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question_ids=question, asks=tuple(asks))
 
 
 def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
@@ -75,7 +75,7 @@ def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> Tokenize
         return TokenizedExample(item, "", [], skipped="too long", tokens=count)
     if obstacle := bench.obstacle([Ask(tuple(ids), tuple(question) or (0,))]):
         return TokenizedExample(item, "", [], skipped=obstacle, tokens=count)
-    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=count, question=question)
+    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=count, question_ids=question)
 
 
 @functools.lru_cache(maxsize=1)
@@ -132,6 +132,6 @@ def _generated(settings: Settings, bench: Bench, tokenizer: Tokenizer, prompt: T
     item = prompt.example
     assert isinstance(item, Item)
     seed = settings.seed + item.number
-    (text,), result = bench.generate([prompt.ids], [prompt.question], item.generation, [seed])
+    (text,), result = bench.generate([prompt.ids], [prompt.question_ids], item.generation, [seed])
     answer = outputs_of(result, tokenizer)[0]
     return ItemAnswer(**{**vars(answer), "output": text}, results=[text])

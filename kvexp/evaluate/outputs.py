@@ -135,16 +135,16 @@ def continuation_logprobs(
     from kvexp.generate import prefill, receipts, score_continuations
 
     words = continuation(prompt, tokenizer, chat=settings.model.chat)
-    ahead = len(prompt.question) + len(words)
+    ahead = len(prompt.question_ids) + len(words)
     context = prefill(
         model,
         [prompt.ids],
         batch_cache(settings, [len(prompt.ids)]),
         max_new_tokens=ahead,
         tokenizer=tokenizer,
-        seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question))],
+        seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))],
     )
-    questions = [prompt.question] if prompt.question else None
+    questions = [prompt.question_ids] if prompt.question_ids else None
     start = time.perf_counter()
     (logprobs,) = score_continuations(model, context, [words], questions, max_new_tokens=ahead)
     spent = (time.perf_counter() - start) / max(len(words), 1)

@@ -26,7 +26,7 @@ _TRIAL = "Hello there"
 def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
     """ConfigError where prompts of this task go through a chat template that is not there or does not hold them."""
     task = settings.task
-    if not settings.model.chat or not task.wrapped or task.frame is not None:
+    if not settings.model.chat or not task.uses_chat_template or task.frame is not None:
         return
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
@@ -84,9 +84,9 @@ def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> 
     from kvexp.generate.inputs import eos_ids
 
     task = settings.task
-    each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.also_ends]
+    each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.extra_end_texts]
     more = [ids[-1] for ids in each if ids]
-    if settings.model.chat and task.wrapped and task.frame is None and settings.decoding.eos == "model":
+    if settings.model.chat and task.uses_chat_template and task.frame is None and settings.decoding.eos == "model":
         more += end_of_turn(tokenizer)
     if not more:
         return settings
@@ -126,5 +126,5 @@ def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> 
     given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
     if settings.task.needs_nll:
         words = continuation(prompt, tokenizer, chat=settings.model.chat)
-        given.append(len(prompt.question) + len(words))
+        given.append(len(prompt.question_ids) + len(words))
     return given

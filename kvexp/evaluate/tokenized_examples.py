@@ -19,33 +19,37 @@ TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the 
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """text and its ids; cut: something was left out; skipped: why it is not run (then ids are empty).
+    """An example's prompt as text and token ids; where it is not run, `skipped` says why and ids are empty.
 
-    asked, question: text and ids of what is fed after the eviction; an answer follows text + asked. choices: ids of
-    the example's choices where they stand. templated: the text came out of a chat template, start token and all.
+    question_text, question_ids: what is fed after the eviction; an answer follows text + question_text. truncated:
+    whether something was left out; tokens: the count before that, question included. choices: ids of the example's
+    choices where they stand. chat_templated: the text came out of a chat template, start token and all.
     """
 
     example: Example
     text: str
     ids: list[int]
-    cut: bool = False
+    truncated: bool = False
     skipped: str | None = None
     tokens: int = 0  # before cutting, question included
-    asked: str = ""
-    question: list[int] = field(default_factory=list)
+    question_text: str = ""
+    question_ids: list[int] = field(default_factory=list)
     choices: list[list[int]] = field(default_factory=list)
-    templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
+    chat_templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
 
     @property
     def digest(self) -> str | None:
-        """Of the token ids that are fed before an answer, by which a prompt made again is known to be the same."""
-        fed = json.dumps([list(self.ids), list(self.question)]).encode()
+        """16 hex digits of the token ids that are fed before an answer; None for an example that is skipped.
+
+        By it a prompt made again is known to be the same.
+        """
+        fed = json.dumps([list(self.ids), list(self.question_ids)]).encode()
         return hashlib.sha256(fed).hexdigest()[:16] if self.ids else None
 
     @property
     def size(self) -> int:
         """Tokens to be fed before an answer."""
-        return len(self.ids) + len(self.question)
+        return len(self.ids) + len(self.question_ids)
 
 
 def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, chat: bool) -> TokenizedExample:
@@ -61,7 +65,7 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
         raise ConfigError("max_new_tokens leaves no room for a prompt in this model: lower generation.max_new_tokens")
     limit = min(room, task.max_prompt_tokens or room)
 
-    wrapped = chat and task.wrapped
+    wrapped = chat and task.uses_chat_template
     templated = wrapped and task.frame is None
 
     def of(words: str) -> TokenizedExample:
@@ -69,7 +73,9 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
         # A chat template brings its own start token.
         ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
         question = _after(text, ids, asked, tokenizer, templated)
-        return TokenizedExample(example, text, ids, asked=asked, question=question, templated=templated)
+        return TokenizedExample(
+            example, text, ids, question_text=asked, question_ids=question, chat_templated=templated
+        )
 
     def made(kept: int) -> TokenizedExample:
         return of(example.prefix + example.body[:kept] + example.suffix)
@@ -80,15 +86,15 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
         return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
     if count <= limit:
         return replace(whole, tokens=count)
-    if task.truncate == "right" and not wrapped and limit > len(whole.question):
-        return replace(whole, ids=whole.ids[: limit - len(whole.question)], cut=True, tokens=count)
+    if task.truncate == "right" and not wrapped and limit > len(whole.question_ids):
+        return replace(whole, ids=whole.ids[: limit - len(whole.question_ids)], truncated=True, tokens=count)
     if task.truncate in ("middle", "right"):
         fits, over = -1, len(example.body)
         while over - fits > 1:
             half = (fits + over) // 2
             fits, over = (half, over) if made(half).size <= limit else (fits, half)
         if fits > 0:
-            return replace(made(fits), cut=True, tokens=count)
+            return replace(made(fits), truncated=True, tokens=count)
     return TokenizedExample(example, "", [], skipped="too long", tokens=count)
 
 
@@ -107,7 +113,7 @@ def _truncate_middle(
     while keep >= 2:
         if keep < len(ids):
             ends = (ids[: keep // 2], ids[-(keep // 2) :])
-            made = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), cut=True)
+            made = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), truncated=True)
         if made.size <= room:
             return made
         keep -= made.size - room
@@ -115,14 +121,14 @@ def _truncate_middle(
 
 
 def continuation(prompt: TokenizedExample, tokenizer: Tokenizer, *, chat: bool, words: str | None = None) -> list[int]:
-    """Ids of the words (None: the example's continuation) that follow the prompt and its question."""
+    """Token ids of `words` (None: the example's continuation) where they follow the prompt and its question."""
     words = prompt.example.continuation if words is None else words
-    templated = chat and prompt.templated
-    return _after(prompt.text + prompt.asked, prompt.ids + prompt.question, words, tokenizer, templated)
+    templated = chat and prompt.chat_templated
+    return _after(prompt.text + prompt.question_text, prompt.ids + prompt.question_ids, words, tokenizer, templated)
 
 
 def _after(text: str, ids: list[int], words: str, tokenizer: Tokenizer, templated: bool) -> list[int]:
-    """Ids of the words as they stand behind the text, where the whole begins with the text's ids; else on their own."""
+    """Token ids of `words` behind the text; on their own where the whole's tokens do not begin with the text's."""
     if not words:
         return []
     whole: list[int] = tokenizer(text + words, add_special_tokens=not templated, verbose=False).input_ids

@@ -31,7 +31,7 @@ EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"
 
 
 @dataclass(frozen=True)
-class Told:
+class ExampleLog:
     """NAME.json. ids, texts: of prompt, question and answer, in order of position; the texts joined are the whole text.
 
     heads: kv heads of each layer; same_output, same_kept: whether output and kept slots are those of the row. agrees:
@@ -69,25 +69,25 @@ def stem(run: Run, example: str) -> Path:
     return run.path / FOLDER / f"{quote(example, safe='')[:80]}-{digest}"
 
 
-def write_told(run: Run, told: Told) -> None:
+def write_example_log(run: Run, told: ExampleLog) -> None:
     _write(_file(run, told.example, "json"), json.dumps(asdict(told)).encode())
 
 
-def read_told(run: Run, example: str) -> Told | None:
+def read_example_log(run: Run, example: str) -> ExampleLog | None:
     """None where the example has no diagnosis yet."""
     file = _file(run, example, "json")
     if not file.exists():
         return None
     try:
-        return _checked(Told(**load(file)))
+        return _checked(ExampleLog(**load(file)))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{file}: {error}; remove the file and run the same command again with diagnose=log"
         ) from error
 
 
-def _checked(told: Told) -> Told:
-    """ValueError for a field that does not hold what `Told` says."""
+def _checked(told: ExampleLog) -> ExampleLog:
+    """ValueError for a field that does not hold what `ExampleLog` says."""
     numbers = (told.prompt_tokens, told.question_tokens, *_listed(told.ids), *_listed(told.heads))
     if not all(isinstance(number, int) and 0 <= number < 1 << 31 for number in numbers):
         raise ValueError("prompt_tokens, question_tokens, ids and heads must be whole numbers from 0")
@@ -104,8 +104,8 @@ def _listed(value: Any) -> list[Any]:
     return value
 
 
-def need_told(run: Run, example: str) -> Told:
-    told = read_told(run, example)
+def require_example_log(run: Run, example: str) -> ExampleLog:
+    told = read_example_log(run, example)
     if told is None:
         raise ConfigError(
             f"{run.path} has no log of example {example}: run the same command again with diagnose=log (its rows stay "
@@ -156,7 +156,7 @@ def read_table(run: Run, example: str, ending: str) -> pd.DataFrame:
 
 def has(run: Run, example: str, ending: str) -> bool:
     """Whether this part of the example's diagnosis is complete."""
-    return read_told(run, example) is not None and _file(run, example, ending).exists()
+    return read_example_log(run, example) is not None and _file(run, example, ending).exists()
 
 
 def _file(run: Run, example: str, ending: str) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, Told, need_told, read_table
+from kvexp.evictions.eviction_files import EVICTIONS, ExampleLog, read_table, require_example_log
 from kvexp.record import Run
 
 Array = Any  # of numpy
@@ -22,7 +22,7 @@ class View:
     layer: None for all. The text is that of prompt, question and answer.
     """
 
-    told: Told
+    told: ExampleLog
     kept: Array
     step: int
     layer: int | None
@@ -67,11 +67,11 @@ class View:
 
 def view(run: Run, example: str, step: int = 0, layer: int | None = None) -> View:
     """ConfigError where the example has no log, or not that many steps or layers."""
-    told = need_told(run, example)
+    told = require_example_log(run, example)
     return made(told, read_table(run, example, EVICTIONS), step, layer)
 
 
-def made(told: Told, evictions: pd.DataFrame, step: int = 0, layer: int | None = None) -> View:
+def made(told: ExampleLog, evictions: pd.DataFrame, step: int = 0, layer: int | None = None) -> View:
     """`view` of what was read."""
     if not 0 <= step <= told.steps:
         raise ConfigError(f"--step must be from 0 (the end of the prompt) to {told.steps} in this example, got {step}")
@@ -80,7 +80,7 @@ def made(told: Told, evictions: pd.DataFrame, step: int = 0, layer: int | None =
     return View(told, kept_at(told, evictions, step), step, layer)
 
 
-def kept_at(told: Told, evictions: pd.DataFrame, step: int) -> Array:
+def kept_at(told: ExampleLog, evictions: pd.DataFrame, step: int) -> Array:
     """[L, tokens] int32: heads of each layer that hold each token after this step."""
     kept = np.zeros((len(told.heads), len(told.ids)), dtype=np.int32)
     kept[:, : told.prompt_tokens + step] = np.array(told.heads, dtype=np.int32)[:, None]
@@ -97,7 +97,7 @@ def kept_at(told: Told, evictions: pd.DataFrame, step: int) -> Array:
     return kept
 
 
-def _not_this(told: Told, why: str) -> ConfigError:
+def _not_this(told: ExampleLog, why: str) -> ConfigError:
     return ConfigError(
         f"the log of evictions of example {told.example} is damaged: {why}; remove it and run the same command again "
         "with diagnose=log"

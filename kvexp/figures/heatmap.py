@@ -1,6 +1,6 @@
 """Needle in a haystack as a heat-map: length across, depth down, greener is better.
 
-python -m kvexp.figures.heatmap outputs/HASH needle.png
+kvexp plot-heatmap outputs/HASH needle.png
 """
 
 import argparse
@@ -61,7 +61,7 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the run in a folder; 0, or 2 if it cannot be drawn."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.heatmap", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot-heatmap", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the folder of a run: outputs/HASH")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default="word_recall", choices=("word_recall", "exact"))

@@ -1,6 +1,6 @@
 """Quality against kv_ratio, one line per method, with the full cache's level and the 99 % mark.
 
-python -m kvexp.figures.quality outputs/ quality.png --metric rouge2
+kvexp plot-quality outputs/ quality.png --metric rouge2
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _comparable(part: pd.DataFrame) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what was run; 0, or 2 if there is nothing to draw or no place to put it."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.quality", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot-quality", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", help="default: the task's first")

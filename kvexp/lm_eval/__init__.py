@@ -1,6 +1,6 @@
 """lm-eval's verbs on kvexp's generate: log-likelihoods and texts under eviction, and kvexp as a model of lm-eval.
 
-`python -m kvexp.lm_eval` is lm-eval's command line with the model kvexp; `python run.py task=lm_eval` writes the same
+`kvexp lm-eval` is lm-eval's command line with the model kvexp; `python run.py task=lm_eval` writes the same
 numbers as rows. Importing this package imports no lm-eval.
 """
 

@@ -1,4 +1,4 @@
-"""lm-eval's own command line with kvexp's model: `python -m kvexp.lm_eval --model kvexp --model_args … --tasks …`.
+"""lm-eval's own command line with kvexp's model: `kvexp lm-eval --model kvexp --model_args … --tasks …`.
 
 Two options are added: --data_dir FOLDER reads local files NAME.SPLIT.jsonl in place of the hub's data, and
 --fewshot_split SPLIT says where examples are drawn. What is wrong with the model's arguments or the tasks is said
@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         if theirs.tasks:
             if theirs.model == "kvexp":
-                _check_model(theirs.model_args)
+                rest = _check_model(theirs.model_args, rest)
             folder = Path(stack.enter_context(TemporaryDirectory()))
             changed = _check_tasks(theirs, mine, folder)
             if changed:
@@ -66,15 +67,27 @@ def _read(rest: list[str]) -> argparse.Namespace:
     return known
 
 
-def _check_model(words: Sequence[str]) -> None:
+def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
+    """ConfigError for wrong `--model_args` (words); returns the command line with a user's method by its option.
+
+    The code of a user's method is loaded for that, since somebody has typed its name.
+    """
     from lm_eval.utils import simple_parse_args_string
 
     from kvexp.lm_eval.arguments import check_arguments
+    from kvexp.user_methods import admit, load_method
 
     given: dict[str, Any] = {}
     for word in words:
         given |= json.loads(word) if word.startswith("{") else simple_parse_args_string(word)
+    typed = given.get("method")
+    method = load_method(typed) if isinstance(typed, str) else None
+    if method is not None:
+        given["method"] = admit(method).option
+        named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")
+        rest = [named.sub(rf"\g<1>{method.option}", word) if word in words else word for word in rest]
     check_arguments(given)
+    return rest
 
 
 def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path) -> bool:

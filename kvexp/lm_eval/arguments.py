@@ -14,6 +14,7 @@ from kvexp.errors import ConfigError
 from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.models.load import check_source
 from kvexp.tasks.lm_eval import Protocol, protocol_of
+from kvexp.user_methods import admitted
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (
@@ -24,13 +25,28 @@ OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 
 
 def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
-    """The method of this name with its own defaults, but for `settings`."""
+    """The method of this name with its own defaults, but for `settings`; a Method itself, as given in Python.
+
+    A user's method goes by the option under which it was admitted (`kvexp.user_methods`): nothing is loaded here.
+    """
+    if isinstance(name, Method):
+        if settings:
+            raise ConfigError(f"method is a {type(name).__name__} already: give it its settings, not as method.NAME")
+        return name
     packages = (kvexp.methods, kvexp.retrieval)
     classes = {getattr(p, found).name: f"{p.__name__}.{found}" for p in packages for found in p.__all__}
-    if name not in classes:
-        raise ConfigError(f"method must be one of {', '.join(sorted(classes))}, got {name!r}")
+    users = {method.option: method for method in admitted().values()}
+    if name not in classes and name not in users:
+        raise ConfigError(
+            f"method must be one of {', '.join(sorted(classes))}, or a class of yours, named in --model_args as "
+            f"method=FILE.py or method=MODULE.CLASS, got {name!r}"
+        )
+    target = users[name].target if name in users else classes[name]
     method: Method = build(
-        {"_target_": classes[name], **settings}, "method", within=("kvexp.methods", "kvexp.retrieval")
+        {"_target_": target, **settings},
+        "method",
+        within=("kvexp.methods", "kvexp.retrieval"),
+        admitted={one.target: one.cls for one in users.values()},
     )
     return method
 

@@ -1,4 +1,4 @@
-"""Replays recorded runs into Weights & Biases: python -m kvexp.log outputs/ [--project P] [--online].
+"""Replays recorded runs into Weights & Biases: kvexp log outputs/ [--project P] [--online].
 
 Everything comes from the run folders, so publishing can wait, fail or be repeated without touching a number. A run's id
 is its hash: published again, it is the same run there.

@@ -1,4 +1,4 @@
-"""python -m kvexp.log outputs/: publish whatever has been run."""
+"""kvexp log outputs/: publish whatever has been run."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from kvexp.terminal import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvexp.log", description=kvexp.log.__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp log", description=kvexp.log.__doc__)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
     how = parser.add_mutually_exclusive_group()

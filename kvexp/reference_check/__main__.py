@@ -1,4 +1,4 @@
-"""`python -m kvexp.reference_check FILE.npz ...`: exit code 0 if every compared field of every file passes.
+"""`kvexp check-reference FILE.npz ...`: exit code 0 if every compared field of every file passes.
 
 A folder stands for the .npz files in it.
 """
@@ -16,7 +16,7 @@ from kvexp.terminal import say
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvexp.reference_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp check-reference", description=__doc__)
     parser.add_argument("files", nargs="+", metavar="FILE.npz", help="recordings of the authors' code, or their folder")
     failed = 0
     for path in [path for named in parser.parse_args(arguments).files for path in _files(named, parser)]:

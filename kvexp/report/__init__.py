@@ -1,4 +1,4 @@
-"""One HTML file of everything that was run: python -m kvexp.report outputs/ (or: make report).
+"""One HTML file of everything that was run: kvexp report outputs/ (or: make report).
 
 The file needs no server and no network: plotly.js, the page's own scripts and the data are in it. Filters act on all
 sections at once. No torch.

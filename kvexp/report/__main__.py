@@ -1,4 +1,4 @@
-"""python -m kvexp.report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
+"""kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ from kvexp.terminal import say
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where there is nothing to show or no place to put it."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp report", description=__doc__)
     parser.add_argument("outputs", nargs="?", type=Path, default=Path("outputs"), help="the folder of the runs")
     parser.add_argument("file", nargs="?", type=Path, help="what to write (default: report.html in that folder)")
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")

@@ -1,4 +1,4 @@
-"""python -m kvexp.results outputs/: print the table of whatever has been run, and write it to files."""
+"""kvexp results outputs/: print the table of whatever has been run, and write it to files."""
 
 import argparse
 import sys
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m kvexp.results", description=__doc__)
+    result = argparse.ArgumentParser(prog="kvexp results", description=__doc__)
     result.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     result.add_argument(
         *("--where", "-w"),

@@ -1,6 +1,6 @@
 """LongBench the way papers print it: one row per method and budget, its data sets beside each other, their average.
 
-python -m kvexp.results.longbench_table outputs/
+kvexp longbench outputs/
 """
 
 import argparse
@@ -87,9 +87,7 @@ def _row(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) -> dict
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if not, 2 if the request cannot work."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvexp.results.longbench_table", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="kvexp longbench", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     args = parser.parse_args(argv)

@@ -112,10 +112,10 @@ class Retrieval(Method):
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         """Index a prompt: compute what the method needs of it, and register that with the index as tensors."""
 
-    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         """Index the new token of every row.
 
-        key [B, H, D], value [B, H, Dv]; at: its position, one number per row.
+        key [B, H, D], value [B, H, Dv]; positions: its position, one number per row.
         """
 
     def relevance(self, retrieval_query: RetrievalQuery) -> Tensor:

@@ -103,21 +103,21 @@ class InfLLM(Retrieval):
         blocks = max(0, max(prompt.lengths) - self.n_sinks) // self.block
         inside = slice(self.n_sinks, self.n_sinks + blocks * self.block)
         own = prompt.keys[:, :, inside], received[:, :, inside]
-        keys, at = representatives(self, *own, self.n_sinks, prompt.params)
+        keys, repr_positions = representatives(self, *own, self.n_sinks, prompt.params)
         index.register("repr", keys, per=self.block)
-        index.register("repr_at", at, per=self.block)
+        index.register("repr_at", repr_positions, per=self.block)
         # From here on only tokens of the window and of the block behind it matter: position p at p % width.
         width = max(prompt.recent) + 1 + 2 * self.block
         ends = torch.tensor(prompt.lengths, device=received.device)[:, None]
         newest = ends - 1 - (ends - 1 - torch.arange(width, device=received.device)) % width
-        place = newest.clamp(min=0, max=received.shape[2] - 1)[:, None, :, None]
-        index.register("received", received.gather(2, place.expand(-1, received.shape[1], -1, received.shape[3])))
+        ring_slots = newest.clamp(min=0, max=received.shape[2] - 1)[:, None, :, None]
+        index.register("received", received.gather(2, ring_slots.expand(-1, received.shape[1], -1, received.shape[3])))
 
-    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         received = index["received"]
-        rows, places = torch.arange(len(at)), torch.tensor([p % received.shape[2] for p in at])
-        received[rows, :, places] = 0.0
-        index.grow(max(at) + 1)
+        rows, ring_slots = torch.arange(len(positions)), torch.tensor([p % received.shape[2] for p in positions])
+        received[rows, :, ring_slots] = 0.0
+        index.grow(max(positions) + 1)
 
     def _observe(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, probabilities: Tensor) -> None:
         """Add the attention that the window's tokens received; index a block that is complete from the next step on.
@@ -137,9 +137,11 @@ class InfLLM(Retrieval):
             start, number = self.n_sinks + behind - self.block, behind // self.block - 1
             memory.flush()
             keys = memory.keys[row : row + 1, :, start : start + self.block].to(received.device)
-            places = torch.arange(start, start + self.block, device=received.device) % received.shape[2]
-            new, at = representatives(self, keys, received[row : row + 1, :, places], start, retrieval_query.params)
-            index["repr"][row, :, number], index["repr_at"][row, :, number] = new[0, :, 0], at[0, :, 0]
+            ring_slots = torch.arange(start, start + self.block, device=received.device) % received.shape[2]
+            new, repr_positions = representatives(
+                self, keys, received[row : row + 1, :, ring_slots], start, retrieval_query.params
+            )
+            index["repr"][row, :, number], index["repr_at"][row, :, number] = new[0, :, 0], repr_positions[0, :, 0]
 
     # -- searching ----------------------------------------------------------------------------------------------------
 
@@ -168,12 +170,15 @@ class InfLLM(Retrieval):
 
     def _scores(self, retrieval_query: RetrievalQuery, blocks: int) -> Tensor:
         """Scores [B, H, blocks] float32 of the first `blocks` blocks."""
-        keys, at = retrieval_query.index["repr"][:, :, :blocks], retrieval_query.index["repr_at"][:, :, :blocks]
-        query, place = retrieval_query.query[..., None, :], retrieval_query.positions[:, None]
+        keys, repr_positions = (
+            retrieval_query.index["repr"][:, :, :blocks],
+            retrieval_query.index["repr_at"][:, :, :blocks],
+        )
+        query, query_positions = retrieval_query.query[..., None, :], retrieval_query.positions[:, None]
         if self.clamps_positions:
             edge = torch.tensor(retrieval_query.memory.config.local, device=query.device)
-            query = clamped_query(query, place, edge, retrieval_query.params)
-        return block_scores(self, query, place, keys, at, retrieval_query.params)
+            query = clamped_query(query, query_positions, edge, retrieval_query.params)
+        return block_scores(self, query, query_positions, keys, repr_positions, retrieval_query.params)
 
     def attend(self, inputs: AttentionInputs, retrieval_query: RetrievalQuery, chosen: Selection) -> Tensor:
         rows = slice(0, 1)

@@ -34,12 +34,12 @@ def clamped_inputs(inputs: AttentionInputs, edge: Tensor) -> AttentionInputs:
     """The same inputs with every key edge [B] positions away from every query."""
     positions = inputs.positions.expand(inputs.keys.shape[:3])
     zero = torch.zeros_like(positions)
-    place = edge[:, None, None].expand(-1, inputs.keys.shape[1], inputs.query.shape[3])
+    query_positions = edge[:, None, None].expand(-1, inputs.keys.shape[1], inputs.query.shape[3])
     return replace(
         inputs,
         query=clamped_query(inputs.query, inputs.query_positions, edge, inputs.params),
         keys=clamped_keys(inputs.keys, positions, inputs.params),
-        rope_positions=(zero, place),
+        rope_positions=(zero, query_positions),
     )
 
 
@@ -71,13 +71,13 @@ def representatives(
     b, h, tokens, d = keys.shape
     g, size = received.shape[3], method.block
     count = tokens // size
-    best_of = received.reshape(b, h, count, size, g).topk(method.repr_tokens, dim=3).indices  # [B, H, n, R, G]
-    at = (best_of + torch.arange(count, device=keys.device)[:, None, None] * size).flatten(2)
-    found = keys.gather(2, at[..., None].expand(-1, -1, -1, d))
-    at = at + start
+    # [B, H, n, repr_tokens, G]
+    best_of = received.reshape(b, h, count, size, g).topk(method.repr_tokens, dim=3).indices
+    index = (best_of + torch.arange(count, device=keys.device)[:, None, None] * size).flatten(2)
+    found, positions = keys.gather(2, index[..., None].expand(-1, -1, -1, d)), index + start
     if method.clamps_positions:
-        found = clamped_keys(found, at, params)
-    return found.view(b, h, count, method.repr_tokens, g, d).mean(3), at.view(best_of.shape)[:, :, :, 0]
+        found = clamped_keys(found, positions, params)
+    return found.view(b, h, count, method.repr_tokens, g, d).mean(3), positions.view(best_of.shape)[:, :, :, 0]
 
 
 def blockwise_prefill(
@@ -106,17 +106,22 @@ def blockwise_prefill(
 
 
 def block_scores(
-    method: InfLLM, query: Tensor, places: Tensor, keys: Tensor, at: Tensor, params: AttentionParams
+    method: InfLLM,
+    query: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    repr_positions: Tensor,
+    params: AttentionParams,
 ) -> Tensor:
     """Score [B, H, n] float32 of n blocks: logits with their representatives, mean over query rows, summed over heads.
 
-    query [B, H, G, Q, D] at positions places [B, Q]; keys [B, H, n, G, D] at positions at [B, H, n, G]: of
+    query [B, H, G, Q, D] at query_positions [B, Q]; keys [B, H, n, G, D] at repr_positions [B, H, n, G]: of
     `representatives`. The sum is over the heads that select together.
     """
     x = torch.einsum("bhgd,bhngd->bhgn", query.float().mean(3), keys.float()) * params.scale
     if params.alibi is not None and not method.clamps_positions:
         slopes = params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
-        x = x + slopes * (at.transpose(2, 3) - places.float().mean(1)[:, None, None, None])
+        x = x + slopes * (repr_positions.transpose(2, 3) - query_positions.float().mean(1)[:, None, None, None])
     x = x.sum(2)
     return x.sum(1, keepdim=True).expand_as(x) if method.choice == "shared" else x
 
@@ -167,10 +172,10 @@ def distant_slots(
         return torch.arange(end, device=device).expand(1, heads, -1)
     inside = slice(method.n_sinks, method.n_sinks + blocks * size)
     own = inputs.keys[:, :, inside], received[:, :, inside]
-    keys, at = representatives(method, *own, method.n_sinks, inputs.params)
-    query, places = inputs.query[..., rows, :], inputs.query_positions[:, rows]
-    query = clamped_query(query, places, edge, inputs.params) if method.clamps_positions else query
-    score = block_scores(method, query, places, keys, at, inputs.params)
+    keys, repr_positions = representatives(method, *own, method.n_sinks, inputs.params)
+    query, query_positions = inputs.query[..., rows, :], inputs.query_positions[:, rows]
+    query = clamped_query(query, query_positions, edge, inputs.params) if method.clamps_positions else query
+    score = block_scores(method, query, query_positions, keys, repr_positions, inputs.params)
     wanted = min(blocks, -(-count // size))
     known = torch.ones(1, 1, blocks, dtype=torch.bool, device=device)
     chosen = topk_slots(score, known, torch.tensor([wanted], device=device), wanted)

@@ -141,11 +141,11 @@ class PQCache(Retrieval):
         """The smallest integer type that holds a code of b bits."""
         return torch.uint8 if self.b <= 8 else torch.int16
 
-    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         centroids = index["centroids"]
         parts = key.float().unflatten(-1, (self.m, 1, -1)).flatten(0, 2)
         codes = assign(parts, centroids.flatten(0, 2))[0].view(*key.shape[:2], self.m)
-        index.write("codes", at, codes)
+        index.write("codes", positions, codes)
 
     def index_bits_per_token(self, dim: int) -> float:
         return float(self.m * self.b)

@@ -35,15 +35,17 @@ class Quest(Retrieval):
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         keys, slots = prompt.keys, torch.arange(prompt.keys.shape[2], device=prompt.device)
         nowhere = -(-prompt.capacity // self.page)
-        at = torch.where(prompt.real(), slots // self.page, nowhere)[:, None, :, None].expand_as(keys)
+        at_page = torch.where(prompt.real(), slots // self.page, nowhere)[:, None, :, None].expand_as(keys)
         for name, how in (("low", "amin"), ("high", "amax")):
             pages = keys.new_zeros(*keys.shape[:2], nowhere + 1, keys.shape[3])
-            index.register(name, pages.scatter_reduce(2, at, keys, how, include_self=False)[:, :, :-1], per=self.page)
+            index.register(
+                name, pages.scatter_reduce(2, at_page, keys, how, include_self=False)[:, :, :-1], per=self.page
+            )
 
-    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
-        index.grow(max(at) + 1)
-        rows, pages = torch.arange(len(at)), [p // self.page for p in at]
-        first = torch.tensor([p % self.page == 0 for p in at], device=key.device)[:, None, None]
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        index.grow(max(positions) + 1)
+        rows, pages = torch.arange(len(positions)), [p // self.page for p in positions]
+        first = torch.tensor([p % self.page == 0 for p in positions], device=key.device)[:, None, None]
         for name, pick in (("low", torch.minimum), ("high", torch.maximum)):
             before = index[name][rows, :, torch.tensor(pages)]
             index.write(name, pages, torch.where(first, key, pick(before, key)))

@@ -50,7 +50,7 @@ class SparQ(Retrieval):
         if self.mean_value:
             index.register("value_sum", (prompt.values.float() * prompt.real()[:, None, :, None]).sum(2))
 
-    def extend(self, index: KVIndex, key: Tensor, value: Tensor, at: list[int]) -> None:
+    def extend(self, index: KVIndex, key: Tensor, value: Tensor, positions: list[int]) -> None:
         if self.mean_value:
             index["value_sum"].add_(value.float())
 

@@ -141,8 +141,8 @@ def _together(
     runs: list[Settings], model: Model, tokenizer: Tokenizer, batch: Items, forced: ForcedTexts | None
 ) -> list[dict[int, Any]]:
     """Index -> answer, for each run."""
-    straight = [(i, prompt) for i, prompt in batch if not prompt.question and not prompt.choices]
-    others = [(i, prompt) for i, prompt in batch if prompt.question or prompt.choices]
+    straight = [(i, prompt) for i, prompt in batch if not prompt.question_ids and not prompt.choices]
+    others = [(i, prompt) for i, prompt in batch if prompt.question_ids or prompt.choices]
     made: list[dict[int, Any]] = [{} for _ in runs]
     if straight:
         for mine, more in zip(made, generate_outputs_shared(runs, model, tokenizer, straight, forced), strict=True):

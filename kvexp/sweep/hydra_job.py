@@ -143,11 +143,11 @@ def _parts(settings: Settings) -> list[Settings]:
 
 def _run(settings: Settings, session: Session) -> Run:
     """Rows and divergence of a run, what it lacks of them."""
-    from kvexp.evaluate.evaluate_run import run
+    from kvexp.evaluate.evaluate_run import evaluate_run
     from kvexp.sweep.divergence_turn import measure_rest
 
     only = settings.divergence.only and not settings.is_baseline
-    record = None if only else run(settings, session)
+    record = None if only else evaluate_run(settings, session)
     if not settings.is_baseline and settings.divergence.texts:
         record = measure_rest(settings, session)
     assert record is not None, "a run without rows has a divergence"
@@ -159,7 +159,7 @@ def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
     """Add to the run's folder; a failure is recorded there, beside rows that stay."""
     try:
         with record.claim():
-            diagnosis.after(settings, record)
+            diagnosis.run_after(settings, record)
     except Exception as error:
         with contextlib.suppress(OSError):
             record.fail(error)

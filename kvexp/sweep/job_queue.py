@@ -36,7 +36,7 @@ class Diagnosis(Protocol):
     def check(self, settings: Settings) -> None:
         """ConfigError, before any model loads, for a run it cannot diagnose."""
 
-    def after(self, settings: Settings, run: Run) -> None:
+    def run_after(self, settings: Settings, run: Run) -> None:
         """Add to the run's folder what it lacks."""
 
 

@@ -145,7 +145,7 @@ class SweepTable(Callback):
             written = publish(
                 folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")
             )
-            say(f"wandb: {len(written)} runs, beside the rows; python -m kvexp.log replays them at any time")
+            say(f"wandb: {len(written)} runs, beside the rows; kvexp log replays them at any time")
 
 
 def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:

@@ -94,10 +94,11 @@ class Task:
     metrics: ClassVar[tuple[str, ...]] = ("rouge1", "rouge2", "rougeL", "rougeLsum")  # the first is the headline
     needs_nll: ClassVar[bool] = False  # whether the runner adds "nll", nats per token of `continuation`
     only_nll: ClassVar[bool] = False  # nothing is generated, the continuation's log-probabilities are all
-    wrapped: ClassVar[bool] = True  # whether a chat model's prompts go through its chat template
+    uses_chat_template: ClassVar[bool] = True  # whether a chat model's prompts go through its chat template
     frame: ClassVar[str | None] = None  # a text with {prompt} in place of that template, tokenised like any text
     only_answered: ClassVar[bool] = False  # examples count only where the full cache's answer is right: `answered`
-    also_ends: ClassVar[tuple[str, ...]] = ()  # texts whose last token ends an answer besides the model's end token
+    # Texts whose last token ends an answer, besides the model's end token.
+    extra_end_texts: ClassVar[tuple[str, ...]] = ()
     truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
 
     data_files: str | None = None

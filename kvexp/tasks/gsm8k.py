@@ -50,7 +50,7 @@ class GSM8K(QuestionTask):
     truncate: str = "skip"
 
     @property
-    def wrapped(self) -> bool:  # type: ignore[override]
+    def uses_chat_template(self) -> bool:  # type: ignore[override]
         return self.chat_wrap
 
     @cached_property

@@ -72,7 +72,7 @@ class LongBench(QuestionTask):
         return f"{self.subset}_e" if self.extended else self.subset
 
     @property
-    def wrapped(self) -> bool:  # type: ignore[override]
+    def uses_chat_template(self) -> bool:  # type: ignore[override]
         return self.of.chat if self.chat_wrap == "official" else self.chat_wrap == "always"
 
     @property
@@ -80,7 +80,7 @@ class LongBench(QuestionTask):
         return self.chat_frame
 
     @property
-    def also_ends(self) -> tuple[str, ...]:  # type: ignore[override]
+    def extra_end_texts(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("\n",) if self.subset == "samsum" else ()
 
     @property

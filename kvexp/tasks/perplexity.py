@@ -31,7 +31,7 @@ class Perplexity(Task):
     metrics: ClassVar[tuple[str, ...]] = ("nll",)
     needs_nll: ClassVar[bool] = True
     only_nll: ClassVar[bool] = True
-    wrapped: ClassVar[bool] = False
+    uses_chat_template: ClassVar[bool] = False
 
     hub_id: str = "emozilla/pg19-test"
     split: str = "test"

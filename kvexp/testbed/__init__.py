@@ -1,7 +1,7 @@
 """A small synthetic language, so that every experiment runs anywhere: its words, documents and prompt forms.
 
-    python -m kvexp.testbed sample          a document, what is asked about it, and the answers
-    python -m kvexp.training                train the models that come with kvexp (make testbed)
+    kvexp testbed sample          a document, what is asked about it, and the answers
+    kvexp train-testbed                train the models that come with kvexp (make testbed)
     python -m experiments.testbed           are they good enough to measure with?
 
 A document is a list of sentences about one topic. Among filler stand facts, "city alice north ford .": some numbered

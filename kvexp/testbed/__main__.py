@@ -1,4 +1,4 @@
-"""`python -m kvexp.testbed sample`: print a document of the synthetic language, what is asked of it and the answers."""
+"""`kvexp testbed sample`: print a document of the synthetic language, what is asked of it and the answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FACTS = range(4, 31)  # as many as there are questions below, and the numbers up
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvexp.testbed", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp testbed", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sample = commands.add_parser("sample", help="print a document, its tasks and answers")
     sample.add_argument("--seed", type=int, default=0)

@@ -1,1 +1,1 @@
-"""Trains the testbed's models from scratch: `python -m kvexp.training`."""
+"""Trains the testbed's models from scratch: `kvexp train-testbed`."""

@@ -1,4 +1,4 @@
-"""`python -m kvexp.training`: train the testbed's models from scratch. A killed training goes on where it was."""
+"""`kvexp train-testbed`: train the testbed's models from scratch. A killed training goes on where it was."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _asked(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kvexp.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp train-testbed", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--out", type=Path, default=MODELS, help="where the model folders go (default: kvexp's own)")
     parser.add_argument("--work", type=Path, default=Path("outputs/.training"), help="checkpoints while training")

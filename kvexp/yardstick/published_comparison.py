@@ -10,7 +10,7 @@ from typing import Any
 import kvexp
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
-from kvexp.evaluate.evaluate_run import run
+from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.record import Run
 from kvexp.record.baseline_check import keep_check
 from kvexp.tasks.lm_eval import LMEval
@@ -32,7 +32,7 @@ def compare_with(words: Sequence[str], name: str | None, check_lm_eval: int | No
         raise ConfigError(f"--check-lm-eval must be at least 1 item, got {check_lm_eval}")
     scores, agreements, lm = [], [], None
     for settings, number in zip(runs, known.numbers, strict=True):
-        made = run(settings)
+        made = evaluate_run(settings)
         rows = _rows(settings, made)
         scores.append(mean_score(rows, _items(settings), number))
         if check_lm_eval is not None:

@@ -73,7 +73,7 @@ kvexp.section("samples", (root, data, page) => {
       const words = [[true, reference.slice(0, data.longest)]];
       sides.push(el("div", { class: "side" }, el("h3", {}, "reference"), el("p", { class: "small" }, "what the task counts as right"), text(words, "ins", reference.length > data.longest)));
     }
-    const command = el("code", {}, `python -m kvexp.diagnose prompt ${data.outputs}/${run.hash} ${quoted(example)}`);
+    const command = el("code", {}, `kvexp diagnose prompt ${data.outputs}/${run.hash} ${quoted(example)}`);
     body.replaceChildren(
       el("p", { class: "small" }, `${ours.prompt ?? "?"} prompt tokens, ${ours.new ?? "?"} new. ${verdict} The prompt as it was sent: `, command), el("div", { class: "sides" }, sides));
   }

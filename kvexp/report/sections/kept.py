@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, has, need_told, read_table
+from kvexp.evictions.eviction_files import EVICTIONS, has, read_table, require_example_log
 from kvexp.evictions.held_tokens import made
 from kvexp.report.section import Section
 from kvexp.report.source import ReportSource
@@ -36,7 +36,7 @@ def _diagnosed(folder: Folder) -> list[str]:
 def _text(folder: Folder, example: str) -> dict[str, Any] | None:
     """kept: at the end of the prompt and after the last token, [layer][token] heads; None for a log that is broken."""
     try:
-        told = need_told(folder.run, example)
+        told = require_example_log(folder.run, example)
         evictions = read_table(folder.run, example, EVICTIONS)
         views = [made(told, evictions, step) for step in sorted({0, told.steps})]
     except ConfigError:

@@ -64,7 +64,7 @@ def names_of(name: str) -> list[str]:
         if name.endswith(".yaml"):
             raise ConfigError(f"task.tasks: {name} is not the file of an lm-eval task (seen from {Path.cwd()})")
         near = difflib.get_close_matches(name, list(_index(None)), 5)
-        hint = f"did you mean {', '.join(near)}?" if near else "python -m kvexp.lm_eval ls tasks lists them"
+        hint = f"did you mean {', '.join(near)}?" if near else "kvexp lm-eval ls tasks lists them"
         raise ConfigError(f"task.tasks: lm-eval has no task {name!r}; {hint}")
     kind = entry.kind.name
     if kind == "TAG":
@@ -75,7 +75,7 @@ def names_of(name: str) -> list[str]:
     if not all(isinstance(member, str) for member in members):
         raise ConfigError(
             f"task.tasks: lm-eval's group {name} changes its members; name the tasks themselves, or run it with "
-            "python -m kvexp.lm_eval"
+            "kvexp lm-eval"
         )
     return [leaf for member in members for leaf in names_of(member)]
 
@@ -216,9 +216,7 @@ def check_rows(task: Any) -> None:
     if getattr(task, "MULTIMODAL", False):
         raise ConfigError(f"lm-eval's task {config.task} needs images or sound, kvexp's models read text")
     if config.repeats > 1:
-        raise ConfigError(
-            f"lm-eval's task {config.task} asks {config.repeats} times per item: use python -m kvexp.lm_eval"
-        )
+        raise ConfigError(f"lm-eval's task {config.task} asks {config.repeats} times per item: use kvexp lm-eval")
 
 
 def _check_pool(task: Any, shots: int) -> None:

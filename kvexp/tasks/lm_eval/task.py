@@ -27,7 +27,7 @@ SEVEN = ("piqa", "winogrande", "openbookqa", "copa", "mathqa", "arc_easy", "arc_
 class LMEval(Task):
     """Tasks of EleutherAI's lm-eval, by name (a task, group or tag, or the file NAME.yaml of one): a run for each.
 
-    An item's row holds lm-eval's own metrics, shares of 1 in percent, as `python -m kvexp.lm_eval` computes them from
+    An item's row holds lm-eval's own metrics, shares of 1 in percent, as `kvexp lm-eval` computes them from
     the same numbers. `limit` counts items per task.
 
     Data: the hub's, or `data_dir`, a folder of NAME.SPLIT.jsonl files in the hub's schema. `num_fewshot` examples
@@ -44,7 +44,8 @@ class LMEval(Task):
     name: ClassVar[str] = "lm_eval"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("acc",)
-    wrapped: ClassVar[bool] = False  # lm-eval asks for a template: python -m kvexp.lm_eval --apply_chat_template
+    # lm-eval is asked for a template by kvexp lm-eval --apply_chat_template.
+    uses_chat_template: ClassVar[bool] = False
     truncations: ClassVar[tuple[str, ...]] = ("left", "skip")
 
     tasks: tuple[str, ...] = SEVEN
@@ -122,7 +123,7 @@ class LMEval(Task):
             if not part.metric_names():
                 raise ConfigError(
                     f"task.tasks: all metrics of lm-eval's task {part.tasks[0]} are of the whole corpus, an item has "
-                    "none: use python -m kvexp.lm_eval"
+                    "none: use kvexp lm-eval"
                 )
 
     def metric_names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`python -m kvexp.tasks.testbed FOLDER`: the testbed as data of lm-eval, LongBench and needle, and how to run it."""
+"""`kvexp export-testbed FOLDER`: the testbed as data of lm-eval, LongBench and needle, and how to run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvexp.testbed.document import SPLITS
 
 def main(arguments: list[str] | None = None) -> None:
     """Write the files and print the commands that read them."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.tasks.testbed", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvexp export-testbed", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", type=int, default=60, help="items and questions")
     parser.add_argument("--split", choices=SPLITS, default="test")

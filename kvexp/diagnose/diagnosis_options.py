@@ -1,7 +1,7 @@
 """The options of `diagnose`: what is added to a run once its rows are there.
 
-Rows are made as ever, alone or with shared prefills; then every example is generated once more by itself, watched. So
-a diagnosis can change no row, can be asked for later, and knows whether it has seen what the row has recorded.
+Rows are made as without a diagnosis, alone or with shared prefills; then every example is generated once more by
+itself, watched. So a diagnosis can change no row, can be asked for later, and knows whether it saw what the row says.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
 from kvexp.diagnose.runs import cases
 from kvexp.diagnose.twin import twin
-from kvexp.diagnose.watching import Evictions, watch
+from kvexp.diagnose.watching import EvictionRecord, watch
 from kvexp.errors import ConfigError
-from kvexp.evictions.eviction_files import EVICTIONS, TWIN, Told, has, write_table, write_told
+from kvexp.evictions.eviction_files import EVICTIONS, TWIN, ExampleLog, has, write_example_log, write_table
 from kvexp.generate import Generation, receipts
 from kvexp.models.texts import texts_of
 from kvexp.record import Run
@@ -29,7 +29,10 @@ from kvexp.terminal import say
 
 @dataclass(frozen=True)
 class Log:
-    """Every eviction of the first so many examples (null: of all); costs one more generation, alone in its batch."""
+    """Logs every eviction of the first `examples` examples (None: of all).
+
+    Costs one more generation per example, alone in its batch.
+    """
 
     examples: int | None = None
 
@@ -43,57 +46,61 @@ class Log:
         """ConfigError, before any model loads, for a run that cannot be diagnosed."""
         check(settings)
 
-    def after(self, settings: Settings, run: Run) -> None:
-        """Write what the run's folder lacks; a run that evicts nothing gets a line that says so."""
+    def run_after(self, settings: Settings, run: Run) -> None:
+        """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""
         title = _title(settings)
         if (why := nothing_to_log(settings)) is not None:
             say(f"{title}: nothing to do, {why}")
             return
         rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
         rows = sorted(rows, key=lambda row: row["index"])[: self.examples]
-        if not self.lacking(run, rows):
+        if not self.rows_without(run, rows):
             say(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
             return
-        self.add(settings, run, rows)
+        self.write(settings, run, rows)
 
-    def lacking(self, run: Run, rows: list[Row]) -> list[Row]:
-        """Those that have not all parts of this diagnosis."""
+    def rows_without(self, run: Run, rows: list[Row]) -> list[Row]:
+        """The rows of which some part of this diagnosis is not in the run's folder."""
         return [row for row in rows if not all(has(run, row["example"], part) for part in self.parts)]
 
-    def add(self, settings: Settings, run: Run, rows: list[Row]) -> None:
-        """Write what these rows lack."""
-        todo = self.lacking(run, rows)
+    def write(self, settings: Settings, run: Run, rows: list[Row]) -> None:
+        """Diagnose the rows that are not diagnosed yet, and write that into the run's folder."""
+        todo = self.rows_without(run, rows)
         title = _title(settings)
         with Progress(title, len(rows), len(rows) - len(todo)) as progress:
             for row, told in self._written(settings, run, todo):
                 if not told.same:
-                    say(f"{title}: example {row['example']}: {unlike(told)}")
+                    say(f"{title}: example {row['example']}: {mismatch(told)}")
                 progress.advance()
 
-    def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, Told]]:
+    def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, ExampleLog]]:
+        """Diagnose the rows `todo` one by one, write each, and give it back with its log."""
         for row, case, _ in cases(settings, todo):
-            told, tables = self.diagnosed(case, row)
+            told, tables = self.diagnose_row(case, row)
             for ending, columns in tables.items():
                 write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)
-            write_told(run, told)
+            write_example_log(run, told)
             yield row, told
 
-    def diagnosed(self, case: Case, row: Row) -> tuple[Told, dict[str, dict[str, Any]]]:
-        """One example: what is told of it, and its tables as columns."""
-        seen = Evictions()
-        made = case.generated(lambda cache: watch(cache, seen))
+    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
+        """The log of one example, and its tables as columns by the ending of their files."""
+        seen = EvictionRecord()
+        made = case.generate_again(lambda cache: watch(cache, seen))
         evictions = {name: values.numpy() for name, values in seen.table().items()}
-        return told_of(case, made, row), {EVICTIONS: evictions}
+        return example_log(case, made, row), {EVICTIONS: evictions}
 
 
 @dataclass(frozen=True)
 class Twin(Log):
-    """The log, and what the evictions did to attention; costs three generations more, one of them of the full cache."""
+    """The log, and what the evictions did to attention.
+
+    Costs three generations more per example, one of them of the full cache.
+    """
 
     parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
 
-    def diagnosed(self, case: Case, row: Row) -> tuple[Told, dict[str, dict[str, Any]]]:
-        told, tables = super().diagnosed(case, row)
+    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
+        told, tables = super().diagnose_row(case, row)
         answer = told.ids[told.prompt_tokens + told.question_tokens :]
         losses, agrees = twin(case, answer)
         columns = {name: values.numpy() for name, values in losses.table().items()}
@@ -101,14 +108,16 @@ class Twin(Log):
 
 
 def _title(settings: Settings) -> str:
+    """ "diagnose", method and setting, for messages."""
     return f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
 
 
-def told_of(case: Case, made: Generation, row: Row) -> Told:
+def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:
+    """The log of one example from its generation `made`, compared with its row."""
     ids = [*case.prompt, *case.question, *made.tokens[0]]
     (receipt,) = receipts(made.cache)
     output = case.tokenizer.decode(made.tokens[0], skip_special_tokens=True)
-    return Told(
+    return ExampleLog(
         example=row["example"],
         prompt_tokens=len(case.prompt),
         question_tokens=len(case.question),
@@ -120,8 +129,8 @@ def told_of(case: Case, made: Generation, row: Row) -> Told:
     )
 
 
-def unlike(told: Told) -> str:
-    """What to say of an example whose diagnosis saw something else than its row."""
+def mismatch(told: ExampleLog) -> str:
+    """A message for an example whose diagnosis saw something else than its row."""
     if told.same_output:
         return "kept other slots than its row"
     return "alone it writes another answer than in the batch of its row, where sums round otherwise"
