@@ -1,0 +1,76 @@
+"""Every task of kvexp on the real model: nine methods at three budgets, the sweeps conf/experiment/real/tasks_*.yaml.
+
+python -m experiments.real_tasks --data FOLDER                   all of them, resuming what exists
+python -m experiments.real_tasks --data FOLDER xsum news_qa      these
+python -m experiments.real_tasks --data FOLDER --full-only       the full cache alone: which tasks can it do at all?
+
+The rows of a folder are found by experiments/real_data.yaml; without --data kvexp's own articles stand for them.
+Tables are printed as `kvexp results OUTPUTS/NAME` prints them; docs/real_model.md says what was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.lib.exhibits import ROOT
+from experiments.lib.real_scale import REAL, commands_of, scale_of
+from experiments.lib.sweep import late, sweep
+from kvexp.errors import ConfigError
+from kvexp.pipes import watch_pipes
+from kvexp.results import print_table, table
+
+PREFIX = "tasks_"
+FULL = ["method=full", "kv_ratio=1.0"]
+
+
+def task_names() -> list[str]:
+    """Short names of the sweeps, in the order of their files."""
+    files = sorted((ROOT / "conf" / "experiment" / REAL).glob(f"{PREFIX}*.yaml"))
+    return [file.stem.removeprefix(PREFIX) for file in files]
+
+
+def run_task(name: str, data: str | None, outputs: Path, more: Sequence[str] = ()) -> Path:
+    """Run what is missing of one sweep, in a folder of its own, which is returned. ConfigError where a job failed."""
+    folder = outputs / name
+    for each in commands_of(f"{REAL}/{PREFIX}{name}", data):
+        print(f"{name}: {each.rows}", flush=True)
+        sweep(each.experiment, [f"outputs_dir={folder}", *more, *map(late, each.overrides)])
+    return folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 if all were run, 1 if one failed (the others are run), 2 for a name or a folder there is not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.real_tasks", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(task_names())}")
+    parser.add_argument("--data", metavar="FOLDER", help="rows, laid out as experiments/real_data.yaml says, or hub")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/real_tasks"), help="default: outputs/real_tasks")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N examples instead of the file's number")
+    parser.add_argument("--full-only", action="store_true", help="no method: is the full cache above the floor?")
+    args = parser.parse_args(arguments)
+    try:
+        unknown = [name for name in args.names if name not in task_names()]
+        if unknown:
+            raise ConfigError(f"no such sweep: {', '.join(unknown)}; there are {', '.join(task_names())}")
+        scale_of(REAL, args.data)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    more = [*(FULL if args.full_only else []), *([f"limit={args.limit}"] if args.limit is not None else [])]
+    failed = []
+    for name in args.names or task_names():
+        try:
+            print_table(table(run_task(name, args.data, args.outputs.resolve(), more)))
+        except ConfigError as error:
+            failed.append(name)
+            print(f"error: {name}: {error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())
