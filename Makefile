@@ -27,7 +27,7 @@ REPRODUCE := $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCAL
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -107,6 +107,9 @@ $(PEERS)/.stamp: constraints.txt
 
 bench: $(VENV)/.stamp ## measure speed and memory on this CPU, as ratios (under 10 minutes on 2 free cores; goes on where it was)
 	@$(BIN)/python -m benchmarks.suite cpu $(ARGS)
+
+bench-real: $(VENV)/.stamp ## the same with the fetched real model (under 15 minutes on 2 free cores; goes on where it was)
+	@$(BIN)/python -m benchmarks.suite real $(ARGS)
 
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)

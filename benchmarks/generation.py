@@ -20,9 +20,9 @@ def one(
 ) -> Sample:
     """Seconds to the first and second token, per token after that; bytes needed above the weights at the peak.
 
-    models: "hf" and "kvexp"; budget_of: the prompt tokens that a kv_ratio is of.
+    models: by `Variant.model`; budget_of: the prompt tokens that a kv_ratio is of.
     """
-    model = models["hf" if v.theirs else "kvexp"]
+    model = models[v.model]
     device = str(next(model.parameters()).device)
     ids = prompt_of(shape, prompt)
     if v.theirs:

@@ -1,4 +1,4 @@
-"""Model layouts with random weights, made on the device they run on: what speed depends on, and nothing else."""
+"""Model layouts with random weights, made on the device they run on, and one real model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks import real_model
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A layout by its Hugging Face configuration; family is the model_type, dtype a torch dtype's name."""
+    """A layout by its Hugging Face configuration; family is the model_type, dtype a torch dtype's name.
+
+    real: whether it has the weights and prompts of `benchmarks.real_model`; else both are random.
+    """
 
     name: str
     family: str
     dtype: str
     config: dict[str, Any]
+    real: bool = False
 
     def fitted(self, positions: int) -> Shape:
         """The same layout for at least so many positions (more change no weight: RoPE and ALiBi have no table)."""
@@ -34,7 +40,7 @@ class Shape:
                 **{"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": 97},
                 **{"num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4},
             }
-        return replace(self, name=f"{self.name}, tiny", dtype="float32", config={**self.config, **small})
+        return replace(self, name=f"{self.name}, tiny", dtype="float32", config={**self.config, **small}, real=False)
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, **more: Any) -> dict[str, Any]:
@@ -58,15 +64,19 @@ SHAPES = {
             "bfloat16",
             {"d_model": 4096, "n_heads": 32, "n_layers": 32, "expansion_ratio": 4, "vocab_size": 50432},
         ),
+        Shape(real_model.NAME, "llama", "float32", _llama(576, 30, 9, 3, 1536), real=True),
     )
 }
 
 
 def stock(shape: Shape, device: str, attention: str | None = None) -> PreTrainedModel:
-    """The layout as Hugging Face runs it, weights drawn on `device` in their own dtype: no copy passes elsewhere.
+    """The layout as Hugging Face runs it, weights drawn on `device` in their own dtype: no copy passes elsewhere; or
+    the real model.
 
     attention: as attn_implementation; None takes sdpa where the family has it.
     """
+    if shape.real:
+        return real_model.load(attention or "sdpa").to(device).eval()
     config = AutoConfig.for_model(shape.family, **shape.config)
     attention = attention or ("eager" if shape.family in ("mpt", "gptj") else "sdpa")
     dtype = getattr(torch, shape.dtype)
@@ -81,11 +91,23 @@ def ours(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights (shared, not copied) in a model that attends through kvexp, packed as run.py packs it."""
     from kvexp.models import pack_linear, patch_model
 
-    shared = {id(weight): weight for weight in model.parameters()}
-    return pack_linear(patch_model(copy.deepcopy(model, shared), check_weights=False))
+    return pack_linear(patch_model(_sharing(model), check_weights=False))
+
+
+def packed(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in Hugging Face's own model, with the linear layers that `ours` has and its own attention."""
+    from kvexp.models import pack_linear
+
+    return pack_linear(_sharing(model))
+
+
+def _sharing(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
 
 
 def prompt_of(shape: Shape, tokens: int, device: str = "cpu") -> torch.Tensor:
     """[1, tokens] token ids, the same for every variant."""
+    if shape.real:
+        return torch.tensor([real_model.text_ids()[:tokens]], device=device)
     dice = torch.Generator().manual_seed(tokens)
     return torch.randint(0, shape.config["vocab_size"], (1, tokens), generator=dice).to(device)

@@ -1,6 +1,7 @@
-"""`make bench` and `make bench-gpu`: the benchmarks in order, each a command of its own that may take ten minutes.
+"""`make bench`, `bench-real` and `bench-gpu`: the benchmarks in order, each a command that may take ten minutes.
 
     python -m benchmarks.suite cpu
+    python -m benchmarks.suite real
     python -m benchmarks.suite gpu --only table1_1k llama2_32k
 
 What is already under benchmarks/results is not measured again, so a suite that was stopped goes on where it was.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.store import RESULTS
+from kvexp.cache_folder import cache_folder
 from kvexp.pipes import watch_pipes
 
 MINUTES = 10
@@ -116,7 +118,32 @@ GPU = (
     *(_fetch(length) for length in (2048, 8192, 32768)),
 )
 
-SUITES = {"cpu": CPU, "gpu": GPU}
+_REAL = "--shape smollm2_135m"
+_REAL_VARIANTS = f"--variants hf hf_packed full {EVICTING}"
+REAL = (
+    *(
+        Run(
+            f"real_decode_{prompt // 1024}k",
+            "decode",
+            f"{_REAL} --prompts {prompt} --new 32 --repeats 3 {_REAL_VARIANTS}",
+            "--prompts 40 --new 4",
+        )
+        for prompt in (1024, 4096, 6144)
+    ),
+    *(
+        Run(
+            f"real_prefill_{prompt // 1024}k",
+            "prefill",
+            f"{_REAL} --prompts {prompt} --repeats {repeats} {_REAL_VARIANTS}",
+            "--prompts 40",
+        )
+        for prompt, repeats in ((1024, 3), (4096, 2), (7168, 1))
+    ),
+    Run("real_sweep", "real_sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
+    Run("real_peers", "peers", f"{_REAL} --prompts 1024 4096 --new 16 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
+)
+
+SUITES = {"cpu": CPU, "gpu": GPU, "real": REAL}
 
 
 def run(one: Run, options: argparse.Namespace) -> bool:
@@ -129,6 +156,8 @@ def run(one: Run, options: argparse.Namespace) -> bool:
     print(f"\n== {one.name}: python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}", flush=True)
     start = time.perf_counter()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if one.python == str(PEERS) and "smollm2" in one.arguments:
+        environment["KVEXP_CACHE"] = str(cache_folder())
     try:
         code = subprocess.run(line, cwd=ROOT, env=environment, timeout=options.minutes * 60).returncode
     except subprocess.TimeoutExpired:

@@ -1,16 +1,19 @@
-"""What is compared, by name: "hf", "hf_static", "full", "METHOD@KV_RATIO", "short@KV_RATIO"."""
+"""What is compared, by name: "hf", "hf_packed", "hf_static", "full", "METHOD@KV_RATIO", "short@KV_RATIO"."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+THEIRS = ("hf", "hf_packed", "hf_static")
+
 
 @dataclass(frozen=True)
 class Variant:
-    """hf: Hugging Face's own cache. kvexp's else: a method, and the share of the prompt it may keep (None: all).
+    """hf: Hugging Face's own cache; hf_packed: the same with kvexp's linear layers; hf_static: preallocated.
 
-    short: full attention over a prompt of the budget's length: the same slots, and no books to keep about them.
+    kvexp's else: a method, and the share of the prompt it may keep (None: all). short: full attention over a prompt of
+    the budget's length: the same slots, and no bookkeeping.
     """
 
     name: str
@@ -19,7 +22,12 @@ class Variant:
 
     @property
     def theirs(self) -> bool:
-        return self.kind in ("hf", "hf_static")
+        return self.kind in THEIRS
+
+    @property
+    def model(self) -> str:
+        """Which of the models with the same weights it runs on: hf, hf_packed or kvexp."""
+        return ("hf_packed" if self.kind == "hf_packed" else "hf") if self.theirs else "kvexp"
 
     @property
     def grows(self) -> bool:
@@ -50,9 +58,9 @@ class Variant:
 def variant(name: str) -> Variant:
     """Read a name; ValueError says what is allowed."""
     kind, _, share = name.partition("@")
-    if (kind in ("hf", "hf_static", "full")) != (not share):
-        raise ValueError(f"{name!r}: hf, hf_static and full take no kv_ratio, everything else does, as in h2o@0.2")
-    if kind not in ("hf", "hf_static"):
+    if (kind in (*THEIRS, "full")) != (not share):
+        raise ValueError(f"{name!r}: {', '.join(THEIRS)} and full take no kv_ratio, all else does, as in h2o@0.2")
+    if kind not in THEIRS:
         _method(kind)
     return Variant(name, kind, float(share) if share else None)
 
@@ -76,5 +84,5 @@ def _method(kind: str) -> Any:
         "pqcache": lambda: retrieval.PQCache(n_sinks=32),
     }
     if kind not in made:
-        raise ValueError(f"{kind!r} is not measured; allowed: hf, hf_static, {', '.join(made)}")
+        raise ValueError(f"{kind!r} is not measured; allowed: {', '.join(THEIRS)}, {', '.join(made)}")
     return made[kind]()

@@ -9,9 +9,10 @@ import torch
 from benchmarks import decode, report, throughput
 from benchmarks.clock import OUT_OF_MEMORY
 from benchmarks.command import Command
-from benchmarks.suite import CPU, GPU, PEERS, Run, main
+from benchmarks.suite import CPU, GPU, PEERS, REAL, Run, main
 
-HERE = [run for run in (*CPU, *GPU) if run.python != str(PEERS) and run.module not in ("startup", "sweep")]
+COMMANDS = ("startup", "sweep", "real_sweep")  # modules that run whole commands: too slow here
+HERE = [run for run in (*CPU, *GPU, *REAL) if run.python != str(PEERS) and run.module not in COMMANDS]
 
 
 def _kinds() -> list[Run]:
@@ -50,7 +51,7 @@ def test_a_command_of_the_suites_runs(run, tmp_path, capsys) -> None:
         assert json.loads((tmp_path / f"{run.module}.json").read_text()) == cells
 
 
-@pytest.mark.parametrize("run", [*CPU, *GPU], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*CPU, *GPU, *REAL], ids=lambda run: run.name)
 def test_the_real_forms_are_understood(run, tmp_path, monkeypatch) -> None:
     """Arguments and variants are read, and every cell is asked for; nothing is measured."""
     module, asked = importlib.import_module(f"benchmarks.{run.module}"), []
