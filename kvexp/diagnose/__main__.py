@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
     explain.add_argument("--first", type=int, metavar="N", help="only the first so many of each run")
     _searches(explain)
+    explain.add_argument("--kl", action="store_true", help="the token of largest divergence (--first: of so many)")
     gap = _command(commands, "gap", _gap, "quality lost to the budget and to selection, against runs of method=ideal")
     gap.add_argument("outputs", metavar="OUTPUTS", help="the folder of the runs")
     gap.add_argument("--metric", help="default: the task's first")
@@ -161,6 +162,12 @@ def _explain(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import run_at
 
     runs = [run_at(path) for path in args.runs]
+    if args.kl:
+        from kvexp.diagnose.worst_token import explain_worst
+
+        for run in runs:
+            explain_worst(run, Options(args.until, args.trials, args.again), args.first, console)
+        return
     explain(runs, Options(args.until, args.trials, args.again), args.first, console)
 
 

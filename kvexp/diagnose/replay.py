@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,23 +86,35 @@ def _right(
     return lambda tokens: score(tokens) >= wanted
 
 
+def spans_of_texts(texts: Sequence[str], spans: Sequence[list[int]]) -> list[str]:
+    """`span_text` of each, from the texts of all tokens."""
+    return [_span(texts, span) for span in spans]
+
+
 def span_text(told: ExampleLog, positions: list[int]) -> str:
     """The tokens of a span, with dots for those between that are not of it."""
+    return _span(told.texts, positions)
+
+
+def _span(texts: Sequence[str], positions: list[int]) -> str:
     words, last = "", positions[0] - 1
     for position in positions:
-        words += (" \u2026" if position > last + 1 else "") + told.texts[position]
+        words += (" \u2026" if position > last + 1 else "") + texts[position]
         last = position
     return words.strip() or repr(words)
 
 
-def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int]) -> str:
-    """The undone evictions in words, as "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer"."""
-    what = " and ".join(repr(span) for span in spans)
+def phrase_of(undone: UndoneEvictions, spans: list[str], heads: list[int], what: str = "flipped the answer") -> str:
+    """The undone evictions in words, as "losing 'code ... 4711' in layers 1-2 at step 0 flipped the answer".
+
+    what: what losing them did.
+    """
+    lost = " and ".join(repr(span) for span in spans)
     if len(spans) > SHOWN:
         count = len(undone.positions)
-        what = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
+        lost = f"{count} tokens in {len(spans)} spans ({', '.join(repr(span) for span in spans[:SHOWN])}, ...)"
     steps = "step " + str(undone.first) if undone.first == undone.last else f"steps {undone.first}-{undone.last}"
-    return f"losing {what} in {text_of_places(undone.places, heads)} at {steps} flipped the answer"
+    return f"losing {lost} in {text_of_places(undone.places, heads)} at {steps} {what}"
 
 
 def text_of_places(places: Iterable[Place], heads: list[int]) -> str:

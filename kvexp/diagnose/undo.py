@@ -128,15 +128,20 @@ class Replay:
     def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
         case = self.case
         context: PrefilledContext = self.context.fork([0] * len(trials))
-        for state in context.cache.layer_states:
-            assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
-            state.backend.undo(state.require_slots(), trials, len(case.prompt) + case.max_tokens_to_come)
+        undo_in(context, trials, len(case.prompt) + case.max_tokens_to_come)
         seeds = [case.seed] * len(trials)
         if case.question:
             questions = [case.question] * len(trials)
             options = {"decoding": case.decoding, "tokenizer": case.tokenizer}
             return generate_from_context(case.model, context, questions, seeds=seeds, **options).tokens
         return decode(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
+
+
+def undo_in(context: PrefilledContext, trials: Sequence[UndoneEvictions], columns: int) -> None:
+    """From now on row i of a replay's context undoes trials[i]. columns: all tokens to come, the prompt's included."""
+    for state in context.cache.layer_states:
+        assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
+        state.backend.undo(state.require_slots(), trials, columns)
 
 
 def _make_undoable(cache: EvictionCache) -> None:
