@@ -16,6 +16,7 @@ from experiments.lib.stats import all_hold, ends, estimate, mean_columns
 from kvexp.config.settings import Settings
 
 BELOW = 0.01
+MOST_TICKS = 12  # layers; of more every fifth is named
 
 
 def measure(model: Any, prompts: Sequence[Sequence[int]], settings: Settings) -> pd.DataFrame:
@@ -38,7 +39,8 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
 def draw(table: pd.DataFrame, figure: Figure) -> None:
     paper = paper_numbers("keyformer_fig3a").rename(columns={"value": "sparsity"})
     axes = model_lines(table, paper, figure, "layer", "sparsity")
-    axes.set_xticks(sorted(table["layer"].unique()))
+    layers = sorted(table["layer"].unique())
+    axes.set_xticks(layers if len(layers) <= MOST_TICKS else [layers[0], *layers[4::5]])
     axes.set_xlabel("layer", fontsize=8)
     axes.set_ylabel("attention sparsity (%)", fontsize=8)
     axes.set_ylim(0, 100)
