@@ -6,13 +6,25 @@ import math
 import pandas as pd
 import pytest
 import torch
+from test_sweep_divergence import ONE_BY_ONE, group
 from tiny import stock, tiny, tokens
 
 from kvexp.core import Budget, CacheConfig
-from kvexp.divergence.scale import forced_logits, line_of, logits_under, rounded, scale_table, with_rounded_weights
+from kvexp.divergence.scale import (
+    SEEDS,
+    forced_logits,
+    line_of,
+    logits_under,
+    measured,
+    rounded,
+    scale_table,
+    with_rounded_weights,
+)
 from kvexp.methods import Full, Keyformer
-from kvexp.record import Run
+from kvexp.record import Run, runs
 from kvexp.results.divergence_scale import NAME, read_scale, scale_of, write_scale
+from kvexp.session import Session
+from kvexp.sweep.prefill_groups import run_group
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -59,6 +71,15 @@ def test_fed_token_by_token_under_a_full_cache_is_one_forward():
     noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
     one, same, other = (logits_under(model, noised, prompt, text, seed) for seed in (3, 3, 4))
     assert torch.equal(one, same) and torch.allclose(one[0], other[0]) and not torch.allclose(one, other, atol=1e-3)
+
+
+def test_a_run_without_rows_has_a_scale(tmp_path):
+    """divergence=only: its texts are enough."""
+    run_group(group(tmp_path, *ONE_BY_ONE, "divergence=only", methods=("h2o", "window")), Session())
+    run = next(run for run in runs(tmp_path) if run.baseline)
+    frame = scale_table(measured(run)).set_index("change")
+    assert set(frame["n"]) == {4} and frame.loc["8-bit weights", "kl"] < frame.loc["4-bit weights", "kl"]
+    assert 0 < frame.loc[SEEDS, "kl"] < 20 and frame.loc[SEEDS, "tokens"] == 4 * 7, "the prefill's token is left out"
 
 
 def test_a_scale_is_kept_in_its_runs_folder(tmp_path):

@@ -112,7 +112,7 @@ def measured(run: Run) -> dict[str, list[Line]]:
     if not texts:
         raise ConfigError(f"{run.path} has no divergence yet: run kvexp divergence {run.path.parent}")
     settings = settings_at(run)
-    rows = [row for row in run.rows() if row["example"] in texts]
+    rows = [{"example": name, "index": line["index"]} for name, line in texts.items()]  # divergence=only has no others
     model, tokenizer = load(settings.model)
     prompts: dict[str, list[int]] = {}
     for example in examples_of(settings, rows):
