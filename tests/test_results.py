@@ -259,6 +259,15 @@ def test_nothing_right_is_no_proof_of_nothing() -> None:
     assert (low, high) == pytest.approx((0.0, 1 - 0.025**0.01))
 
 
+def test_next_to_nothing_right_is_bounded_too() -> None:
+    """One of 60 examples scores, and the baseline in all: up to 8.9 % of them may (Clopper and Pearson), not all."""
+    top, bottom = np.zeros(60), np.full(60, 20.0)
+    top[0] = 10.0
+    means = stats.resampled_means(intervals.ratio_moments(top, bottom), 2000)
+    low, high = intervals.ratio_interval(top, bottom, means, 0.95)
+    assert low < 10 / 1200 < high == pytest.approx(0.0894, abs=1e-4)
+
+
 @pytest.mark.parametrize(("both", "first", "second"), [(43, 7, 23), (45, 5, 25), (10, 0, 1)])
 def test_shares_the_other_way_round(both: int, first: int, second: int) -> None:
     top = np.array([100.0] * (both + first) + [0.0] * (second + 3))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from scipy.special import betaincinv
 
 from kvexp.results.stats import Floats, normal_quantile, t_quantile
 
@@ -59,15 +60,16 @@ def ratio_moments(top: Floats, bottom: Floats) -> Floats:
 def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
     """Of mean(top) / mean(bottom), both >= 0 and paired [n]; resampled [R, 5]: means of `ratio_moments`.
 
-    bottom of ones gives the interval of a mean that cannot be negative. Where top is 0 throughout, the upper end is
-    what the share of examples that n draws may have missed could add if each were as large as the largest of bottom.
+    bottom of ones gives the interval of a mean that cannot be negative. Where bottom scores in every resample, but so
+    few examples of top are not 0 that resamples without them leave the upper end infinite, it is what top would give if
+    as many examples were not 0 as n draws allow (Clopper and Pearson 1934), each as large as the largest seen.
     """
     n = len(top)
     if n < 2 or not bottom.mean() > 0:
         return NONE
+    at_most = float(_share_at_most(int((top > 0).sum()), n, level) * max(top.max(), bottom.max()) / bottom.mean())
     if not top.any():
-        missed = 1 - ((1 - level) / 2) ** (1 / n)
-        return 0.0, float(missed * bottom.max() / bottom.mean())
+        return 0.0, at_most
     at, error = _ratio_error(ratio_moments(top, bottom).mean(axis=0), n)
     spread = float(error / at)
     if not spread > 0:
@@ -76,7 +78,15 @@ def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float)
         each, errors = _ratio_error(resampled, n)
         t = np.log(each / at) / np.maximum(errors / each, LEAST_ERROR * spread)
     below, above = _quantiles(t, n, level)
-    return _times_exp(at, -above * spread), _times_exp(at, below * spread)
+    high = _times_exp(at, below * spread)
+    if math.isinf(high) and resampled[:, 1].min() > 0:
+        high = at_most
+    return _times_exp(at, -above * spread), high
+
+
+def _share_at_most(k: int, n: int, level: float) -> float:
+    """Upper end of the exact interval of a share of which k of n were seen (Clopper and Pearson 1934)."""
+    return 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2))
 
 
 def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
