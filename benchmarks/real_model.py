@@ -1,7 +1,8 @@
 """The real model of the benchmarks, SmolLM2-135M-Instruct out of kvexp's cache, and prompts of real English for it.
 
 Imports neither transformers' newest parts nor kvexp's models, because kvpress runs in an environment of its own with an
-older transformers. Where platformdirs is missing, as there, KVEXP_CACHE has to name the cache folder.
+older transformers; kvexp's own modules come where they are needed, which shapes without weights do not. Where
+platformdirs is missing, as there, KVEXP_CACHE has to name the cache folder.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from kvexp.articles import articles
-from kvexp.cache_folder import cache_folder
 
 NAME = "smollm2_135m"  # as in conf/model
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the file that `kvexp fetch` converts, as its manifest names it
@@ -27,6 +25,8 @@ class NotFetched(RuntimeError):
 @functools.cache
 def folder() -> Path:
     """The folder of the converted weights; NotFetched where `kvexp fetch` has not put them there."""
+    from kvexp.cache_folder import cache_folder
+
     for manifest in sorted((cache_folder() / "models").glob("*/manifest.json")):
         if json.loads(manifest.read_text("utf-8"))["source"]["file"] == FILE:
             return manifest.parent
@@ -46,6 +46,8 @@ def load(attention: str) -> Any:
 def text_ids() -> list[int]:
     """Token ids of all news articles that come with kvexp, one after the other: about 30,000."""
     from transformers import AutoTokenizer
+
+    from kvexp.articles import articles
 
     tokenizer = AutoTokenizer.from_pretrained(folder())
     ids: list[int] = tokenizer("\n\n".join(article.text for article in articles()), verbose=False).input_ids

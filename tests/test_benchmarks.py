@@ -98,7 +98,13 @@ def test_mpt_has_no_grouped_heads() -> None:
     assert slot_bytes(model.config, model.dtype) == 2 * 2 * 4 * 8 * 4
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.real
+def test_the_real_model_is_the_layout_it_is_named_after(smollm2) -> None:
+    model = stock(SHAPES["smollm2_135m"], "cpu")
+    assert sum(weight.numel() for weight in model.parameters()) == 134_515_008 and model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.real])
 def test_layouts_are_those_they_are_named_after(name: str) -> None:
     """Parameters in millions, without building them."""
     millions = {"to_beat": 56, "llama_100m": 100, "llama2_7b": 6738, "mistral_7b": 7241, "mpt_7b": 6649}

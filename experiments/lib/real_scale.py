@@ -19,6 +19,7 @@ from experiments.lib.exhibits import HERE, ROOT, sweeps
 from kvexp.errors import ConfigError
 from kvexp.models.converted import whole
 from kvexp.models.fetch import WHEELS
+from kvexp.pipes import watch_pipes
 
 REAL, MODEL, HUB = "real", "smollm2_135m", "hub"
 FILES = HERE / "real_data.yaml"
@@ -137,4 +138,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    watch_pipes()
     sys.exit(main())
