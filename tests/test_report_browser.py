@@ -222,7 +222,7 @@ def test_a_sample_stands_beside_the_baselines_with_its_differences_marked(opened
     assert ours.find_element("css selector", ".text").text.startswith("the ")
     assert reference.find_element("css selector", ".text").text == "the right number 1"
     assert f'; ended at "{WORSE}"' in ours.find_element("css selector", ".small").text
-    assert re.search(r"kvexp\.diagnose prompt \S*/[0-9a-f]{16} 'e1'", text_of(opened, "#samples .body"))
+    assert re.search(r"kvexp diagnose prompt \S*/[0-9a-f]{16} 'e1'", text_of(opened, "#samples .body"))
     run = opened.find_element("css selector", "#samples select")
     Select(run).select_by_visible_text(next(o.text for o in Select(run).options if "xsum: keyformer 0.3" in o.text))
     words = [
