@@ -46,10 +46,11 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/python -m kvexp.models.fetch || echo 'no weights were fetched: python -m kvexp.models.fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
-demo: $(VENV)/.stamp ## three methods at three budgets on a real model: a table and a figure (outputs/demo/demo.png)
+demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables and figures (outputs/demo/demo.png, kl.png)
 	@$(BIN)/python -m kvexp.models.fetch smollm2_135m
 	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
 	@$(BIN)/python -m kvexp.figures.quality outputs/demo outputs/demo/demo.png --metric rouge1
+	@$(BIN)/python -m kvexp.figures.divergence_curves outputs/demo outputs/demo/kl.png --x kv_ratio
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m kvexp.training
