@@ -78,12 +78,13 @@ def text() -> str:
     parts = [HEAD + SUMMARY.read_text("utf-8"), _questions(real), KEY, _count(real, testbed), _overview(real, testbed)]
     parts += [_limits(testbed), _waiting(testbed)]
     for paper in PAPERS:
-        own = [name for name in names() if name.startswith(f"{paper}_") and _outcome(testbed, name) != WAITING]
+        own = [name for name in names() if name.startswith(f"{paper}_") and outcome(testbed, name) != WAITING]
         parts += [f"## {TITLES[paper]}\n", *(_section(name, real, testbed) for name in own)]
     return "\n".join(parts)
 
 
-def _outcome(known: dict[str, Any], name: str) -> str:
+def outcome(known: dict[str, Any], name: str) -> str:
+    """What is recorded of an exhibit, in a word or two."""
     return status(known[name]) if name in known else NOT_RUN
 
 
@@ -118,7 +119,7 @@ def _count(real: dict[str, Any], testbed: dict[str, Any]) -> str:
     judged = {
         "SmolLM2-135M, the paper's metric": lambda name: _real(real, name)[0],
         "SmolLM2-135M, divergence": lambda name: _real(real, name)[1],
-        "testbed": lambda name: _outcome(testbed, name),
+        "testbed": lambda name: outcome(testbed, name),
     }
     outcomes = {how: {name: judge(name) for name in names()} for how, judge in judged.items()}
     used = [each for each in ORDER if any(each in found.values() for found in outcomes.values())]
@@ -133,13 +134,13 @@ def _count(real: dict[str, Any], testbed: dict[str, Any]) -> str:
 def _overview(real: dict[str, Any], testbed: dict[str, Any]) -> str:
     head = ("the paper's exhibit", "SmolLM2-135M, its metric", "SmolLM2-135M, divergence", "testbed")
     lines = [head, ("---",) * len(head)]
-    lines += [(exhibit_title(name), *_real(real, name), _outcome(testbed, name)) for name in names()]
+    lines += [(exhibit_title(name), *_real(real, name), outcome(testbed, name)) for name in names()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def _limits(testbed: dict[str, Any]) -> str:
     told = [
-        f"- **{exhibit_title(name)}** ({_outcome(testbed, name)}): {words(name)['limits']}"
+        f"- **{exhibit_title(name)}** ({outcome(testbed, name)}): {words(name)['limits']}"
         for name in names()
         if "limits" in words(name)
     ]
@@ -148,7 +149,7 @@ def _limits(testbed: dict[str, Any]) -> str:
 
 def _waiting(testbed: dict[str, Any]) -> str:
     lines = ["## What waits for a GPU\n"]
-    for name in (name for name in names() if _outcome(testbed, name) == WAITING):
+    for name in (name for name in names() if outcome(testbed, name) == WAITING):
         said = f"{words(name)['why']} ({testbed[name]['words']})"
         lines.append(f"- **{exhibit_title(name)}**: {load(name).claim}. {said}")
     return "\n".join([*lines, ""])
@@ -169,7 +170,7 @@ def _section(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> str:
     else:
         rows.append(("SmolLM2-135M", NONE, NONE, load(name).testbed_only))
     number = testbed[name]["words"] if name in testbed else f"`make reproduce-{name} SCALE=testbed`"
-    rows.append(("testbed", f"**{_outcome(testbed, name)}**", NONE, number))
+    rows.append(("testbed", f"**{outcome(testbed, name)}**", NONE, number))
     cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     why = [f"On the real model: {said['real']}\n"] if "real" in said else []
     return "\n".join(

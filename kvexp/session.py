@@ -25,19 +25,21 @@ class Failure:
 class Session:
     """State of one command, or of one worker's piece of a sweep.
 
-    typed_keys: keys of the command line, which a person thereby trusts; None where there is none, as in a worker, whose
-    jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were asked for.
-    filled_ahead: hashes of runs that a shared prefill has filled in before their turn. overrides_of_jobs: what tells
-    each job of a sweep apart, empty where that is not known. begun: a job has been composed. job_seconds: of the jobs
-    that made rows. may_defer: whether a job that another process is at may wait until the end. unmeasured: why runs
-    have no divergence, with these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None
-    while jobs are run one by one; deferred: jobs left for the end.
+    typed_keys: keys of the command line, which a person thereby trusts; None where there is none, as in a worker,
+    whose jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were
+    asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn.
+    overrides_of_jobs: what tells each job of a sweep apart, empty where that is not known. begun: a job has been
+    composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. may_defer:
+    whether a job that another process is at may wait until the end. unmeasured: why runs have no divergence, with
+    these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None while jobs are run
+    one by one; deferred: jobs left for the end.
     """
 
     typed_keys: set[str] | None = None
     hashes: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     rows_written: int = 0
+    texts_measured: int = 0
     filled_ahead: set[str] = field(default_factory=set)
     overrides_of_jobs: list[list[str]] = field(default_factory=list)
     begun: bool = False

@@ -43,6 +43,9 @@ def test_outputs_and_counts_are_taken_out(tmp_path, capsys):
     copy.write_text(json.dumps(notebook))
     assert strip.main([str(copy)]) == 1 and strip.main([str(copy)]) == 0
     assert copy.read_text("utf-8") == FILES[0].read_text("utf-8")
+    copy.write_text(re.sub(r"Recorded: [^.]*[.]", "Recorded: something else.", copy.read_text("utf-8")))
+    assert strip.main([str(copy)]) == 1
+    assert copy.read_text("utf-8") == FILES[0].read_text("utf-8")
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -48,8 +48,8 @@ def num_workers(model: Model) -> int:
 class ForkPool(Generic[Item]):
     """Context manager around `imap`: forks `size` processes at its start, if that is more than one; ends with none.
 
-    task(item) makes something of an item and yields once for every row it has written to disk. It is called in a copy
-    of this process: what it changes in memory is not seen here.
+    task(item) makes something of an item and yields something small for every row it has written to disk. It is called
+    in a copy of this process: what it changes in memory is not seen here.
     """
 
     def __init__(self, size: int, task: Callable[[Item], Iterable[Any]]) -> None:
@@ -72,15 +72,14 @@ class ForkPool(Generic[Item]):
                 self._workers[ours] = worker
         return self
 
-    def imap(self, items: Sequence[Item]) -> Iterator[None]:
-        """Yields for every row of all items. What a task raises is raised when the others have done theirs.
+    def imap(self, items: Sequence[Item]) -> Iterator[Any]:
+        """What the task yields for every item, which has to be small. What it raises is raised when all have ended.
 
         A process that is killed leaves its item as it was, with a line on stderr; the others go on.
         """
         if not self._workers:
             for item in items:
-                for _ in self.task(item):
-                    yield
+                yield from self.task(item)
             return
         left = list(reversed(items))
         failure: Exception | None = None
@@ -94,11 +93,12 @@ class ForkPool(Generic[Item]):
                     busy.remove(pipe)
                     self._lost(pipe)
                     continue
-                if told == "row":
-                    yield
+                kind, what = told
+                if kind == "made":
+                    yield what
                     continue
-                if told != "done":
-                    failure = failure or _unpack_error(*told)
+                if kind == "failed":
+                    failure = failure or _unpack_error(*what)
                     left.clear()
                 if not _send_next(pipe, left):
                     busy.remove(pipe)
@@ -144,11 +144,11 @@ def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -
         except EOFError:
             return
         try:
-            for _ in task(item):
-                pipe.send("row")
-            pipe.send("done")
+            for made in task(item):
+                pipe.send(("made", made))
+            pipe.send(("done", None))
         except Exception as error:
-            pipe.send(_pack_error(error))
+            pipe.send(("failed", _pack_error(error)))
 
 
 def _pack_error(error: Exception) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvexp.config.model_spec import hub_commit, load, prepare_for_fork, tokenizer_of
 from kvexp.config.settings import Settings
@@ -156,19 +156,21 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
         say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         restart_process()
 
-    def make(batch: Numbered) -> Iterator[dict[str, Any]]:
+    def make(batch: Numbered) -> Iterator[bool]:  # whether it is a row, or else a text, that was written
         lacking = [m for m in members if m.has_pending(batch)]
         for member, rows, lines in rows_and_lines(
             lacking, model, tokenizer, batch, TimeLimit(lead.timeout_s, stuck), size
         ):
-            yield from member.write(rows, commit)
-            yield from member.write_lines(lines)
+            yield from (True for _ in member.write(rows, commit))
+            yield from (False for _ in member.write_lines(lines))
 
     forces = any(m.to_force(example.id for _, example in todo) for m in members)
     what = "texts" if not answers else "rows and texts" if forces else "examples"
-    with ForkPool(size, make) as crew, Progress(title, missing, 0, what, session=session) as progress:
-        for _ in crew.imap(work):
+    with ForkPool(size, make) as crew, Progress(title, missing, 0, what) as progress:
+        for is_row in crew.imap(work):
             progress.advance()
+            session.rows_written += is_row
+            session.texts_measured += not is_row
 
 
 def _title(members: Sequence[GroupRun], todo: Numbered) -> str:

@@ -58,4 +58,5 @@ def _summary() -> str:
         return "nothing was begun; "
     jobs = len(session.overrides_of_jobs)
     done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
-    return f"{session.rows_written} rows were written, {done}"
+    texts = f"{session.texts_measured} texts were measured, " if session.texts_measured else ""
+    return f"{session.rows_written} rows were written, {texts}{done}"

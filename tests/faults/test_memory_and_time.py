@@ -61,10 +61,21 @@ def test_a_group_alone_is_halved_and_says_so(stage, tmp_path, launcher):
     """Three runs that decode together need three rows; one at a time they fit."""
     out = tmp_path / "out"
     short = SHORT.replace("ERROR", ERRORS["cuda"]).replace("ROWS", "1")
-    code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log", short)
+    code, said = stage.run(sweep(out, "divergence=false", launcher=launcher), tmp_path / "log", short)
     assert code == 0, said
     halved = {row["halved"] for rows in rows_of(out).values() for row in rows.values()}
     assert halved == ({0} if launcher == "basic" else {1, 2})
+
+
+def test_a_run_without_room_for_the_full_cache_beside_it_has_rows_and_no_divergence(stage, tmp_path, truth):
+    """A text is forced on a run and on the full cache, two rows: where one fits, the rows are made and this is said."""
+    out = tmp_path / "out"
+    short = SHORT.replace("ERROR", ERRORS["cuda"]).replace("ROWS", "1")
+    code, said = stage.run(sweep(out, launcher="shared_prefill"), tmp_path / "log", short)
+    assert code == 0, said
+    assert rows_of(out, *BATCHED) == truth
+    for method in ("h2o", "keyformer"):
+        assert f"divergence of {method} 0.3 task.max_new_tokens=6: 3 texts were not forced" in said
 
 
 # One example's prompt is too much in any company, or never answered.
