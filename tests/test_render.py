@@ -10,10 +10,10 @@ from kvexp.record import Run, refuse
 from kvexp.results import print_table, table, to_markdown
 
 
-def record(folder, method, setting, kv_ratio=0.5, baseline=None, **more):
+def record(folder, method, setting, kv_ratio=0.5, baseline=None, slots=8.0, **more):
     labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio, "setting": setting, **more}
     run = Run.open(folder, {"method": method, "kv_ratio": kv_ratio, "setting": setting}, labels, {}, baseline=baseline)
-    receipt = {"slots": 8.0, "kv_bytes": 10, "peak_kv_bytes": 20, "evicted": True, "batch_size": 1}
+    receipt = {"slots": slots, "kv_bytes": 10, "peak_kv_bytes": 20, "evicted": True, "batch_size": 1}
     for number in range(6):
         run.append(
             {
@@ -98,3 +98,13 @@ def test_long_settings_fold_and_leave_room_for_numbers(tmp_path, width):
     tables = text.partition("TTFT, TPOT: ")[0]  # notes fold on a terminal alone
     assert max(len(line) for line in tables.splitlines() if not line.startswith("tiny / xsum:")) <= width
     assert "cache.some_long_option_3=2" in text  # folds between overrides, not inside one
+
+
+def test_a_budget_of_a_handful_of_slots_is_said(tmp_path):
+    """As of lm-eval's zero-shot items at a fifth, of whatever task."""
+    full = record(tmp_path, "full", "", None, slots=3.0)
+    record(tmp_path, "h2o", "", baseline=full)
+    assert "hardly a choice" not in printed(tmp_path, 300)
+    few = record(tmp_path, "window", "", baseline=full, slots=1.4)
+    said = f"tiny / xsum: window 0.5 ({few[:6]}): under 8 slots per layer and head, where a budget is hardly a choice"
+    assert said in printed(tmp_path, 300) and said in to_markdown(table(tmp_path))

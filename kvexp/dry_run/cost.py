@@ -66,18 +66,21 @@ def measured(settings: Settings, device: str) -> Rates | None:
     return Rates(per_token, {method: fmean(each) for method, each in new.items()}, len(prompts))
 
 
-def measured_seconds(rates: Rates, runs: Sequence[tuple[Settings, int]], prompt: float, new: float) -> float:
-    """Of runs with so many rows to do each, one after the other or from shared prefills."""
-    prefills = max(rows for _, rows in runs)
+def measured_seconds(
+    rates: Rates, runs: Sequence[tuple[Settings, int]], prefills: int, prompt: float, new: float
+) -> float:
+    """Of runs with so many answers and forced texts to do each, after so many prefills."""
     return prefills * prompt * rates.prompt + sum(rows * new * rates.of(s.method.name) for s, rows in runs)
 
 
 def estimated_seconds(
-    machine: Machine, shape: ModelSize, runs: Sequence[tuple[Settings, int]], prompt: float, new: float
+    machine: Machine, shape: ModelSize, runs: Sequence[tuple[Settings, int]], prefills: int, prompt: float, new: float
 ) -> float:
-    """2 operations per parameter and token and 4 per query, key and component; a step reads weights and held slots."""
+    """2 operations per parameter and token and 4 per query, key and component; a step reads weights and held slots.
+
+    runs: with the answers and forced texts of each, which go side by side; prefills: of the whole group.
+    """
     lead = runs[0][0]
-    prefills = max(rows for _, rows in runs)
     operations = 2 * shape.parameters * prompt + 4 * shape.layers * shape.width * prompt**2
     batch = lead.batch_size * lead.decoding.num_beams
     token = shape.token_bytes(lead.model.dtype)
@@ -85,7 +88,8 @@ def estimated_seconds(
     many = sum(1 for _, rows in runs if rows) * batch
     reading = (shape.weight_bytes(lead.model.dtype) + batch * slots * token) / machine.bandwidth
     step = max(reading, 2 * shape.parameters * many / machine.flops) + shape.layers * machine.layer_s
-    return prefills * operations / machine.flops + math.ceil(prefills / lead.batch_size) * new * step
+    most = max(rows for _, rows in runs)
+    return prefills * operations / machine.flops + math.ceil(most / lead.batch_size) * new * step
 
 
 def slots_of(settings: Settings, prompt: float) -> int:
@@ -121,6 +125,16 @@ def folder_rows(path: Path) -> set[str]:
     from kvexp.record import Run
 
     return {row["example"] for row in Run.load(path).rows()} if (path / "config.json").exists() else set()
+
+
+def folder_texts(path: Path) -> tuple[set[tuple[str, str]], set[str]]:
+    """((example, kind of text) that were forced, examples that were skipped) in a run folder; changes nothing there."""
+    from kvexp.record import Run, divergence_lines
+
+    if not (path / "config.json").exists():
+        return set(), set()
+    run = Run.load(path)
+    return set(divergence_lines.read(run)), {row["example"] for row in run.rows() if row.get("skipped")}
 
 
 def gigabytes(count: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvexp.config.divergence_options import refusal
 from kvexp.config.model_spec import check_method_fits_model
 from kvexp.config.settings import Settings
 from kvexp.dry_run import cost
@@ -27,11 +28,12 @@ LISTED = 40  # runs shown one by one; more are told in groups
 
 @dataclass(frozen=True)
 class Planned:
-    """One run. left: rows it lacks."""
+    """One run. left: rows it lacks; forced: texts it has still to be forced for its divergence, by kind of text."""
 
     settings: Settings
     work: Workload
     left: int
+    forced: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -39,9 +41,26 @@ class Planned:
 
     @property
     def state(self) -> str:
-        if not self.left:
+        if not self.left and not self.texts:
             return "done"
-        return "to do" if self.left == self.total else "partly"
+        only = self.settings.divergence.only
+        untouched = self.texts == len(self.forced) * self.total if only else self.left == self.total
+        return "to do" if untouched else "partly"
+
+    @property
+    def texts(self) -> int:
+        """Texts of all kinds that it lacks."""
+        return sum(self.forced.values())
+
+    def prefills(self, shared: bool) -> int:
+        """Prompts that it reads; one that shares its prefill with no other run reads them once more for the texts."""
+        again = max(self.forced.values(), default=0)
+        return max(self.left, again) if shared else self.left + again
+
+    @property
+    def decodes(self) -> int:
+        """Answers and texts, each of which takes a step per token."""
+        return self.left + self.texts
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class PlannedGroup:
     @property
     def prefills(self) -> int:
         """One per example for all runs of the group."""
-        return max(run.left for run in self.runs)
+        return max(run.prefills(shared=len(self.runs) > 1) for run in self.runs)
 
     @property
     def prompt_tokens(self) -> float:
@@ -65,6 +84,10 @@ class PlannedGroup:
     @property
     def new_tokens(self) -> float:
         return sum(run.left * run.work.new_tokens for run in self.runs)
+
+    @property
+    def texts(self) -> int:
+        return sum(run.texts for run in self.runs)
 
 
 def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
@@ -141,19 +164,29 @@ def _group(members: list[Settings], machine: str | None, workloads: Workloads) -
         done = cost.folder_rows(settings.outputs_dir / identity(settings.identity))
         known = [example for example in work.examples if example is not None]
         left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))
-        runs.append(Planned(settings, work, left))
+        runs.append(Planned(settings, work, 0 if settings.divergence.only else left, _texts(settings, work)))
     lead, work = members[0], runs[0].work
     shape = model_shape(lead.model)
-    todo = [(run.settings, run.left) for run in runs]
+    planned = PlannedGroup(runs, shape, None, "not known")
+    todo = [(run.settings, run.decodes) for run in runs]
     rates = cost.measured(lead, environment()["device"]) if machine is None else None
     if rates is not None:
-        seconds = cost.measured_seconds(rates, todo, work.prompt_tokens, work.new_tokens)
-        return PlannedGroup(runs, shape, seconds, f"measured on {rates.rows} rows")
+        seconds = cost.measured_seconds(rates, todo, planned.prefills, work.prompt_tokens, work.new_tokens)
+        return replace(planned, seconds=seconds, basis=f"measured on {rates.rows} rows")
     on = cost.machine_here(environment()["device"]) if machine is None else cost.MACHINES[machine]
     if shape is None:
-        return PlannedGroup(runs, None, None, "not known")
-    seconds = cost.estimated_seconds(on, shape, todo, work.prompt_tokens, work.new_tokens)
-    return PlannedGroup(runs, shape, seconds, f"estimated for {on.name}")
+        return planned
+    seconds = cost.estimated_seconds(on, shape, todo, planned.prefills, work.prompt_tokens, work.new_tokens)
+    return replace(planned, seconds=seconds, basis=f"estimated for {on.name}")
+
+
+def _texts(settings: Settings, work: Workload) -> dict[str, int]:
+    """Kind of text -> how many a run has still to be forced, as far as its folder tells."""
+    if refusal(settings) is not None:
+        return {}
+    measured, skipped = cost.folder_texts(settings.outputs_dir / identity(settings.identity))
+    left = len(work.examples) - len(skipped)
+    return {kind: max(0, left - sum(text == kind for _, text in measured)) for kind in settings.divergence.texts}
 
 
 def _show(planned: list[PlannedGroup], jobs: int) -> None:
@@ -164,7 +197,9 @@ def _show(planned: list[PlannedGroup], jobs: int) -> None:
     say(f"plan: {jobs} job(s), {len(runs)} runs with {full} full-attention baseline(s) among them; nothing is run")
     if len(runs) <= LISTED:
         for run in runs:
-            say(f"  {run.state:6} {run.total - run.left:>6}/{run.total} rows  {_name(run.settings)}")
+            rows = f"{run.total - run.left:>6}/{run.total} rows" if not run.settings.divergence.only else ""
+            texts = f", {run.texts} texts to force" if run.texts else ""
+            say(f"  {run.state:6} {rows}  {_name(run.settings)}{texts}")
     by_part: dict[str, list[PlannedGroup]] = {}
     for group in planned:
         by_part.setdefault(_title(group.runs[0].settings), []).append(group)
@@ -194,9 +229,11 @@ def _show_part(groups: list[PlannedGroup]) -> None:
         kv = max(cost.kv_bytes(shape, settings, lead.work.prompt_tokens) for settings in each)
         memory = f"weights {cost.gigabytes(weights)} + KV {cost.gigabytes(kv)}"
     prompts, new = sum(group.prefills for group in groups), sum(group.new_tokens for group in groups)
+    texts = sum(group.texts for group in groups)
     say(
         f"{_title(lead.settings)}: {len(runs)} runs{sharing}; {prompts} prefills of {lead.work.prompt_tokens:.0f} "
-        f"tokens ({lead.work.source}), {cost.tokens(new)} new tokens; {memory}; about {_time(groups)}"
+        f"tokens ({lead.work.source}), {cost.tokens(new)} new tokens{f', {texts} texts forced' if texts else ''}; "
+        f"{memory}; about {_time(groups)}"
     )
 
 

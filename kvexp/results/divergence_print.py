@@ -13,10 +13,10 @@ from kvexp.console import Console
 from kvexp.record.divergence_lines import OWN
 from kvexp.results.answer_changes import choice_table, with_answers
 from kvexp.results.columns import Column, Row, plain, shared_settings
-from kvexp.results.divergence_table import FEW_SLOTS, divergence_table
+from kvexp.results.divergence_table import divergence_table
 from kvexp.results.read import chosen, folders
 from kvexp.results.render import print_columns
-from kvexp.results.units import TOO_FEW, absent, fixed
+from kvexp.results.units import FEW_SLOTS_WORDS, TOO_FEW, absent, fixed
 
 DIVERGENCES = ("kl", "top1")
 
@@ -96,7 +96,7 @@ def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = 
     few = [row for row in rows if row["few_slots"]]
     if few:
         names = ", ".join(f"{name_of(row)} ({row['slots']:.1f})" for row in few)
-        console.print(Text(f"under {FEW_SLOTS:g} slots, where a budget is hardly a choice: {names}", style="yellow"))
+        console.print(Text(f"{FEW_SLOTS_WORDS}: {names}", style="yellow"))
 
 
 def name_of(row: Row) -> str:

@@ -23,7 +23,7 @@ from kvexp.results.columns import (
     plain,
     shared_settings,
 )
-from kvexp.results.units import absent
+from kvexp.results.units import FEW_SLOTS, FEW_SLOTS_WORDS, absent
 from kvexp.terminal import visible
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
@@ -155,6 +155,8 @@ def _own_notes(row: Row) -> Iterator[str]:
         yield f"without a score: {row['unscored']}"
     if row["also"]:
         yield f"also asked for as {row['also']}"
+    if row["verdict99"] != "baseline" and row["slots"] < FEW_SLOTS:
+        yield FEW_SLOTS_WORDS
     if row["fell_back"]:
         yield row["fell_back"]
     if MOVING in str(row.get("revision") or ""):

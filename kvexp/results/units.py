@@ -6,6 +6,8 @@ from typing import Any
 import pandas as pd
 
 TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
+FEW_SLOTS = 8.0  # slots per layer and head: with fewer, what a method always keeps is most of what it keeps
+FEW_SLOTS_WORDS = f"under {FEW_SLOTS:g} slots per layer and head, where a budget is hardly a choice"
 
 
 def absent(value: Any) -> bool:
