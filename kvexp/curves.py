@@ -89,7 +89,7 @@ def compare(
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
     ratios = [kv_ratio] if isinstance(kv_ratio, int | float) else list(kv_ratio)
-    given = {"model": model, "task": task, "outputs_dir": outputs_dir, **settings}
+    given = {"model": model, "task": task, "outputs_dir": outputs_dir, "divergence": True, **settings}
     common = [_override(key.replace("__", "."), value) for key, value in given.items()]
     jobs = [
         _job([*words, *common, _override("kv_ratio", ratio)])

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import kvexp.sweep.group_batch as batch
-from kvexp.config.divergence_options import DivergenceOptions
+from kvexp.config.divergence_options import DivergenceOptions, decided
 from kvexp.config.settings import settings_of
 from kvexp.divergence.measure import measure_claimed
 from kvexp.errors import ConfigError
@@ -197,7 +197,7 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("divergence=maybe",), "true, false or only"),
+        (("divergence=maybe",), "auto, true, false or only"),
         (("divergence_text=all",), "own, reference, both"),
         (("epsilon_kl=0",), "epsilon_kl must be a positive number"),
         (("epsilon_top1=x",), "epsilon_top1"),
@@ -217,7 +217,39 @@ def test_the_command_prints_the_table_and_what_has_none(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "KL divergence from the full cache along its own greedy answer" in done.stdout
     assert "no divergence of" not in done.stdout
-    done = sweep("method=h2o", *SUMMARY, "generation=beam4", f"outputs_dir={tmp_path}")
+    done = sweep("method=h2o", *SUMMARY, "generation=beam4", "divergence=true", f"outputs_dir={tmp_path}")
     assert done.returncode == 0 and "no divergence of h2o 0.5" in done.stdout
     done = sweep("-m", "method=h2o,window", "task=testbed_choice", "limit=2", f"outputs_dir={tmp_path}")
     assert done.returncode == 0 and "no divergence" not in done.stdout + done.stderr
+
+
+def test_a_single_run_measures_it_where_that_is_asked_for(tmp_path):
+    words = ("method=h2o", "task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={tmp_path}")
+    done = sweep(*words)
+    assert done.returncode == 0, done.stderr
+    assert "h2o" in done.stdout and "divergence" not in done.stdout and not lines_of(tmp_path)
+    rows = {run.hash: run.rows() for run in runs(tmp_path)}
+    done = sweep("-m", *words)  # of one job: its turn finds the rows
+    assert done.returncode == 0 and "KL divergence from the full cache" in done.stdout, done.stderr
+    assert len(lines_of(tmp_path)) == 2 and rows == {run.hash: run.rows() for run in runs(tmp_path)}
+    done = sweep(*words)  # what is measured is shown, by whatever command
+    assert done.returncode == 0 and "KL divergence from the full cache" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_a_sweep", "of_one_run"),
+    [("auto", True, False), (True, True, True), (False, False, False), ("only",) * 3],
+)
+def test_auto_tells_a_sweep_from_a_single_run(asked, of_a_sweep, of_one_run):
+    assert decided({"divergence": asked}, [], sweep=True) == of_a_sweep
+    assert decided({"divergence": asked}, [], sweep=False) == of_one_run
+
+
+def test_a_text_that_nothing_is_forced_is_refused():
+    config = {"divergence": "auto", "divergence_text": "both"}
+    with pytest.raises(ConfigError, match=r"divergence_text=both has no effect.*add divergence=true"):
+        decided(config, ["method=h2o", "divergence_text=both"], sweep=False)
+    assert decided(config, ["divergence_text=both"], sweep=True) is True
+    assert decided(config, ["method=h2o"], sweep=False) is False
+    assert decided(config | {"divergence": True}, ["divergence_text=both"], sweep=False) is True
+    assert decided({}, [], sweep=True) is False  # configurations of before know no divergence

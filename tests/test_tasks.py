@@ -1,5 +1,6 @@
 """Prompts to the letter, scores equal to rouge_score's, and every mistake said before a model would load."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvexp.errors import ConfigError
 from kvexp.tasks import CNNDailyMail, Example, Stories, Task, XSum
 from kvexp.tasks.rouge import TYPES, lines, rouge, sentences
 from kvexp.tasks.rouge_metric import Rouge
+from kvexp.tasks.rouge_packages import unimported
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CNN = CNNDailyMail(data_files=str(FIXTURES / "cnn_dailymail.jsonl"))
@@ -194,6 +196,41 @@ def test_rouge_by_hand() -> None:
     assert got == pytest.approx({"rouge1": 500 / 6, "rouge2": 60.0, "rougeL": 500 / 6, "rougeLsum": 500 / 6})
     # precision 2/3, recall 2/4: F1 = 2 * (1/3) / (7/6)
     assert rouge("running dogs bark", "dog runs far away")["rouge1"] == pytest.approx(100 * 4 / 7)  # stemmed
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that knows kvexp and nothing of this one's modules."""
+    env = {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FIXTURES.parents[1])}
+    return subprocess.run([sys.executable, "-B", "-c", code], env=env, capture_output=True, text=True)
+
+
+def test_what_scores_need_is_imported_with_the_first_score() -> None:
+    """A check imports no scorer (it comes before the first token), a score neither scikit-learn nor scipy.stats."""
+    done = python(
+        "import sys, kvexp.tasks as t\n"
+        f"task = t.CNNDailyMail(data_files={CNN.data_files!r}, limit=1); task.check()\n"
+        "early = {'nltk', 'rouge_score', 'sklearn', 'scipy', 'pandas'} & set(sys.modules); assert not early, early\n"
+        "task.score('a ferry', 'A ferry.', next(task.examples())); assert 'rouge_score' in sys.modules\n"
+        "late = {'sklearn', 'scipy.stats', 'pandas'} & set(sys.modules); assert not late, late\n"
+        "import scipy.stats; assert scipy.stats.norm.cdf(0) == 0.5\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_is_loaded_stays_while_others_are_hidden() -> None:
+    sys.modules.pop("colorsys", None)
+    with unimported("json", "colorsys"):
+        assert importlib.import_module("json") is json
+        with pytest.raises(ImportError):
+            importlib.import_module("colorsys")
+    assert importlib.import_module("colorsys").rgb_to_hls(0, 0, 0) == (0, 0, 0)
+
+
+def test_a_missing_scorer_is_told_before_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "nltk" else find(name, *rest))
+    with pytest.raises(ConfigError, match="ROUGE needs nltk, which is not installed; run: pip install nltk"):
+        CNN.check()
 
 
 def test_rouge_equals_rouge_score() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from kvexp.record.divergence_lines import OWN, TEXTS
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
 
-ONLY, BOTH = "only", "both"
+AUTO, ONLY, BOTH = "auto", "only", "both"
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class DivergenceOptions:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DivergenceOptions:
-        """Of a composed configuration; ConfigError names the key. Configurations of before know no divergence."""
+        """Of a composed configuration; ConfigError names the key. Configurations of before know no divergence.
+
+        "auto" is true here: whoever knows that a run is no part of a sweep has put `decided` in its place.
+        """
         asked, text = config.get("divergence", False), config.get("divergence_text", OWN)
-        if not (isinstance(asked, bool) or asked == ONLY):
-            raise ConfigError(f"divergence must be true, false or {ONLY}, got {asked!r}")
+        if not (isinstance(asked, bool) or asked in (AUTO, ONLY)):
+            raise ConfigError(f"divergence must be {AUTO}, true, false or {ONLY}, got {asked!r}")
         if text not in (*TEXTS, BOTH):
             raise ConfigError(f"divergence_text must be one of {', '.join((*TEXTS, BOTH))}, got {text!r}")
         for name, default in (("epsilon_kl", 0.05), ("epsilon_top1", 0.05)):
@@ -37,6 +40,22 @@ class DivergenceOptions:
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a positive number, got {value:g}")
         return cls((TEXTS if text == BOTH else (text,)) if asked else (), only=asked == ONLY)
+
+
+def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool) -> Any:
+    """The value of `divergence` for a job of a command: auto is true in a sweep and false of a single run.
+
+    overrides: as typed; ConfigError where they name a text that no run would be forced.
+    """
+    asked = config.get("divergence", False)
+    if asked != AUTO:
+        return asked
+    if not sweep and any(word.lstrip("+").partition("=")[0] == "divergence_text" for word in overrides):
+        raise ConfigError(
+            f"divergence_text={config.get('divergence_text')} has no effect: divergence=auto measures nothing of a "
+            "single run; add divergence=true, or leave divergence_text out"
+        )
+    return sweep
 
 
 def refusal(settings: Settings) -> str | None:

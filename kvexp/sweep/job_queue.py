@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from kvexp.build import build
+from kvexp.config.divergence_options import decided
 from kvexp.config.known_keys import check_keys
 from kvexp.config.root_values import check_idle, check_objective, check_values
 from kvexp.config.target_allowlist import check
@@ -74,6 +75,7 @@ def settings_of_job(job: HydraJob, session: Session) -> Settings:
     plain = _resolved(job.config, session)
     check_values(plain, job.choices)
     check_idle(plain, job.choices, job.overrides)
+    plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
     from kvexp.config.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
 
     settings = settings_of(plain, job.choices, job.overrides)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
 from kvexp.tasks import data
+from kvexp.tasks.rouge_packages import check_rouge_installed
 
 TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
@@ -209,8 +210,7 @@ class Task:
         """
         self.check_options()
         if any(metric.startswith("rouge") for metric in self.metrics):
-            from kvexp.tasks import rouge  # noqa: F401  # a missing package shows here, not after the first answer
-
+            check_rouge_installed()
         at_hand = self.generated or self.data_files is not None
         if not sum(1 for _ in (self.examples() if at_hand else self._first())):
             where = f"task.name={self.name}" if self.generated else str(self.source)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from nltk.stem.porter import PorterStemmer
-from rouge_score import rouge_scorer, tokenize, tokenizers
+from kvexp.tasks.rouge_packages import unimported
+
+with unimported("sklearn", "scipy.stats"):
+    from nltk.stem.porter import PorterStemmer
+    from rouge_score import rouge_scorer, tokenize, tokenizers
 
 TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
