@@ -23,7 +23,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOUT)
 
 # Without SCALE: real where its model and DATA are there, else testbed.
-REPRODUCE := $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE)) $(if $(DATA),--data $(DATA))
+REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE)) $(if $(DATA),--data $(DATA))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -118,8 +118,9 @@ bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=testbed|real|paper)
 	@$(REPRODUCE) all --workers $(WORKERS) $(ARGS)
 
+reproduce-real: SCALE := real
 reproduce-real: $(VENV)/.stamp ## those that SmolLM2-135M can show, on the rows of DATA=FOLDER or DATA=hub; none: kvexp's own articles
-	@$(BIN)/python -m experiments.reproduce all --scale real $(if $(DATA),--data $(DATA)) --workers $(WORKERS) $(ARGS)
+	@$(REPRODUCE) all --workers $(WORKERS) $(ARGS)
 
 reproduce-smoke: $(VENV)/.stamp ## all with one or two examples, under outputs/smoke: does it run? The real scale too where its model is
 	@$(BIN)/python -m experiments.reproduce all --smoke --scale testbed --workers $(WORKERS) $(ARGS)

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not."""
     args = parser().parse_args(arguments)
     try:
-        args.data = args.data or None  # make passes an empty DATA on
+        args.data = args.data or None  # --data "$DATA" of a script where it is not set
         args.scale = scale_of(args.scale, args.data)
         wanted = [full_name(name) for name in (names() if args.names == ["all"] else args.names)]
         if args.names == ["all"] and args.scale == REAL:

@@ -17,8 +17,8 @@ import pandas as pd
 
 from experiments.lib.stats import Side, all_hold, better, estimate, pooled_difference
 from kvexp.record import Run
-from kvexp.record.divergence_lines import OWN, read
-from kvexp.results.divergence_table import EPSILON_KL, PerExample, share_interval
+from kvexp.record.divergence_lines import EPSILON_KL, OWN, read
+from kvexp.results.divergence_table import PerExample, share_interval
 from kvexp.results.stats import LEVEL
 
 KL = "kl"  # nats per token

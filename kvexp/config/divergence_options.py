@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.build import typed
 from kvexp.errors import ConfigError
-from kvexp.record.divergence_lines import OWN, TEXTS
+from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
@@ -35,7 +35,7 @@ class DivergenceOptions:
             raise ConfigError(f"divergence must be {AUTO}, true, false or {ONLY}, got {asked!r}")
         if text not in (*TEXTS, BOTH):
             raise ConfigError(f"divergence_text must be one of {', '.join((*TEXTS, BOTH))}, got {text!r}")
-        for name, default in (("epsilon_kl", 0.05), ("epsilon_top1", 0.05)):
+        for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1)):
             value = typed(config.get(name, default), float, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a positive number, got {value:g}")

@@ -11,7 +11,7 @@ from kvexp.config.typed_methods import with_user_methods, without_method_words
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.record.divergence_lines import OWN, TEXTS
+from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
 from kvexp.results.divergence_print import (
     divergence_frames,
     legend,
@@ -21,7 +21,7 @@ from kvexp.results.divergence_print import (
     print_pairs,
     said,
 )
-from kvexp.results.divergence_table import EPSILON_KL, EPSILON_TOP1, compared
+from kvexp.results.divergence_table import compared
 from kvexp.results.read import chosen, folders, unmatched
 from kvexp.results.where import where
 from kvexp.terminal import say

@@ -18,16 +18,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
+from kvexp.figures.picture import write_picture
 from kvexp.figures.quality import PANEL, PANELS, dashes_of
 from kvexp.figures.style import color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, TEXTS, read
+from kvexp.record.run_name import run_name
 from kvexp.results.columns import shared_settings
 from kvexp.results.divergence_scale import scale_of
 from kvexp.results.divergence_table import by_position, divergence_table
 from kvexp.results.read import Folder, chosen, folders
 from kvexp.results.where import where
-from kvexp.terminal import say
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
 POSITION = "position"
@@ -75,7 +76,7 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
         each, method = by_position(lines), str(folder.labels["method"])
         ratio = folder.labels.get("kv_ratio")
         row = frame[frame["hash"] == folder.run.hash].iloc[0]
-        label = f"{method} {'' if ratio is None else f'{ratio:g}'} {row['setting']}".strip()
+        label = run_name({str(name): value for name, value in row.items()})
         width = 0.6 + 1.6 * (0.5 if ratio is None else ratio)
         axes.plot(each["position"], each["kl"].clip(lower=LEAST), color=color_of(method), linewidth=width, label=label)
     axes.set_xlabel("place of the token in the text")
@@ -129,7 +130,7 @@ def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what was measured; 0, or 2 if there is nothing to draw or no place to put it."""
+    """Draw what was measured."""
     parser = argparse.ArgumentParser(
         prog="python -m kvexp.figures.divergence_curves", description=__doc__.splitlines()[0]
     )
@@ -139,17 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", choices=TEXTS, default=OWN, help="the text that was forced (default: own)")
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
     args = parser.parse_args(argv)
-    try:
-        if args.picture.suffix not in (".png", ".pdf", ".svg"):
-            raise ConfigError(f"{args.picture} must end in .png, .pdf or .svg")
-        figure = draw(args.outputs, where(args.where), args.x, args.text)
-        args.picture.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.picture, dpi=150)
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    say(f"wrote {args.picture}")
-    return 0
+    return write_picture(args.picture, lambda: draw(args.outputs, where(args.where), args.x, args.text))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from kvexp.errors import ConfigError
+from kvexp.figures.picture import write_picture
 from kvexp.pipes import watch_pipes
+from kvexp.record.run_name import run_name
 from kvexp.results.read import folders
-from kvexp.terminal import say
 
 LETTER = 0.085  # inches of a letter in the title
 
@@ -60,29 +61,28 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the run in a folder; 0, or 2 if it cannot be drawn."""
+    """Draw what a run found at each length and depth."""
     parser = argparse.ArgumentParser(prog="kvexp plot-heatmap", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the folder of a run: outputs/HASH")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default="word_recall", choices=("word_recall", "exact"))
     args = parser.parse_args(argv)
-    try:
-        found = [folder for folder in folders(args.run.parent) if folder.run.path.name == args.run.name]
-        if not found:
-            raise ConfigError(f"{args.run} is no run; name its folder, as in outputs/HASH")
-        cells = grid(found[0].rows, args.metric)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    return write_picture(args.picture, lambda: draw(args.run, args.metric))
+
+
+def draw(run: Path, metric: str) -> Figure:
+    """The grid of one run's folder; ConfigError where it has none."""
+    found = [folder for folder in folders(run.parent) if folder.run.path.name == run.name]
+    if not found:
+        raise ConfigError(f"{run} is no run; name its folder, as in outputs/HASH")
+    cells = grid(found[0].rows, metric)
     labels = found[0].labels
-    ratio = labels.get("kv_ratio")
-    cells.attrs["metric"] = f"{args.metric} (%)"
-    title = f"{labels['method']}{'' if ratio is None else f' {ratio:g}'}, {labels['model']}"
+    cells.attrs["metric"] = f"{metric} (%)"
     wide = 2.2 + 0.6 * cells.shape[1]
     figure = Figure(figsize=(wide, 1.9 + 0.35 * cells.shape[0]), layout="constrained")
+    title = f"{run_name(labels)}, {labels['model']}"
     heatmap(cells, figure.add_subplot(), textwrap.fill(title, int(wide / LETTER)))
-    figure.savefig(args.picture, dpi=150)
-    return 0
+    return figure
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
 from kvexp.figures.dodge import dodge
+from kvexp.figures.picture import write_picture
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import shared_settings
 from kvexp.results.stats import MIN_PAIRS
-from kvexp.terminal import say
 
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
@@ -137,24 +137,14 @@ def _comparable(part: pd.DataFrame) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what was run; 0, or 2 if there is nothing to draw or no place to put it."""
+    """Draw what was run."""
     parser = argparse.ArgumentParser(prog="kvexp plot-quality", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", help="default: the task's first")
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
     args = parser.parse_args(argv)
-    try:
-        if args.picture.suffix not in (".png", ".pdf", ".svg"):
-            raise ConfigError(f"{args.picture} must end in .png, .pdf or .svg")
-        figure = draw(table(args.outputs, _where(args.where)), args.metric)
-        args.picture.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(args.picture, dpi=150)
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    say(f"wrote {args.picture}")
-    return 0
+    return write_picture(args.picture, lambda: draw(table(args.outputs, _where(args.where)), args.metric))
 
 
 def _where(pairs: Sequence[str]) -> Mapping[str, Any]:

@@ -16,6 +16,8 @@ from kvexp.record.files import explained, locked, write_all
 NAME = "divergence.jsonl"
 OWN, REFERENCE = "own", "reference"  # the full cache's greedy answer; the example's reference answer
 TEXTS = (OWN, REFERENCE)
+EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
+EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
 NUMBERS = ("kl", "full_logprob", "logprob")
 
 Line = dict[str, Any]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.record.divergence_lines import OWN
+from kvexp.record.run_name import run_name
 from kvexp.results.answer_changes import choice_table, with_answers
 from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.divergence_table import divergence_table
@@ -95,14 +96,8 @@ def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = 
     print_columns(rows, columns_of(rows), 2, console)
     few = [row for row in rows if row["few_slots"]]
     if few:
-        names = ", ".join(f"{name_of(row)} ({row['slots']:.1f})" for row in few)
+        names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
         console.print(Text(f"{FEW_SLOTS_WORDS}: {names}", style="yellow"))
-
-
-def name_of(row: Row) -> str:
-    """h2o 0.5, or h2o budget.tokens=40."""
-    ratio = "" if absent(row.get("kv_ratio")) else f"{row['kv_ratio']:g}"
-    return " ".join(filter(None, [row["method"], ratio, row.get("setting") or ""]))
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
@@ -145,7 +140,7 @@ def _ends(row: Row, name: str, digits: int) -> str:
 
 def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
     """A frame of `compared`; part: the rows of its runs."""
-    names = {row["hash"]: name_of(row) for row in part.to_dict("records")}  # type: ignore[arg-type]
+    names = {row["hash"]: run_name(row) for row in part.to_dict("records")}  # type: ignore[arg-type]
     rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
     columns = [
         Column("one", lambda row: names[row["one"]], right=False),

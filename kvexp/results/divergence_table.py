@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.record.divergence_lines import TEXTS, Line, read
+from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, TEXTS, Line, read
 from kvexp.results import intervals, stats
 from kvexp.results.read import Folder, number
 from kvexp.results.stats import Floats
 from kvexp.results.units import FEW_SLOTS
 
-EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
-EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the
 # error asked for, which in simulation (tests/test_divergence_table.py) keeps the false verdicts at the nominal rate.

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from kvexp.config.divergence_options import generates, refusal
 from kvexp.config.settings import Settings
 from kvexp.record import Run
+from kvexp.record.run_name import run_name
 from kvexp.session import Session
 from kvexp.sweep.group_run import GroupRun
 from kvexp.sweep.prefill_groups import claim_all, opened, run_missing
@@ -21,7 +22,7 @@ def measure_rest(settings: Settings, session: Session) -> Run:
     pairs = opened(members)
     if (why := refusal(settings)) is not None:
         if generates(settings):
-            session.add_unmeasured(_name(settings), why)
+            session.add_unmeasured(run_name(settings.labels), why)
     else:
         with ExitStack() as claims:
             claim_all(pairs[-1:], claims, timeout=None)
@@ -52,11 +53,5 @@ def measure(
     for before, after in zip(working, members(), strict=True):  # read again: other processes may have written
         if left := after.missing(todo):
             why = before.error or "prompts that its budget does not hold, or too little memory or time"
-            told.append(f"divergence of {_name(after.settings)}: {left} texts were not forced ({why})")
+            told.append(f"divergence of {run_name(after.settings.labels)}: {left} texts were not forced ({why})")
     return told
-
-
-def _name(settings: Settings) -> str:
-    labels = settings.labels
-    ratio = labels.get("kv_ratio")
-    return " ".join(filter(None, [labels["method"], "" if ratio is None else f"{ratio:g}", labels["setting"]]))

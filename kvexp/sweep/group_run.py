@@ -42,7 +42,8 @@ class GroupRun:
         """(example, kind of text) that is measured, or will not be: of other shards, skipped, without a reference."""
         mine = {examples[place].id for place in self.settings.shard.takes(len(examples))}
         mine -= {row["example"] for row in self.run.rows() if row.get("skipped")}
-        mine &= mine if within is None else set(within)
+        if within is not None:
+            mine &= set(within)
         left = {(e.id, text) for e in examples for text in self.texts if e.id not in mine or not _has(e, text)}
         return left | set(divergence_lines.read(self.run))
 
