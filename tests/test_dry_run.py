@@ -94,7 +94,7 @@ def test_a_plan_tells_what_the_sweep_then_does(command, tmp_path, monkeypatch):
 
 
 def test_a_plan_goes_by_measured_rows_of_the_same_model_and_machine(command, tmp_path):
-    assert command("method=h2o", "kv_ratio=0.5", *FEW)[0] == 0
+    assert command("method=h2o", "kv_ratio=0.5", "divergence=true", *FEW)[0] == 0
     code, out, _ = command("--dry-run", "-m", "hydra/launcher=basic", "method=h2o,tova", "kv_ratio=0.5", *FEW)
     assert code == 0 and "time: measured on 8 rows" in out and "prefills shared" not in out
     assert "2 done" in out and "1 to do" in out
