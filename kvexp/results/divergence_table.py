@@ -196,11 +196,17 @@ def _difference(gaps: Floats) -> dict[str, float]:
     return {"difference": float(gaps.mean()), "low": low, "high": high, "p": p}
 
 
+def holm_corrected(p: Floats) -> Floats:
+    """Holm's step-down correction of p [P]: the k-th smallest times the number left, never falling; NaN stays NaN."""
+    known = np.flatnonzero(~np.isnan(p))
+    order = known[np.argsort(p[known], kind="stable")]
+    corrected = np.full(len(p), math.nan)
+    corrected[order] = np.minimum(np.maximum.accumulate(p[order] * (len(order) - np.arange(len(order)))), 1.0)
+    return corrected
+
+
 def _holm(frame: pd.DataFrame) -> pd.DataFrame:
-    """Holm's step-down correction: the k-th smallest p times the number of pairs left, never falling."""
-    known = frame["p"].dropna().sort_values()
-    left = len(known) - np.arange(len(known))
-    corrected = pd.Series(np.minimum(np.maximum.accumulate(known.to_numpy() * left), 1.0), known.index, dtype=float)
-    frame = frame.assign(holm=corrected.reindex(frame.index))
+    """With p corrected over all pairs, and the run with less divergence where that decides."""
+    frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
     ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
     return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))
