@@ -41,9 +41,9 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
 
     folders: runs and their baselines. tau, low, high: Kendall's tau-b, 1 where less KL is always the better score, and
     the middle 95 % of it over resampled examples (which add their own noise: it lies nearer to 0 than tau does).
-    pairs, by_kl, by_metric, by_both: pairs of runs, and those that KL, the metric and both decide; contradicted: of
-    those that both decide, one against the other, the run with less KL and the run with the better score. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples
-    of epsilon, corrected for the number of runs.
+    pairs, by_kl, by_metric, by_both: pairs of runs, and those that KL, the metric and both decide. contradicted: of
+    those that both decide, one against the other, the run with less KL and the run with the better score. kl_0.25,
+    kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the number of runs.
     """
     found = list(folders)
     by_hash = {folder.run.hash: folder for folder in found}
