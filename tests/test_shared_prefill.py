@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,41 @@ def test_processes_side_by_side_write_the_same_rows(tmp_path):
     assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 9
 
 
+def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
+    """Three prompts in one group of batches, in groups of one, and one after the other where the group runs out."""
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+    groups, original = [], batch.generate_outputs_of_batches
+    monkeypatch.setattr(batch, "generate_outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
+
+    def made(name):
+        members = [settings(tmp_path / name, m) for m in ("h2o", "keyformer", "a2sf")]
+        together.run_group(together.prefill_groups(members)[0], Session())
+        return content(tmp_path / name)
+
+    whole = made("together")
+    assert groups == [3]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
+    assert made("alone") == whole and groups == [3]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+
+    def short(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(batch, "generate_outputs_of_batches", short)
+    assert made("short") == whole
+
+
+def test_groups_of_batches_are_even_and_enough_for_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+    members = [SimpleNamespace(settings=settings(tmp_path, "h2o"))] * 20
+
+    def sizes(batches, processes):
+        return [len(group) for group in together.decode_groups([[]] * batches, members, processes)]
+
+    assert sizes(6, 2) == [3, 3] and sizes(7, 2) == [1, 2, 2, 2] and sizes(1, 2) == [1]
+    assert sizes(7, 1) == [2, 2, 3]
+
+
 def test_how_many_processes(tmp_path, monkeypatch):
     """As many as there are threads, or one: where some would have no work or no memory, or where time is limited."""
     asked, found, needs = [], [], memory.kv_bytes_needed
@@ -155,6 +191,7 @@ def test_a_run_that_cannot_be_fails_alone(tmp_path):
 def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
     sizes, original = [], batch.generate_outputs_shared
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
 
     def greedy(group, *rest):
         sizes.append(len(group))
@@ -167,6 +204,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     assert sizes[:3] == [4, 2, 2]
     assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
     monkeypatch.undo()
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
     together.run_group(
         together.prefill_groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
     )

@@ -157,6 +157,7 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
 
 def test_halved_where_memory_is_short(tmp_path, monkeypatch):
     run_group(group(tmp_path / "large", *ONE_BY_ONE), Session())
+    monkeypatch.setattr("kvexp.sweep.prefill_groups.MAX_DECODE_ROWS", 1)
     sizes, original = [], batch.generate_outputs_shared
 
     def greedy(several, *rest):
@@ -189,7 +190,8 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
         raise ConfigError("no such thing")
 
     members = group(tmp_path, *ONE_BY_ONE, methods=("h2o",))
-    monkeypatch.setattr(batch, "generate_outputs_shared", broken)
+    for name in ("generate_outputs_of_batches", "generate_outputs_shared"):
+        monkeypatch.setattr(batch, name, broken)
     measure_rest(members[1], Session())
     assert "divergence of h2o 0.3" in (told := capsys.readouterr().err) and "no such thing" in told
 

@@ -7,13 +7,16 @@ import torch
 from tiny import prompts_of, tiny
 
 import kvexp.generate.shared_prefill as module
-from kvexp.core import Budget, Cadence
+from kvexp.core import AttentionParams, Budget, Cadence
+from kvexp.core.attention import apply_probs_any_width, decode_logits
+from kvexp.core.eviction_backend import stackable_width
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
 from kvexp.generate import (
     CacheConfig,
     GenerationParams,
     decode,
+    decode_batches,
     generate,
     generate_from_context,
     generate_from_contexts,
@@ -89,6 +92,26 @@ def test_rows_that_end_early_and_caches_that_leave(family):
     assert len({g.sequences.shape[1] for g in each}) > 1, "all caches ended at one step: nothing is tested"
     for one, joint in zip(each, together(model, VARIANTS, decoding), strict=True):
         same(one, joint)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_batches_of_other_prompts_decode_in_the_same_steps(ends):
+    """Prompts of other lengths, batches of other sizes, rows and caches that end at other steps."""
+    model, variants = tiny("llama"), VARIANTS[:12]
+    batches, seeds = [PROMPTS, prompts_of(6, (21,)), prompts_of(7, (50, 44))], [SEEDS, [7], [1, 2]]
+    each = list(zip(batches, seeds, strict=True))
+    decoding = GenerationParams(12, eos=None)
+    if ends:
+        free = [generate(model, some, CacheConfig(Full()), decoding=decoding, seeds=own).tokens for some, own in each]
+        found = sorted({free[0][0][2], free[0][1][5], free[1][0][4], free[2][0][1], free[2][1][6]})
+        decoding = GenerationParams(12, eos=found, min_new_tokens=2)
+    contexts = [prefill_together(model, some, variants, max_new_tokens=12, seeds=own) for some, own in each]
+    together = decode_batches(model, contexts, decoding, seeds, None, start=0.0)
+    if ends:
+        assert len({g.sequences.shape[1] for g in together[2]}) > 1, "all ended at one step: nothing is tested"
+    for (some, own), made in zip(each, together, strict=True):
+        for variant, joint in zip(variants, made, strict=True):
+            same(generate(model, some, variant, decoding=decoding, seeds=own), joint)
 
 
 def test_sampling_draws_what_it_draws_alone():
@@ -202,3 +225,59 @@ def test_caches_whose_layers_fill_up_at_different_steps(waste, monkeypatch):
     model, decoding = tiny("llama"), GenerationParams(24, eos=None)
     for made, variant in zip(together(model, variants, decoding), variants, strict=True):
         same(made, alone(model, variant, decoding))
+
+
+# Head dimensions are a multiple of four, as those of all released models: MKL rounds other ones by where they lie.
+WIDE_HEADS = {
+    "llama": {"head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gptj": {"n_embd": 48},
+    "gpt2": {"n_embd": 36},
+    "mpt": {"d_model": 36},
+}
+
+
+@pytest.mark.parametrize("family", WIDE_HEADS)
+def test_larger_caches_in_the_same_step_change_no_bit(family):
+    """Logits of each step equal those in the company of copies, whatever the widths of the others.
+
+    Copies, because plain linear layers as small as these sum otherwise for another number of rows.
+    """
+    model, prompt = tiny(family, **WIDE_HEADS[family]), prompts_of(5, (150,))
+    decoding = GenerationParams(6, eos=None)
+
+    def logits(slots, *others):
+        configs = [CacheConfig(H2O(), Budget(tokens=n)) for n in (slots, *others)]
+        contexts = prefill_together(model, prompt, configs, max_new_tokens=6, seeds=[1])
+        return torch.stack(decode(model, contexts, decoding, [1], None, start=0.0, keep_logits=True)[0].logits)
+
+    for slots in (41, 50, 51, 63):
+        expected = logits(slots, slots, slots)
+        for others in ((slots + 1, 42), (slots + 2, 130), (77, 149)):
+            assert torch.equal(expected, logits(slots, *others)), (slots, others)
+
+
+@pytest.mark.parametrize(("groups", "heads", "width"), [(1, 8, 64), (3, 3, 64), (4, 2, 64), (7, 2, 64), (4, 2, 128)])
+def test_the_attention_of_a_row_is_the_same_in_any_stack(groups, heads, width):
+    """Of heads as released models have: logits, probabilities and outputs, alone and before dead slots."""
+    draw = torch.Generator().manual_seed(groups)
+    params = AttentionParams(scale=width**-0.5)
+    for slots, more, rows in [(19, 3, 2), (45, 130, 5), (210, 900, 7), (275, 333, 3), (386, 390, 4), (701, 1203, 2)]:
+        own, widest = stackable_width(slots, torch.device("cpu")), stackable_width(slots + more, torch.device("cpu"))
+        query = torch.randn(rows, heads, groups, 1, width, generator=draw)
+        keys, values = (torch.randn(rows, heads, widest, width, generator=draw) for _ in range(2))
+        positions = torch.arange(widest).expand(rows, heads, -1)
+        dead = torch.arange(widest) >= slots
+
+        def attended(row, count, query=query, keys=keys, values=values, positions=positions, dead=dead):
+            x = decode_logits(query[row], keys[row, :, :count], positions[row, :, :count], torch.zeros(1, 1, 1), params)
+            x[-1] = x[-1].masked_fill(dead[:count], -torch.inf)
+            probabilities = torch.softmax(x, dim=-1)
+            return probabilities[-1:], apply_probs_any_width(probabilities, values[row, :, :count])[-1:]
+
+        keys[-1, :, slots:], values[-1, :, slots:] = 0, 0
+        last = slice(rows - 1, rows)
+        probabilities, out = attended(last, own)
+        in_company, out_in_company = attended(slice(None), widest)
+        assert torch.equal(probabilities[..., :slots], in_company[..., :slots]), (slots, widest)
+        assert torch.equal(out, out_in_company), (slots, widest)

@@ -12,6 +12,8 @@ from kvexp.core.select import INT64_MAX
 from kvexp.deprecation import OldName
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
+# MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
+SPLIT_SLOTS, SPLIT_MIN_GROUP = 192, 4
 SWAP_MAX_QUERIES, SWAP_MIN_HEAD_DIM = 8, 128  # `qk_matmul` swaps its factors up to so many queries, from this width on
 
 
@@ -200,6 +202,20 @@ def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
     b, h, g, q, s = probabilities.shape
     out = torch.matmul(probabilities.to(values.dtype).reshape(b, h, g * q, s), values)
     return out.view(b, h, g, q, values.shape[-1])
+
+
+def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
+    """`apply_probs` of one query per head, on a CPU the same to the bit whatever dead slots stand behind.
+
+    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] -> [R, H, G, 1, Dv]. SPLIT_SLOTS slots at a time.
+    """
+    if values.device.type != "cpu" or probabilities.shape[2] < SPLIT_MIN_GROUP:
+        return apply_probs(probabilities, values)
+    parts = zip(probabilities.split(SPLIT_SLOTS, dim=-1), values.split(SPLIT_SLOTS, dim=2), strict=True)
+    first, *others = (apply_probs(*part) for part in parts)
+    for other in others:
+        first += other
+    return first
 
 
 def with_renumbered_positions(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:

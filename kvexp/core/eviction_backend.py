@@ -16,6 +16,8 @@ from kvexp.core.select import select_evict, select_keep
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
 
+# On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
+CPU_WIDTH_MULTIPLE = 4
 PROTECTING = ("n_sinks", "recent_ratio", "protect_recent", "window")  # settings of methods
 
 
@@ -189,7 +191,8 @@ class InPlace(EvictionBackend):
     They hold the budget's slots and `every` free ones, the decode steps between evictions. New tokens fill the free
     slots; when none is left, the next eviction frees `every` slots again, and no other slot moves. Before that, slots
     are appended until a row exceeds its budget: the first eviction compacts once, into this layout. every=None: no
-    eviction while decoding.
+    eviction while decoding. Caches that can share a decode step with others (every=1) have as many slots as
+    `stackable_width` says; those beyond the budget are never used.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -246,7 +249,9 @@ class InPlace(EvictionBackend):
             compact(slots, priority, protected, resolved, 0)
             return
         # Room for the longest row, even if that row has not filled its budget yet.
-        compact(slots, priority, protected, resolved, max(max(resolved.keep) - slots.length, 0) + self.every)
+        width = max(resolved.keep) + self.every
+        width = stackable_width(width, priority.device) if self.every == 1 else width
+        compact(slots, priority, protected, resolved, width - min(max(resolved.keep), slots.length))
         index = torch.arange(slots.length, device=priority.device)
         self.out_of_budget = index >= (resolved.keep_t + self.every)[:, None, None]
         first = resolved.keep_t[:, None, None]
@@ -313,6 +318,15 @@ def compact(slots: Slots, priority: Tensor, protected: Tensor, resolved: Resolve
     max_keep = min(max(resolved.keep), slots.length)
     index, keep = select_keep(priority, slots.positions[:, :, : slots.length], protected, resolved.keep_t, max_keep)
     slots.gather(index, keep, reserve)
+
+
+def stackable_width(slots: int, device: torch.device) -> int:
+    """`slots`, on a CPU rounded up to a multiple of CPU_WIDTH_MULTIPLE.
+
+    Then dead slots behind its own, which a cache has in a stack with a larger one, change no bit of its logits (nor of
+    its probabilities, from 16 slots on: torch sums a softmax of fewer in another order).
+    """
+    return -(-slots // CPU_WIDTH_MULTIPLE) * CPU_WIDTH_MULTIPLE if device.type == "cpu" else slots
 
 
 def make_backend(name: str, every: int | None) -> EvictionBackend:

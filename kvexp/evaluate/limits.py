@@ -150,17 +150,42 @@ def partition_by_memory(
 
     copies: how often each run's cache is held; beside: runs that are held beside those of every part.
     """
-    prompts, each = kv_bytes_needed(runs, model, batch)
-    always = sum(kv_bytes_needed(beside, model, batch)[1]) if beside else 0
+    always, each = _bytes_held(runs, model, batch, copies, beside)
     groups: list[list[int]] = [[]]
-    left = room = free_bytes(model) * SHARE / processes - prompts - copies * always
-    for place, need in enumerate(copies * need for need in each):
+    left = room = free_bytes(model) * SHARE / processes - always
+    for place, need in enumerate(each):
         if groups[-1] and need > left:
             groups.append([])
             left = room
         groups[-1].append(place)
         left -= need
     return groups
+
+
+def fit_together(
+    parts: Sequence[tuple[Sequence[Settings], Sequence[tuple[int, TokenizedExample]], dict[str, Any]]],
+    model: Model,
+    processes: int = 1,
+) -> bool:
+    """Whether the runs of several batches fit into a process's share all at once.
+
+    parts: runs, batch, and copies and beside as of `partition_by_memory`.
+    """
+    needs = [_bytes_held(runs, model, batch, **held) for runs, batch, held in parts]
+    return sum(always + sum(each) for always, each in needs) <= free_bytes(model) * SHARE / processes
+
+
+def _bytes_held(
+    runs: Sequence[Settings],
+    model: Model,
+    batch: Sequence[tuple[int, TokenizedExample]],
+    copies: int = 1,
+    beside: Sequence[Settings] = (),
+) -> tuple[int, list[int]]:
+    """Bytes held whatever runs there are, and by each run; copies, beside: as of `partition_by_memory`."""
+    prompts, each = kv_bytes_needed(runs, model, batch)
+    always = sum(kv_bytes_needed(beside, model, batch)[1]) if beside else 0
+    return prompts + copies * always, [copies * need for need in each]
 
 
 def kv_bytes_needed(

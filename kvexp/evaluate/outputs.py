@@ -81,22 +81,70 @@ def generate_outputs_shared(
 
     forced: texts that some of them are forced, after the same prefill, and which of them answer; None: all answer.
     """
-    from kvexp.generate import decode, prefill_together
+    return generate_outputs_of_batches(model, tokenizer, [SharedBatch(runs, batch, forced)])[0]
 
-    first, prompts = runs[0], [prompt.ids for _, prompt in batch]
-    seeds = [sampling_seed(first, prompt.example) for _, prompt in batch]
-    start, new = time.perf_counter(), first.decoding.max_new_tokens
-    configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in runs]
-    contexts = prefill_together(model, prompts, configs, max_new_tokens=new, tokenizer=tokenizer, seeds=seeds)
-    copies = forced.copies(contexts, range(len(batch)), keep=False) if forced is not None else []
-    answering = list(range(len(runs))) if forced is None else forced.answering
-    made: list[dict[int, ModelOutput]] = [{} for _ in runs]
-    if answering:
-        results = decode(model, [contexts[i] for i in answering], first.decoding, seeds, tokenizer, start=start)
-        for place, result in zip(answering, results, strict=True):
-            made[place] = dict(zip((index for index, _ in batch), outputs_of(result, tokenizer), strict=True))
-    if forced is not None:
-        forced.measure(first, model, tokenizer, copies, batch, made[forced.full], seeds)
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """A batch of prompts, the runs that share its prefill, and what they are forced (`generate_outputs_shared`)."""
+
+    runs: Sequence[Settings]
+    prompts: Sequence[tuple[int, TokenizedExample]]
+    forced: ForcedTexts | None
+
+    @property
+    def answering(self) -> list[int]:
+        """Places of the runs that generate their own answers."""
+        return list(range(len(self.runs))) if self.forced is None else self.forced.answering
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of sampling, one per prompt."""
+        return [sampling_seed(self.runs[0], prompt.example) for _, prompt in self.prompts]
+
+
+def generate_outputs_of_batches(
+    model: Model, tokenizer: Tokenizer, batches: Sequence[SharedBatch]
+) -> list[list[dict[int, ModelOutput]]]:
+    """`generate_outputs_shared` for several batches: prefilled one after the other, decoded together.
+
+    A step then reads the model's weights once for the rows of all of them.
+    """
+    from kvexp.generate import decode_batches, prefill_together
+
+    decoding, start = batches[0].runs[0].decoding, time.perf_counter()
+    prefilled, copied = [], []
+    for batch in batches:
+        prompts = [prompt.ids for _, prompt in batch.prompts]
+        configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in batch.runs]
+        contexts = prefill_together(
+            model, prompts, configs, max_new_tokens=decoding.max_new_tokens, tokenizer=tokenizer, seeds=batch.seeds
+        )
+        forced = batch.forced
+        copied.append(forced.copies(contexts, range(len(prompts)), keep=False) if forced is not None else [])
+        prefilled.append([contexts[place] for place in batch.answering])
+    answering = [batch for batch in batches if batch.answering]
+    results = iter(
+        decode_batches(
+            model,
+            [contexts for contexts in prefilled if contexts],
+            decoding,
+            [batch.seeds for batch in answering],
+            tokenizer,
+            start=start,
+        )
+        if answering
+        else []
+    )
+    made: list[list[dict[int, ModelOutput]]] = []
+    for batch, copies in zip(batches, copied, strict=True):
+        each: list[dict[int, ModelOutput]] = [{} for _ in batch.runs]
+        for place, result in zip(batch.answering, next(results) if batch.answering else (), strict=True):
+            each[place] = dict(zip((index for index, _ in batch.prompts), outputs_of(result, tokenizer), strict=True))
+        if batch.forced is not None:
+            answers = each[batch.forced.full]
+            batch.forced.measure(batch.runs[0], model, tokenizer, copies, batch.prompts, answers, batch.seeds)
+        made.append(each)
     return made
 
 

@@ -3,7 +3,7 @@
 from kvexp.core import CacheConfig
 from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import generate, generate_from_context, generate_from_contexts
-from kvexp.generate.decode_loop import decode
+from kvexp.generate.decode_loop import decode, decode_batches
 from kvexp.generate.divergence import TextDivergence, divergence_from_full
 from kvexp.generate.eviction_stats import EvictionStats, receipts
 from kvexp.generate.generation_params import GenerationParams
@@ -31,6 +31,7 @@ __all__ = [
     "can_score_in_one_forward",
     "continuation_logprobs",
     "decode",
+    "decode_batches",
     "divergence_from_full",
     "forward_last",
     "generate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,11 +62,11 @@ def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> boo
 class MultiLayer:
     """One layer of several caches, as one `LayerCache`.
 
-    states: this layer of each cache; rows: B batch rows of each cache. A prompt comes once, as B rows, and is stored by
-    every cache. Later forwards have B rows per cache: first those of the first cache, then those of the second …
+    states: this layer of each cache; rows: batch rows of each cache. A prompt comes once, to caches of equally many
+    rows, and is stored by every cache. Later forwards have the rows of the first cache, then those of the second …
     """
 
-    def __init__(self, states: list[State], rows: int, fast_group: FastStepGroup) -> None:
+    def __init__(self, states: list[State], rows: list[int], fast_group: FastStepGroup) -> None:
         self.states, self.rows, self.fast_group = states, rows, fast_group
         self._eligible: list[int] = []
         self._stacks: list[tuple[list[int], StackedLayer]] = []
@@ -85,7 +86,8 @@ class MultiLayer:
         outputs: dict[int, Tensor] = {}
         for members, stack in self._stacked(query, padding):
             q, k, v = (torch.cat([part[member] for member in members]) for part in parts)
-            outputs |= zip(members, stack.forward(q, k, v, params).split(self.rows), strict=True)
+            sizes = [self.rows[member] for member in members]
+            outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
         for member, state in enumerate(self.states):
             if member not in outputs:
                 mask = None if padding is None else padding.split(self.rows)[member]
@@ -170,12 +172,14 @@ def bin_by_length(held: dict[int, Slots]) -> list[list[int]]:
 
 
 class MultiMethodCache(Cache):  # type: ignore[misc]
-    """Caches of one model and one batch of B prompts, for a prefill in one forward and then for decoding together.
+    """Caches of one model, for a prefill of the same prompts in one forward and then for decoding together.
 
-    rows: B. All caches are new, or all have seen equally many columns. Each keeps and counts what it would alone.
+    rows: batch rows of every cache, or one number for all. All caches are new, or all have seen their prompt, which may
+    be another one for each where forwards are given position ids. Each keeps and counts what it would alone.
     """
 
-    def __init__(self, caches: list[EvictionCache], rows: int) -> None:
+    def __init__(self, caches: list[EvictionCache], rows: int | Sequence[int]) -> None:
+        sizes = [rows] * len(caches) if isinstance(rows, int) else list(rows)
         for cache in caches:
             if cache.config.method.modifies_prefill and cache.get_seq_length() == 0 and len(caches) > 1:
                 raise ConfigError(f"{cache.config.method.name} computes prompts in its own way: prefill it apart")
@@ -187,7 +191,7 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
         for index in range(len(caches[0].layers)):
             each = [cache.layers[index] for cache in caches]
             rope = next((layer.rope for layer in each if layer.rope is not None), None)
-            joined = MultiLayer([layer.state for layer in each], rows, fast_group)
+            joined = MultiLayer([layer.state for layer in each], sizes, fast_group)
             layers.append(EvictionCacheLayer(joined, rope, each[0].model_config))
         super().__init__(layers=layers)
 

@@ -1,4 +1,4 @@
-"""One batch of a group: one prefill, then the members' answers and the texts they are forced.
+"""Batches of a group: one prefill each, then the members' answers and the texts they are forced.
 
 What does not fit into memory or time is tried with half as many members; one alone is left to its own turn.
 """
@@ -21,10 +21,16 @@ from kvexp.evaluate.limits import (
     TimeLimit,
     TimeLimitExceeded,
     failure_kind,
+    fit_together,
     free_memory,
     partition_by_memory,
 )
-from kvexp.evaluate.outputs import NO_TIMES, generate_outputs_shared
+from kvexp.evaluate.outputs import (
+    NO_TIMES,
+    SharedBatch,
+    generate_outputs_of_batches,
+    generate_outputs_shared,
+)
 from kvexp.evaluate.rows import row_of, skipped_row
 from kvexp.record.divergence_lines import Line
 from kvexp.sweep.group_run import GroupRun, Numbered
@@ -59,6 +65,61 @@ def rows_and_lines(
         for member, made, lines in _shared(together, model, tokenizer, runnable, time_limit, processes):
             rows = [made.get(index) or skipped_row(member.settings, index, prompt) for index, prompt in held[member]]
             yield member, rows, lines
+
+
+def rows_and_lines_of_batches(
+    batches: Sequence[tuple[list[GroupRun], Numbered]],
+    model: Model,
+    tokenizer: Tokenizer,
+    time_limit: TimeLimit,
+    processes: int,
+) -> Iterable[tuple[GroupRun, list[dict[str, Any]], list[Line]]]:
+    """`rows_and_lines` of several batches, each with the members that lack some of it.
+
+    They are decoded in the same steps where memory holds them all and nothing goes wrong; else one after the other.
+    """
+    made = _decoded_together(batches, model, tokenizer, processes) if len(batches) > 1 else None
+    if made is not None:
+        yield from made
+        return
+    for members, batch in batches:
+        going = [member for member in members if not member.failed]  # one may have failed at a batch before
+        yield from rows_and_lines(going, model, tokenizer, batch, time_limit, processes)
+
+
+def _decoded_together(
+    batches: Sequence[tuple[list[GroupRun], Numbered]], model: Model, tokenizer: Tokenizer, processes: int
+) -> list[tuple[GroupRun, list[dict[str, Any]], list[Line]]] | None:
+    """None where the batches have to be taken one after the other."""
+    parts = []
+    for members, batch in batches:
+        prompts = prompts_of(members[0].settings, model, tokenizer, batch)
+        each = [answerable(member.settings, model, tokenizer, prompts) for member in members]
+        runnable = each[0][1]
+        same = all([index for index, _ in other] == [index for index, _ in runnable] for _, other in each)
+        if not runnable or not same or any(prompt.question_ids or prompt.choices for _, prompt in runnable):
+            return None
+        parts.append((members, [held for held, _ in each], runnable))
+    needs = [([m.settings for m in ms], some, held_beside(ms, _numbered(some))) for ms, _, some in parts]
+    if not fit_together(needs, model, processes):
+        return None
+    forced = [_forced(members, some) for members, _, some in parts]
+    shared = [SharedBatch(runs, some, texts) for (runs, texts), (_, _, some) in zip(forced, parts, strict=True)]
+    try:
+        outputs = generate_outputs_of_batches(model, tokenizer, shared)
+    except (ConfigError, CacheError, MemoryError, RuntimeError):
+        outputs = None
+    if outputs is None:
+        free_memory()  # outside of the handler, as in `_answers`
+        return None
+    found = []
+    for (members, held, some), (_, texts), answers in zip(parts, forced, outputs, strict=True):
+        made = _rows_of(members, model, tokenizer, some, texts, _untimed(answers), 0)
+        for member, prompts, (rows, lines) in zip(members, held, made, strict=True):
+            found.append(
+                (member, [rows.get(i) or skipped_row(member.settings, i, prompt) for i, prompt in prompts], lines)
+            )
+    return found
 
 
 def _shared(
@@ -108,6 +169,19 @@ def _made(
     """Rows by index and divergences, for each member."""
     settings, forced = _forced(members, batch)
     each = _together(settings, model, tokenizer, batch, forced)
+    return _rows_of(members, model, tokenizer, batch, forced, each, halved)
+
+
+def _rows_of(
+    members: list[GroupRun],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Items,
+    forced: ForcedTexts | None,
+    each: list[dict[int, Any]],
+    halved: int,
+) -> list[tuple[Rows, list[Line]]]:
+    """Rows by index and divergences, for each member; each: the answers of each run, the full cache's too if added."""
     return [
         (
             {
@@ -150,5 +224,9 @@ def _together(
     if others:
         for mine, more in zip(made, outputs_from_context_shared(runs, model, tokenizer, others, forced), strict=True):
             mine |= more
-    # A step taken in company says nothing about the time of one taken alone.
+    return _untimed(made)
+
+
+def _untimed(made: list[dict[int, Any]]) -> list[dict[int, Any]]:
+    """The answers without times: a step taken in company says nothing about the time of one taken alone."""
     return [{i: dataclasses.replace(answer, seconds=NO_TIMES.copy()) for i, answer in mine.items()} for mine in made]

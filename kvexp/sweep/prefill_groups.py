@@ -38,7 +38,7 @@ from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run, identity
 from kvexp.session import Session
 from kvexp.sweep.fork_pool import ForkPool, num_workers
-from kvexp.sweep.group_batch import held_beside, rows_and_lines
+from kvexp.sweep.group_batch import held_beside, rows_and_lines_of_batches
 from kvexp.sweep.group_run import GroupRun, Numbered
 from kvexp.tasks import Example, LMEval
 from kvexp.terminal import say
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 # Places for batches in all rounds of the processes, over batches: a process per thread gains about as much.
 MIN_UTILISATION = 4 / 3
+# Rows of a decode step, above which reading the weights once for more of them gains little (docs/decisions/speed.md).
+MAX_DECODE_ROWS = 64
 
 
 def can_share(settings: Settings) -> bool:
@@ -156,21 +158,32 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
         say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         restart_process()
 
-    def make(batch: Numbered) -> Iterator[bool]:  # whether it is a row, or else a text, that was written
-        lacking = [m for m in members if m.has_pending(batch)]
-        for member, rows, lines in rows_and_lines(
-            lacking, model, tokenizer, batch, TimeLimit(lead.timeout_s, stuck), size
-        ):
+    def make(some: Sequence[Numbered]) -> Iterator[bool]:  # whether it is a row, or else a text, that was written
+        pairs = [([m for m in members if m.has_pending(batch)], batch) for batch in some]
+        each, limit = [pair for pair in pairs if pair[0]], TimeLimit(lead.timeout_s, stuck)
+        for member, rows, lines in rows_and_lines_of_batches(each, model, tokenizer, limit, size):
             yield from (True for _ in member.write(rows, commit))
             yield from (False for _ in member.write_lines(lines))
 
     forces = any(m.to_force(example.id for _, example in todo) for m in members)
     what = "texts" if not answers else "rows and texts" if forces else "examples"
     with ForkPool(size, make) as crew, Progress(title, missing, 0, what) as progress:
-        for is_row in crew.imap(work):
+        for is_row in crew.imap(decode_groups(work, members, size)):
             progress.advance()
             session.rows_written += is_row
             session.texts_measured += not is_row
+
+
+def decode_groups(work: Sequence[Numbered], members: Sequence[GroupRun], processes: int) -> list[list[Numbered]]:
+    """The batches in groups whose answers are decoded in the same steps: as even as they go, enough for all processes.
+
+    A group of several has at most MAX_DECODE_ROWS rows. Each batch by itself where the time per batch is limited.
+    """
+    lead = members[0].settings
+    most = 1 if lead.timeout_s is not None else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
+    count = min(len(work), processes * -(-len(work) // (processes * most)))
+    ends = [len(work) * (place + 1) // count for place in range(count)]
+    return [list(work[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _title(members: Sequence[GroupRun], todo: Numbered) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionParams, apply_probs, decode_logits
+from kvexp.core.attention import AttentionParams, apply_probs_any_width, decode_logits
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.decode import triton_decode
 from kvexp.core.decode.bookkeeping import BatchedEviction, cat_rows, pad_last_dim
@@ -148,7 +148,7 @@ class StackedLayer:
             [part for part in (probabilities[: self.num_plain_rows], *tempered) if len(part)] or [probabilities[:0]]
         )
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
-        return apply_probs(probabilities, slots.values), sums
+        return apply_probs_any_width(probabilities, slots.values), sums
 
     def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
         """Noise and temperature of every group of rows in `noised`, at this step.
