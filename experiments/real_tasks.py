@@ -4,6 +4,9 @@ python -m experiments.real_tasks --data FOLDER                   all of them, re
 python -m experiments.real_tasks --data FOLDER xsum news_qa      these
 python -m experiments.real_tasks --data FOLDER --full-only       the full cache alone: which tasks can it do at all?
 
+Of every task the full cache is run first. Where it is not above what an answer that read nothing gets
+(experiments/lib/floors.py), the task is void: no method is run on it, unless --void asks for that.
+
 The rows of a folder are found by experiments/real_data.yaml; without --data kvexp's own articles stand for them.
 Tables are printed as `kvexp results OUTPUTS/NAME` prints them; docs/real_model.md says what was seen.
 """
@@ -16,11 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.lib.exhibits import ROOT
+from experiments.lib.floors import floors_of
 from experiments.lib.real_scale import REAL, commands_of, scale_of
 from experiments.lib.sweep import late, sweep
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import print_table, table
+from kvexp.results.read import folders
 
 PREFIX = "tasks_"
 FULL = ["method=full", "kv_ratio=1.0"]
@@ -32,12 +37,23 @@ def task_names() -> list[str]:
     return [file.stem.removeprefix(PREFIX) for file in files]
 
 
-def run_task(name: str, data: str | None, outputs: Path, more: Sequence[str] = ()) -> Path:
-    """Run what is missing of one sweep, in a folder of its own, which is returned. ConfigError where a job failed."""
+def run_task(
+    name: str, data: str | None, outputs: Path, more: Sequence[str] = (), *, methods: bool = True, void: bool = False
+) -> Path:
+    """Run what is missing of one sweep, in a folder of its own, which is returned. ConfigError where a job failed.
+
+    methods: not the full cache alone; void: methods also where the full cache is at its floor.
+    """
     folder = outputs / name
     for each in commands_of(f"{REAL}/{PREFIX}{name}", data):
         print(f"{name}: {each.rows}", flush=True)
-        sweep(each.experiment, [f"outputs_dir={folder}", *more, *map(late, each.overrides)])
+        words = [f"outputs_dir={folder}", *more, *map(late, each.overrides)]
+        hashes = sweep(each.experiment, [*FULL, *words])
+        found = [item for one in folders(folder) if one.run.hash in hashes for item in floors_of(one).items()]
+        for part, floors in found:
+            print(f"{' '.join(filter(None, [name, part]))}: {floors}", flush=True)
+        if methods and (void or not found or not all(floors.void for _, floors in found)):
+            sweep(each.experiment, words)
     return folder
 
 
@@ -51,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--outputs", type=Path, default=Path("outputs/real_tasks"), help="default: outputs/real_tasks")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N examples instead of the file's number")
     parser.add_argument("--full-only", action="store_true", help="no method: is the full cache above the floor?")
+    parser.add_argument("--void", action="store_true", help="run methods also where the full cache is at its floor")
     args = parser.parse_args(arguments)
     try:
         unknown = [name for name in args.names if name not in task_names()]
@@ -60,11 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    more = [*(FULL if args.full_only else []), *([f"limit={args.limit}"] if args.limit is not None else [])]
+    more = [f"limit={args.limit}"] if args.limit is not None else []
     failed = []
     for name in args.names or task_names():
         try:
-            print_table(table(run_task(name, args.data, args.outputs.resolve(), more)))
+            where = args.outputs.resolve()
+            print_table(table(run_task(name, args.data, where, more, methods=not args.full_only, void=args.void)))
         except ConfigError as error:
             failed.append(name)
             print(f"error: {name}: {error}", file=sys.stderr)

@@ -20,11 +20,13 @@ def test_rows_of_a_folder_are_named_to_the_sweep(tmp_path, monkeypatch):
     (tmp_path / "soda").mkdir()
     (tmp_path / "soda" / "soda_original_examples.jsonl").touch()
     seen = []
-    monkeypatch.setattr(real_tasks, "sweep", lambda name, words: seen.append((name, words)))
-    assert run_task("soda", str(tmp_path), tmp_path / "out", FULL) == tmp_path / "out" / "soda"
-    ((name, words),) = seen
-    assert name == "real/tasks_soda" and words[0] == f"outputs_dir={tmp_path}/out/soda" and words[1:3] == FULL
-    assert words[3] == f"task.data_files=choice({tmp_path}/soda/soda_original_examples.jsonl)"
+    (tmp_path / "out" / "soda").mkdir(parents=True)
+    monkeypatch.setattr(real_tasks, "sweep", lambda name, words: seen.append((name, words)) or [])
+    assert run_task("soda", str(tmp_path), tmp_path / "out") == tmp_path / "out" / "soda"
+    (name, first), (again, words) = seen
+    assert name == again == "real/tasks_soda" and first == [*FULL, *words]
+    assert words[0] == f"outputs_dir={tmp_path}/out/soda"
+    assert words[1] == f"task.data_files=choice({tmp_path}/soda/soda_original_examples.jsonl)"
 
 
 def test_what_is_not_there_is_told_before_anything_runs(tmp_path, capsys, monkeypatch):
