@@ -8,7 +8,16 @@ from tiny import prompts_of, stock, tiny, tokens
 
 from kvexp.core import Budget
 from kvexp.errors import ConfigError
-from kvexp.generate import CacheConfig, GenerationParams, divergence_from_full, generate, prefill, prefill_together
+from kvexp.generate import (
+    CacheConfig,
+    ForcedBatch,
+    GenerationParams,
+    divergence_from_full,
+    divergence_of_batches,
+    generate,
+    prefill,
+    prefill_together,
+)
 from kvexp.generate.divergence import compare
 from kvexp.generate.prefilled_context import forward_logits
 from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, StreamingLLM, Window
@@ -96,6 +105,30 @@ def test_the_full_caches_own_answer_is_what_it_generates():
             assert a.tokens == b.tokens == text
             assert a.kl == pytest.approx(b.kl, abs=1e-6) and a.same_top1 == b.same_top1
             assert len(a.kl) == len(a.logprob) == len(text)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
+    """Texts of other lengths, batches of other sizes, answers that end at other steps; rows are those of each alone."""
+    model, prompts = tiny("llama"), [PROMPTS, prompts_of(6, (31,)), prompts_of(7, (50, 44))]
+    texts = [None] * 3 if own else [TEXTS, [tokens(8, 3).tolist()], [tokens(9, 7).tolist(), tokens(10, 2).tolist()]]
+    specs, decoding = [CacheConfig(Full()), *VARIANTS], GenerationParams(12, eos=None)
+    free = [generate(model, some, CacheConfig(Full()), decoding=decoding).tokens for some in prompts]
+    eos = sorted({free[0][0][3], free[0][1][8], free[0][2][5], free[1][0][1], free[2][0][6], free[2][1][9]})
+
+    def batches():
+        made = [prefill_together(model, some, specs, max_new_tokens=12, seeds=SEEDS[: len(some)]) for some in prompts]
+        return [ForcedBatch(full, others, text) for (full, *others), text in zip(made, texts, strict=True)]
+
+    together = divergence_of_batches(model, batches(), max_new_tokens=12, eos=eos)
+    alone = [divergence_of_batches(model, [batch], max_new_tokens=12, eos=eos)[0] for batch in batches()]
+    assert len({len(rows[0].tokens) for found in together for rows in found}) > 1, "all ended at one step"
+    for one, joint in zip(alone, together, strict=True):
+        for rows, same in zip(one, joint, strict=True):
+            for row, other in zip(rows, same, strict=True):
+                assert row.tokens == other.tokens and row.same_top1 == other.same_top1
+                for name in ("kl", "full_logprob", "logprob"):
+                    assert getattr(other, name) == pytest.approx(getattr(row, name), abs=2e-6), name
 
 
 def test_full_against_full_is_zero():

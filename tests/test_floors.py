@@ -45,7 +45,9 @@ def scores(mean, seed, n=30):
 def test_a_task_is_void_where_the_full_cache_is_not_above_the_best_floor():
     low, high = {RANDOM: scores(10, 0), FREQUENT: scores(5, 1), LEAD: scores(99, 2)}, scores(20, 3)
     made = judged("rouge1", high, low)
-    assert not made.void and made.low > 8 and "above it" in str(made) and "Lead-3 98.9" in str(made), "Lead-3 is no floor"
+    assert not made.void and made.low > 8 and "above it" in str(made) and "Lead-3 98.9" in str(made), (
+        "Lead-3 is no floor"
+    )
     same = judged("rouge1", scores(10, 4), low)
     assert same.void and "VOID" in str(same) and same.low < 0
     few = judged("rouge1", {"e0": 50.0}, {CHANCE: {"e0": 25.0}})

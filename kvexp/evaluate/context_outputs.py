@@ -37,6 +37,8 @@ def outputs_from_context_shared(
 
     forced: as of `generate_outputs_shared`; where there are choices nothing is forced.
     """
+    from kvexp.evaluate.forced_texts import force_texts
+
     answering = list(range(len(runs))) if forced is None else forced.answering
     made: list[dict[int, ModelOutput]] = [{} for _ in runs]
     first = runs[0]
@@ -60,7 +62,9 @@ def outputs_from_context_shared(
                         made[place] |= more
                 if forced is not None:
                     seeds = [sampling_seed(first, prompt.example) for _, prompt in some]
-                    forced.measure(first, model, tokenizer, copies, some, made[forced.full], seeds)
+                    answers = made[forced.full]
+                    texts = forced.prepare(first, model, tokenizer, copies, some, answers, seeds)
+                    force_texts(first, model, texts)
     return made
 
 

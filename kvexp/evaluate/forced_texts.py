@@ -42,7 +42,7 @@ class ForcedTexts:
 
         return [{place: taken(place) for place in (self.full, *places)} for places in self.texts.values()]
 
-    def measure(
+    def prepare(
         self,
         settings: Settings,
         model: Model,
@@ -51,15 +51,62 @@ class ForcedTexts:
         batch: Items,
         answers: Mapping[int, ModelOutput],
         seeds: Sequence[int],
-    ) -> None:
-        """Fill in the lines of a batch of prompts with questions of one length, or none.
+    ) -> list[ForcedText]:
+        """What is to be forced on a batch of prompts with questions of one length, or none: for `force_texts`.
 
         settings: any of the runs'; answers: the full cache's by index, none where it has not generated; seeds: of its
         generation.
         """
         own = [answers[index].tokens for index, _ in batch] if answers else None
-        for (kind, places), contexts in zip(self.texts.items(), copies, strict=True):
-            _one_text(self, settings, model, tokenizer, kind, places, contexts, batch, own, seeds)
+        each = (
+            _one_text(self, settings, model, tokenizer, kind, contexts, batch, own, seeds)
+            for kind, contexts in zip(self.texts, copies, strict=True)
+        )
+        return [text for text in each if text is not None]
+
+
+@dataclass(frozen=True)
+class ForcedText:
+    """One kind of text of a batch, ready to be forced: into: where its lines go; batch: prompts that have such a text.
+
+    contexts: the full cache's and those of the places that are forced it, by place.
+    """
+
+    into: ForcedTexts
+    kind: str
+    batch: Items
+    contexts: Mapping[int, Any]
+    texts: Sequence[Sequence[int]] | None
+
+    def add_lines(self, found: Sequence[Sequence[Any]]) -> None:
+        """Of `divergence_of_batches`: one list of rows per place."""
+        for place, rows in zip(self.into.texts[self.kind], found, strict=True):
+            for (index, prompt), one in zip(self.batch, rows, strict=True):
+                by_prefill = not prompt.question_ids
+                line = {"example": prompt.example.id, "index": index, "text": self.kind, "first_by_prefill": by_prefill}
+                line |= asdict(one) | {"same_top1": [int(same) for same in one.same_top1]}
+                self.into.lines.setdefault(place, []).append(line)
+
+
+def force_texts(settings: Settings, model: Model, texts: Sequence[ForcedText]) -> None:
+    """Force all these texts in the same steps and fill in the lines; settings: any of the runs'."""
+    from kvexp.generate import ForcedBatch, divergence_of_batches
+    from kvexp.generate.inputs import eos_ids
+
+    if not texts:
+        return
+    decoding = settings.decoding
+    batches = [
+        ForcedBatch(
+            text.contexts[text.into.full], [text.contexts[place] for place in text.into.texts[text.kind]], text.texts
+        )
+        for text in texts
+    ]
+    found = divergence_of_batches(
+        model, batches, max_new_tokens=decoding.max_new_tokens, eos=eos_ids(model, decoding.eos)
+    )
+    for text, rows in zip(texts, found, strict=True):
+        text.add_lines(rows)
 
 
 def _one_text(
@@ -68,15 +115,14 @@ def _one_text(
     model: Model,
     tokenizer: Tokenizer,
     kind: str,
-    places: Sequence[int],
     contexts: Mapping[int, Any],
     batch: Items,
     own: Sequence[Sequence[int]] | None,
     seeds: Sequence[int],
-) -> None:
-    from kvexp.generate import decode, divergence_from_full
+) -> ForcedText | None:
+    """None where no prompt of the batch has such a text."""
+    from kvexp.generate import decode
     from kvexp.generate.divergence import read_questions
-    from kvexp.generate.inputs import eos_ids
 
     new, decoding = settings.decoding.max_new_tokens, settings.decoding
     texts: Sequence[Sequence[int]] | None = own
@@ -85,26 +131,19 @@ def _one_text(
         texts = [reference_tokens(prompt, tokenizer, new, chat=chat) for _, prompt in batch]
         rows = [row for row, text in enumerate(texts) if text]  # others have no reference answer to force
         if not rows:
-            return
+            return None
         if len(rows) < len(batch):
             contexts = {place: context.fork(rows) for place, context in contexts.items()}
             batch, texts = [batch[row] for row in rows], [texts[row] for row in rows]
-    each = [contexts[place] for place in (into.full, *places)]
     question = batch[0][1].question_ids
-    for context in each:
+    for context in contexts.values():
         context.set_max_new_tokens(len(question) + new)
     if question:
-        read_questions(model, each, [prompt.question_ids for _, prompt in batch])
-    first, *others = each
+        read_questions(model, list(contexts.values()), [prompt.question_ids for _, prompt in batch])
     if texts is None and (decoding.stop_strings or decoding.min_new_tokens):  # more than a greedy step decides
-        context = first.fork(list(range(len(batch))))
+        context = contexts[into.full].fork(list(range(len(batch))))
         texts = decode(model, [context], decoding, list(seeds), tokenizer, start=0.0)[0].tokens
-    found = divergence_from_full(model, first, others, texts, max_new_tokens=new, eos=eos_ids(model, decoding.eos))
-    for place, each_row in zip(places, found, strict=True):
-        for (index, prompt), one in zip(batch, each_row, strict=True):
-            line = {"example": prompt.example.id, "index": index, "text": kind, "first_by_prefill": not question}
-            line |= asdict(one) | {"same_top1": [int(same) for same in one.same_top1]}
-            into.lines.setdefault(place, []).append(line)
+    return ForcedText(into, kind, batch, contexts, texts)
 
 
 def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:

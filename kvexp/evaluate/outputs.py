@@ -17,7 +17,7 @@ from kvexp.tasks import Example
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
-    from kvexp.evaluate.forced_texts import ForcedTexts
+    from kvexp.evaluate.forced_texts import ForcedText, ForcedTexts
     from kvexp.models.types import Model, Tokenizer
 
 
@@ -106,10 +106,11 @@ class SharedBatch:
 def generate_outputs_of_batches(
     model: Model, tokenizer: Tokenizer, batches: Sequence[SharedBatch]
 ) -> list[list[dict[int, ModelOutput]]]:
-    """`generate_outputs_shared` for several batches: prefilled one after the other, decoded together.
+    """`generate_outputs_shared` for several batches: prefilled one after the other, decoded and forced together.
 
     A step then reads the model's weights once for the rows of all of them.
     """
+    from kvexp.evaluate.forced_texts import force_texts
     from kvexp.generate import decode_batches, prefill_together
 
     decoding, start = batches[0].runs[0].decoding, time.perf_counter()
@@ -137,14 +138,16 @@ def generate_outputs_of_batches(
         else []
     )
     made: list[list[dict[int, ModelOutput]]] = []
+    texts: list[ForcedText] = []
     for batch, copies in zip(batches, copied, strict=True):
         each: list[dict[int, ModelOutput]] = [{} for _ in batch.runs]
         for place, result in zip(batch.answering, next(results) if batch.answering else (), strict=True):
             each[place] = dict(zip((index for index, _ in batch.prompts), outputs_of(result, tokenizer), strict=True))
         if batch.forced is not None:
-            answers = each[batch.forced.full]
-            batch.forced.measure(batch.runs[0], model, tokenizer, copies, batch.prompts, answers, batch.seeds)
+            lead, answers = batch.runs[0], each[batch.forced.full]
+            texts += batch.forced.prepare(lead, model, tokenizer, copies, batch.prompts, answers, batch.seeds)
         made.append(each)
+    force_texts(batches[0].runs[0], model, texts)
     return made
 
 

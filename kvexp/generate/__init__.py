@@ -4,7 +4,7 @@ from kvexp.core import CacheConfig
 from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import generate, generate_from_context, generate_from_contexts
 from kvexp.generate.decode_loop import decode, decode_batches
-from kvexp.generate.divergence import TextDivergence, divergence_from_full
+from kvexp.generate.divergence import ForcedBatch, TextDivergence, divergence_from_full, divergence_of_batches
 from kvexp.generate.eviction_stats import EvictionStats, receipts
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import pad_left
@@ -22,6 +22,7 @@ from kvexp.generate.shared_prefill import prefill_together
 __all__ = [
     "CacheConfig",
     "EvictionStats",
+    "ForcedBatch",
     "Generation",
     "GenerationParams",
     "PrefilledContext",
@@ -33,6 +34,7 @@ __all__ = [
     "decode",
     "decode_batches",
     "divergence_from_full",
+    "divergence_of_batches",
     "forward_last",
     "generate",
     "generate_from_context",

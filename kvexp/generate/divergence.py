@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvexp.errors import ConfigError
-from kvexp.generate.decode_loop import batched_cache
+from kvexp.generate.decode_loop import MIN_ENDED_SHARE, batched_cache
 from kvexp.generate.inputs import check_length, check_tokens
 from kvexp.generate.output import check_finite
 from kvexp.generate.prefilled_context import PrefilledContext, decode_step
@@ -41,7 +41,25 @@ class TextDivergence:
     same_top1: list[bool] = field(default_factory=list)
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class ForcedBatch:
+    """One batch of B prompts: what is compared along which text.
+
+    full and variants are contexts of these prompts (`shared_prefill`, or `prefill` of each); all are used up.
+    texts: token ids, one text per prompt; None: the full cache's own greedy answer, its end token included, which it
+    writes while the variants are fed it.
+    """
+
+    full: PrefilledContext
+    variants: Sequence[PrefilledContext]
+    texts: Sequence[Sequence[int]] | None = None
+
+    @property
+    def contexts(self) -> list[PrefilledContext]:
+        """The full cache's context, then the variants'."""
+        return [self.full, *self.variants]
+
+
 def divergence_from_full(
     model: PreTrainedModel,
     full: PrefilledContext,
@@ -53,40 +71,90 @@ def divergence_from_full(
 ) -> list[list[TextDivergence]]:
     """Compare each variant with the full cache along one text per prompt: variant -> row.
 
-    full and variants are contexts of the same B prompts (`shared_prefill`, or `prefill` of each); all are used up.
-    texts: token ids, one text per prompt; None: the full cache's own greedy answer, of up to max_new_tokens tokens, its
-    end token (one of eos) included, which it writes while the variants are fed it. The last token of a text is
-    predicted and not fed. Errors are ConfigError before the model runs.
+    full, variants, texts: as of `ForcedBatch`; own answers have up to max_new_tokens tokens and end with one of eos.
+    The last token of a text is predicted and not fed. Errors are ConfigError before the model runs.
     """
-    size = len(full.ids)
-    _check(model, full, variants, texts, max_new_tokens)
-    contexts = [full, *variants]
-    width = max(map(len, texts)) if texts is not None else int(max_new_tokens or 0)
-    forced = None if texts is None else _padded(texts, width).to(full.ids.device)
-    logits = torch.cat([context.logits for context in contexts])
-    positions = (full.mask.sum(1, keepdim=True) - 1).repeat(len(contexts), 1)
-    cache = batched_cache(contexts)
-    ends = torch.tensor(list(eos), dtype=torch.int64, device=full.ids.device)
-    over = torch.zeros(size, dtype=torch.bool, device=full.ids.device)
-    steps, fed = [], []
-    for column in range(width):
-        token = logits[:size].argmax(-1).to(full.ids.device) if forced is None else forced[:, column]
-        steps.append(compare(logits[:size], logits[size:], token))
-        fed.append(token)
-        over = over | torch.isin(token, ends) if forced is None else over
-        if column + 1 == width or bool(over.all()):
+    batch = ForcedBatch(full, variants, texts)
+    return divergence_of_batches(model, [batch], max_new_tokens=max_new_tokens, eos=eos)[0]
+
+
+@torch.no_grad()
+def divergence_of_batches(
+    model: PreTrainedModel,
+    batches: Sequence[ForcedBatch],
+    *,
+    max_new_tokens: int | None = None,
+    eos: Sequence[int] = (),
+) -> list[list[list[TextDivergence]]]:
+    """`divergence_from_full` for several batches: fed in the same steps, each of which reads the weights once for all.
+
+    Batch -> variant -> row.
+    """
+    for batch in batches:
+        _check(model, batch.full, batch.variants, batch.texts, max_new_tokens)
+    parts = [_Part(batch, max_new_tokens, eos) for batch in batches]
+    going, cache = parts, batched_cache([context for batch in batches for context in batch.contexts])
+    while True:
+        tokens = [part.compare_next() for part in going]
+        if all(part.ended for part in going):
             break
-        positions = positions + 1
-        logits = decode_step(model, token[:, None].repeat(len(contexts), 1), positions, cache)
-    for context in contexts:
-        check_finite(context.cache)
-    found = torch.stack(steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
-    if texts is None:
-        texts = [_ended(row, eos) for row in torch.stack(fed, 1).tolist()]
-    return [
-        [_text(list(text), found[: len(text), :, place * size + row]) for row, text in enumerate(texts)]
-        for place in range(len(variants))
-    ]
+        # Leaving some out copies the caches of the others: worth it once they are many.
+        if sum(part.rows for part in going if part.ended) >= MIN_ENDED_SHARE * sum(part.rows for part in going):
+            tokens = [token for part, token in zip(going, tokens, strict=True) if not part.ended]
+            going = [part for part in going if not part.ended]
+            cache = batched_cache([context for part in going for context in part.batch.contexts])
+        logits = decode_step(model, torch.cat(tokens), torch.cat([part.positions for part in going]), cache)
+        for part, own in zip(going, logits.split([part.rows for part in going]), strict=True):
+            part.logits = own
+    for batch in batches:
+        for context in batch.contexts:
+            check_finite(context.cache)
+    return [part.found() for part in parts]
+
+
+class _Part:
+    """One batch while its texts are fed. rows: one per context and prompt, R; logits [R, V]: of the next token.
+
+    positions [R, 1]: of the token that is fed next; ended: nothing of its texts is left to compare.
+    """
+
+    def __init__(self, batch: ForcedBatch, max_new_tokens: int | None, eos: Sequence[int]) -> None:
+        full, texts, many = batch.full, batch.texts, 1 + len(batch.variants)
+        device = full.ids.device
+        self.batch, self.eos, self.size = batch, eos, len(full.ids)
+        self.rows, self.ended = many * self.size, False
+        self.logits = torch.cat([context.logits for context in batch.contexts])
+        self.positions = (full.mask.sum(1, keepdim=True) - 1).repeat(many, 1)
+        self._width = max(map(len, texts)) if texts is not None else int(max_new_tokens or 0)
+        self._forced = None if texts is None else _padded(texts, self._width).to(device)
+        self._over = torch.zeros(self.size, dtype=torch.bool, device=device)
+        self._end_ids = torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self._steps: list[Tensor] = []
+        self._fed: list[Tensor] = []
+
+    def compare_next(self) -> Tensor:
+        """Compare the next token, unless all are; returns what is to be fed then, [R, 1]."""
+        if not self.ended:
+            full, column = self.logits[: self.size], len(self._fed)
+            token = full.argmax(-1).to(self._over.device) if self._forced is None else self._forced[:, column]
+            self._steps.append(compare(full, self.logits[self.size :], token))
+            self._fed.append(token)
+            if self._forced is None:
+                self._over = self._over | torch.isin(token, self._end_ids)
+            self.ended = column + 1 == self._width or bool(self._over.all())
+        self.positions = self.positions + 1
+        return self._fed[-1][:, None].repeat(self.rows // self.size, 1)
+
+    def found(self) -> list[list[TextDivergence]]:
+        """Variant -> row."""
+        columns = torch.stack(self._steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
+        texts = self.batch.texts
+        if texts is None:
+            texts = [_ended(row, self.eos) for row in torch.stack(self._fed, 1).tolist()]
+        return [
+            [_text(list(text), columns[: len(text), :, place * self.size + row]) for row, text in enumerate(texts)]
+            for place in range(len(self.batch.variants))
+        ]
 
 
 @torch.no_grad()
