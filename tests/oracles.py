@@ -17,7 +17,8 @@ class Past:
     """rows[q]: the row of query q. room: how many may stay. budget: k. held: candidates, newest last.
 
     heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
-    model[i][kv head] = list of rows. norms: key norms. evictions: the newest position at each earlier eviction.
+    model[i][kv head] = list of rows. norms: key norms. keys: of this kv head, by
+    position. evictions: the newest position at each earlier eviction.
     """
 
     rows: list[Row]
@@ -29,6 +30,7 @@ class Past:
     model: list[list[list[Row]]]
     head: int = 0
     norms: Row = field(default_factory=dict)
+    keys: dict[int, list[float]] = field(default_factory=dict)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
 
@@ -135,6 +137,23 @@ def snapkv(past: Past) -> set[int]:
 
 def knorm(past: Past) -> set[int]:
     return top(past, lambda p: -past.norms[p])
+
+
+def unit(v: list[float]) -> list[float]:
+    length = math.sqrt(sum(x * x for x in v))
+    return [x / length for x in v]
+
+
+def keydiff_scores(keys: dict[int, list[float]]) -> Row:
+    """Minus the cosine between each key and the mean of the normalised keys."""
+    units = {p: unit(key) for p, key in keys.items()}
+    anchor = unit([sum(column) / len(units) for column in zip(*units.values(), strict=True)])
+    return {p: -sum(a * b for a, b in zip(key, anchor, strict=True)) for p, key in units.items()}
+
+
+def keydiff(past: Past) -> set[int]:
+    scores = keydiff_scores({p: past.keys[p] for p in past.held})
+    return top(past, lambda p: scores[p], recent=2)
 
 
 def random(past: Past) -> set[int]:

@@ -35,6 +35,7 @@ from kvexp.methods import (
     H2ODamping,
     Ideal,
     KeyAttention,
+    KeyDiff,
     Keyformer,
     KeyformerA2SF,
     KNorm,
@@ -63,6 +64,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "tova": (TOVA(), oracles.tova),
     "snapkv": (SnapKV(window=2, kernel=3), oracles.snapkv),
     "knorm": (KNorm(), oracles.knorm),
+    "keydiff": (KeyDiff(), oracles.keydiff),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -147,7 +149,7 @@ class Witness:
                 self.rows[layer][h], self.held[layer][h], self.budget - 1, self.budget, self.prompt,
                 heads=self.rows[layer], model=self.rows, head=h,
                 norms=dict(enumerate(keys[h].norm(dim=-1).tolist())), noise=self.births(layer, h),
-                evictions=self.evictions[layer][h],
+                evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
         for h, stay in enumerate(decided):
@@ -242,7 +244,7 @@ def test_other_modes(name: str, mode: str) -> None:
 
 def test_the_budget_bites() -> None:
     """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
-    names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
+    names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "keydiff", "random", "spatten")
     for family in FAMILIES:
         kept = [repr(truth(family, name, 0).kept) for name in names]
         assert len(set(kept)) == len(kept), family

@@ -8,6 +8,7 @@ What each parameter is called over there, and where the two differ on purpose:
     KnormPress()                          KNorm()
     SnapKVPress(window_size, kernel_size) SnapKV(window, kernel, pool="avg"): softmax over all keys, window included
     TOVAPress()                           TOVA(protect_recent=1): it always keeps the newest token, the paper does not
+    KeyDiffPress()                        KeyDiff(protect_recent=0): it protects nothing
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.methods import TOVA, KNorm, SnapKV, StreamingLLM
+from kvexp.methods import TOVA, KeyDiff, KNorm, SnapKV, StreamingLLM
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORT = ROOT / ".peers" / "kvpress.npz"
 SCRIPT = ROOT / "tests" / "peers" / "export_kvpress.py"
 CASES = ("eager", "sdpa")
-METHODS = ("streaming_llm", "knorm", "snapkv", "tova")
+METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff")
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [
     {"mode": "overwrite"},
@@ -70,7 +71,7 @@ class Export:
             return StreamingLLM(n_sinks=options.get("n_sink", 4))
         if name == "snapkv":
             return SnapKV(window=options["window_size"], kernel=options["kernel_size"], pool="avg")
-        return KNorm() if name == "knorm" else TOVA(protect_recent=1)
+        return {"knorm": KNorm(), "tova": TOVA(protect_recent=1), "keydiff": KeyDiff(protect_recent=0)}[name]
 
     @torch.inference_mode()
     def differences(self, case: str, name: str, method: Method, **how: Any) -> list[str]:
@@ -122,6 +123,8 @@ def test_same_sets(export: Export, case: str, name: str, how: dict[str, Any]) ->
         ("snapkv", SnapKV(window=7, kernel=3, pool="avg")),
         ("snapkv", SnapKV(window=8, kernel=5, pool="avg")),
         ("tova", TOVA()),
+        ("keydiff", KNorm()),
+        ("keydiff", KeyDiff(protect_recent=1)),
     ],
 )
 def test_a_near_miss_is_seen(export: Export, name: str, other: Method) -> None:

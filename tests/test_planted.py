@@ -22,6 +22,7 @@ from kvexp.methods import (
     H2ODamping,
     Ideal,
     KeyAttention,
+    KeyDiff,
     Keyformer,
     KeyformerA2SF,
     KNorm,
@@ -86,6 +87,9 @@ TABLE: dict[str, tuple[Method, str]] = {
     "snapkv": (SnapKV(window=4, kernel=3), "++ +---+ ++ ++ - -"),
     # Short keys: the quiet sink, and the needle nobody looked at. Every other vital slot has the longest key.
     "knorm": (KNorm(), "+- -+--- -- -- - -"),
+    # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
+    # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
+    "keydiff": (KeyDiff(), "++ +++++ ++ ++ + +"),
 }
 
 

@@ -26,6 +26,7 @@ from kvexp.methods import (
     Full,
     H2ODamping,
     KeyAttention,
+    KeyDiff,
     Keyformer,
     KeyformerA2SF,
     KNorm,
@@ -56,11 +57,23 @@ METHODS: dict[str, Method] = {
     "tova_protected": TOVA(protect_recent=2),
     "snapkv": SnapKV(window=2, kernel=3),
     "knorm": KNorm(),
+    "keydiff": KeyDiff(),
     "random": Random(),
     "spatten": SpAtten(),
 }
 PREFILL_ONLY = ("snapkv",)
-SOME = ("h2o", "h2o_damping", "keyformer", "keyformer_a2sf_shared", "a2sf", "tova", "snapkv", "knorm", "streaming_llm")
+SOME = (
+    "h2o",
+    "h2o_damping",
+    "keyformer",
+    "keyformer_a2sf_shared",
+    "a2sf",
+    "tova",
+    "snapkv",
+    "knorm",
+    "keydiff",
+    "streaming_llm",
+)
 ALIKE = settings(
     max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.generate),  # shrinking a failure takes minutes: add Phase.shrink to look into one
@@ -635,7 +648,7 @@ def live_tensor_bytes() -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["overwrite", "compact"])
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "a2sf", "tova", "knorm", "streaming_llm"])
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "a2sf", "tova", "knorm", "keydiff", "streaming_llm"])
 def test_two_thousand_steps_hold_no_more_memory_than_fifty(name: str, mode: str) -> None:
     model = tiny("llama", max_position_embeddings=2203)
     cache = EvictionCache(model, METHODS[name], Budget(tokens=13), mode=mode, max_new_tokens=2003)  # type: ignore[arg-type]

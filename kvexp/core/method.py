@@ -54,6 +54,10 @@ class EvictionContext:
         """Scores [B, H, S] float32 of all slots in use."""
         return self.slots.score[:, :, : self.slots.length]
 
+    def held(self) -> Tensor:
+        """[B, H, S] bool: the slots that hold a token which is not evicted; mask mode leaves evicted ones in place."""
+        return (self.positions >= 0) & (self.score > -torch.inf)
+
     def age(self) -> Tensor:
         """Age [B, H, S] int64 of every slot in tokens: 0 for the newest token, 1 for the one before."""
         return self.newest[:, None, None] - self.positions

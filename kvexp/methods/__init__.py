@@ -8,6 +8,7 @@ from kvexp.methods.h2o_c import H2OC
 from kvexp.methods.h2o_damping import H2ODamping
 from kvexp.methods.ideal import Ideal
 from kvexp.methods.key_attention import KeyAttention
+from kvexp.methods.keydiff import KeyDiff
 from kvexp.methods.keyformer import Keyformer
 from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
@@ -29,6 +30,7 @@ __all__ = [
     "Ideal",
     "KNorm",
     "KeyAttention",
+    "KeyDiff",
     "Keyformer",
     "KeyformerA2SF",
     "Random",

@@ -29,6 +29,7 @@ PRESSES = {
     "knorm": kvpress.KnormPress,
     "snapkv": kvpress.SnapKVPress,
     "tova": kvpress.TOVAPress,
+    "keydiff": kvpress.KeyDiffPress,
 }
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding (the two sides'
 # logits differ by some 1e-5 of their spread) does not choose. A seed that comes closer is refused;
@@ -50,7 +51,13 @@ CASES: dict[str, dict[str, Any]] = {
             "intermediate_size": 37,
             "vocab_size": 101,
         },
-        "presses": {"streaming_llm": {}, "knorm": {}, "snapkv": {"window_size": 7, "kernel_size": 5}, "tova": {}},
+        "presses": {
+            "streaming_llm": {},
+            "knorm": {},
+            "snapkv": {"window_size": 7, "kernel_size": 5},
+            "tova": {},
+            "keydiff": {},
+        },
     },
     "sdpa": {
         "seed": 68,
@@ -70,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
             "knorm": {},
             "snapkv": {"window_size": 13, "kernel_size": 7},
             "tova": {},
+            "keydiff": {},
         },
     },
 }

@@ -1,0 +1,43 @@
+"""KeyDiff: keys that point elsewhere than the mean key are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kvexp.core import EvictionContext, Method
+from kvexp.errors import ConfigError
+
+GRID = 2**20  # steps of 1 in which cosines are compared
+
+
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """a = mean over the slots of key_j / ||key_j||_2; priority[j] = -cos(key_j, a); keep = top k.
+
+    Source: Park et al., arXiv:2504.15364, section 3: every key is normalised before the mean is taken, and the mean is
+    of the slots held at that eviction. Cached keys serve, RoPE applied, as in kvpress. Departures: prompts are not cut
+    block by block, the whole prompt is stored before the first eviction; the newest token is protected, else it could
+    go before a second query has seen it (`protect_recent=0` protects none, as the paper; the number counts the token
+    being generated); cosines are compared in steps of 2^-20, so that rounding does not decide between equal keys.
+    """
+
+    name: ClassVar[str] = "keydiff"
+    protect_recent: int = 2
+
+    def __post_init__(self) -> None:
+        if self.protect_recent < 0:
+            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+
+    def recent(self, budget: int) -> int:
+        return self.protect_recent
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        keys = ctx.slots.keys[:, :, : ctx.slots.length].float()
+        inverse = 1 / torch.linalg.vector_norm(keys, dim=-1).clamp_min(1e-12)
+        # Two products with the keys, and no copy of them: the sum of the normalised keys, and each key's share of it.
+        anchor = normalize(inverse.masked_fill(~ctx.held(), 0.0)[:, :, None] @ keys, dim=-1)
+        cosine: Tensor = (keys @ anchor.transpose(-1, -2))[..., 0] * inverse
+        return -(cosine * GRID).round() / GRID
