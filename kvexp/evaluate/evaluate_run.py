@@ -200,6 +200,7 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
     prompts = [prompt.ids[:PROMPT] for _, prompt in batch if timed(prompt.example)]
     if not prompts:
         return
+    failed = True
     with contextlib.suppress(CacheError, MemoryError, RuntimeError, TimeLimitExceeded), time_limit.of(batch):
         try:
             _generate_few(settings, model, tokenizer, prompts)
@@ -208,7 +209,9 @@ def warm_up(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Items
             full = dataclasses.replace(settings, cache=CacheConfig(Full(), beyond_context=beyond))
             with contextlib.suppress(ConfigError):
                 _generate_few(full, model, tokenizer, prompts)
-    free_memory()
+        failed = False
+    if failed:  # outside of the handler, where the traceback no longer holds what the attempt had allocated
+        free_memory()
 
 
 def timed(example: Any) -> bool:
