@@ -84,6 +84,40 @@ def test_every_token_is_where_it_should_be(lengths, local, sinks, new):
         assert sorted(both) == sorted(set(range(min(sinks, n))) | set(range(max(sinks, n - 1 - past), n)))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=2),
+    local=st.lists(st.integers(0, 6), min_size=2, max_size=2),
+    sinks=st.integers(0, 4),
+    count=st.integers(0, 5),
+    seed=st.integers(0, 1000),
+)
+def test_a_read_at_once_is_a_read_in_parts(lengths, local, sinks, count, seed):
+    """Keys, values, positions and transfers of one gather from home, and of sinks, fetched slots and window."""
+    layout = {"columns": max(lengths), "room": 50, "cache": BlockCacheConfig(8, 2, per_step=3)}
+    _, _, whole = memory(lengths, sinks=sinks, local=local, **layout)
+    _, _, parts = memory(lengths, sinks=sinks, local=local, **layout)
+    drawn = torch.Generator().manual_seed(seed)
+    for _ in range(4):
+        new = torch.rand(2, HEADS, 1, DIM, generator=drawn), torch.rand(2, HEADS, 1, VALUE, generator=drawn)
+        for held in (whole, parts):
+            held.add(*new)
+        slots = torch.stack([torch.randint(-1, n + 1, (HEADS, count), generator=drawn) for n in lengths])
+        keys, values, positions, complete = whole.read(slots)
+        first, last = parts.resident.read(parts.lengths)
+        fetched = (*parts.fetch(slots), slots)
+        live = positions >= 0
+        assert complete == bool(live.all())
+        wide = [x if x.ndim == 3 else x[:, None].expand(-1, HEADS, -1) for x in (first[2], slots, last[2])]
+        assert torch.equal(positions, torch.cat(wide, dim=2))
+        for got, i in ((keys, 0), (values, 1)):
+            expected = torch.cat([first[i], fetched[i], last[i]], dim=2)
+            assert torch.equal(got[live], expected[live])
+            assert (got[~live] == 0).all()
+        assert whole.traffic == parts.traffic
+        assert torch.equal(whole.cache.block_table, parts.cache.block_table)
+
+
 def test_room_grows_and_nothing_is_lost():
     keys, _, held = memory((3,), columns=3, room=3, local=(1,))
     for step in range(150):

@@ -72,6 +72,7 @@ class AttentionInputs:
         queries [B, H, Q]; None: the position ids.
     in_column_order: slot i holds column i, so query row i of a prompt needs only the first S - Q + i + 1 slots.
     padded: whether some row has padding; False spares the mask.
+    all_visible: whether every query row is known to see every slot, which spares the mask as well.
     """
 
     query: Tensor
@@ -84,6 +85,7 @@ class AttentionInputs:
     rope_positions: tuple[Tensor, Tensor] | None = None  # slots [B, H, S], queries [B, H, Q]
     in_column_order: bool = False
     padded: bool = True
+    all_visible: bool = False
 
     def mask(self, rows: slice, slots: int, *, include_evicted: bool = False) -> Tensor:
         """Which of the first `slots` slots the query rows `rows` see: bool [B, H or 1, rows, slots].
@@ -129,6 +131,8 @@ class AttentionInputs:
         x = (x if x.dtype == torch.float64 else x.float()) * self.params.scale
         bias = self.alibi_bias(rows, slots)
         x = x if bias is None else x + bias
+        if self.all_visible:
+            return x
         return x.masked_fill_(~self.mask(rows, slots, include_evicted=include_evicted)[:, :, None], -torch.inf)
 
     def kv_len(self, rows: slice) -> int:
@@ -161,7 +165,9 @@ def _sdpa(inputs: AttentionInputs, rows: slice, slots: int, *, causal: bool = Fa
     if inputs.params.upcast:
         query, keys, values = query.float(), keys.float(), values.float()
     mask: Tensor | None = None
-    if not causal:
+    # Without a mask a GPU may take another kernel, which rounds otherwise; on a CPU the sums are the same to the bit.
+    unmasked = inputs.all_visible and inputs.params.alibi is None and query.device.type == "cpu"
+    if not causal and not unmasked:
         mask = inputs.mask(rows, slots)[:, :, None]
         bias = inputs.alibi_bias(rows, slots)
         if bias is not None:

@@ -193,7 +193,8 @@ class EvictionLayer:
 
     def _inputs(self, slots: Slots, query: Tensor, positions: Tensor, params: AttentionParams) -> AttentionInputs:
         """The inputs of this forward's attention: query [B, H * G, Q, D] at positions [B, Q], over all slots in use."""
-        b, h, s = query.shape[0], slots.keys.shape[1], slots.length
+        b, h, s, sequence = query.shape[0], slots.keys.shape[1], slots.length, self.sequence
+        hides_nothing = sequence.in_prompt or self.config.method.per_query  # mask mode, but no slot was evicted yet
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
             keys=slots.keys[:, :, :s],
@@ -201,13 +202,19 @@ class EvictionLayer:
             positions=slots.broadcast_positions(),
             query_positions=positions,
             params=params,
-            visible=None if slots.visible is None or self.sequence.in_prompt else slots.visible[:, :, :s],
+            visible=None if slots.visible is None or hides_nothing else slots.visible[:, :, :s],
             in_column_order=slots.same_order,
-            padded=self.sequence.padded or (self.sequence.in_prompt and not self.sequence.prompt_complete),
+            padded=sequence.padded or (sequence.in_prompt and not sequence.prompt_complete),
+            all_visible=hides_nothing and self._sees_all(slots, query, params),
         )
         if self.config.renumbered and self.has_evicted:
             inputs = with_renumbered_positions(inputs, slots.positions[:, :, :s].expand(b, h, s))
         return inputs
+
+    def _sees_all(self, slots: Slots, query: Tensor, params: AttentionParams) -> bool:
+        """Whether one new token per row, query [B, H * G, 1, D], sees every slot: none is dead, hidden or padding."""
+        plain = slots.same_order and not self.sequence.padded and params.sliding_window is None
+        return plain and query.shape[2] == 1 and not self.sequence.in_prompt
 
     def attend(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
         """Attention output [B, H, G, Q, Dv], and probabilities [B, H, G, Q, S] float32 of a decode step.

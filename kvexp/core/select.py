@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT64_MAX = torch.iinfo(torch.int64).max
+INT32_MAX, INT64_MAX, INT64_MIN = (
+    torch.iinfo(torch.int32).max,
+    torch.iinfo(torch.int64).max,
+    torch.iinfo(torch.int64).min,
+)
 
 
 def keep_order(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
@@ -33,6 +37,34 @@ def select_keep(
     chosen = chosen & (positions.gather(-1, index) >= 0)
     order = positions.gather(-1, index).masked_fill(~chosen, INT64_MAX).argsort(dim=-1, stable=True)
     return index.gather(-1, order), chosen.gather(-1, order)
+
+
+def keep_mask(priority: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, max_keep: int) -> Tensor:
+    """The slots that `select_keep` returns, as bool [B, H, S], found without putting all slots in order.
+
+    Arguments as of `select_keep`; no two live slots of a head have the same position.
+    """
+    if priority.dtype != torch.float32:
+        index, chosen = select_keep(priority, positions, protected, keep, max_keep)
+    else:
+        key = _order_key(priority.masked_fill(protected, torch.inf), positions)
+        key = key.masked_fill_(positions < 0, INT64_MIN)
+        # One row, or one budget: the order within the chosen does not matter.
+        best, index = key.topk(max_keep, dim=-1, sorted=len(keep) > 1)
+        chosen = best != INT64_MIN
+        if len(keep) > 1:
+            chosen = chosen & (torch.arange(max_keep, device=key.device) < keep[:, None, None])
+    return torch.zeros_like(protected).scatter_(-1, index, chosen)
+
+
+def _order_key(priority: Tensor, positions: Tensor) -> Tensor:
+    """One int64 per slot, in the order of priority (float32) and then position: the float's bits above, position below.
+
+    NaN comes first, as torch sorts it; -0.0 is 0.0.
+    """
+    bits = (priority + 0.0).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & INT32_MAX)).masked_fill_(priority.isnan(), INT32_MAX)
+    return (ordered.to(torch.int64) << 32) | positions
 
 
 def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:

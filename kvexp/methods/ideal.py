@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.select import select_keep
+from kvexp.core.select import keep_mask
 
 
 @dataclass(frozen=True)
@@ -24,5 +23,4 @@ class Ideal(Method):
     def query_mask(self, probabilities: Tensor, ctx: EvictionContext) -> Tensor:
         own = ctx.age() == 0
         max_keep = min(ctx.positions.shape[-1], int(ctx.budget.max()))
-        index, keep = select_keep(probabilities, ctx.positions, own, ctx.budget, max_keep)
-        return torch.zeros_like(own).scatter_(-1, index, keep)
+        return keep_mask(probabilities, ctx.positions, own, ctx.budget, max_keep)

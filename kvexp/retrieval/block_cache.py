@@ -91,15 +91,29 @@ class BlockCache:
         fixed: per row the first position that may still change or lies in the recent window. keys, values: all tokens'
         in CPU memory. On CUDA the copies run on a stream of their own and are waited for at the next lookup.
         """
+        return self.insert(self.count(slots), fixed, keys, values, copy_streams)
+
+    def count(self, slots: Tensor) -> list[list[int]]:
+        """How many of the slots [B, H, N] (host; -1: none) lie in each block: per row, one number per block."""
+        block = torch.div(slots - self.first, self.config.block, rounding_mode="floor") + 1
+        return [row.flatten().bincount().tolist()[1:] for row in block.clamp_(min=0)]
+
+    def hits(self, counts: list[list[int]]) -> list[int]:
+        """How many of the counted slots (`count`) lie in cached blocks, per row."""
+        pairs = zip(counts, self.policies, strict=True)
+        return [sum(n for block, n in enumerate(row) if block in policy.slots) for row, policy in pairs]
+
+    def insert(
+        self, counts: list[list[int]], fixed: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams
+    ) -> list[int]:
+        """As `update`, for slots that have been counted (`count`)."""
         came = []
-        for row, wanted in enumerate(slots):
+        for row, counted in enumerate(counts):
             complete = max(0, (fixed[row] - self.first) // self.config.block)
-            blocks = ((wanted[wanted >= self.first] - self.first) // self.config.block).flatten()
-            counts = torch.bincount(blocks[blocks < complete], minlength=complete)
+            used = [block for block, n in enumerate(counted[:complete]) if n]
             # Among equals the newer block first, as everywhere.
-            order = counts.flip(0).argsort(descending=True, stable=True)[: self.config.per_step]
-            order = order[: int((counts > 0).sum())]
-            came.append(self._insert(row, (complete - 1 - order).tolist(), complete, keys, values, copy_streams))
+            used.sort(key=lambda block: (-counted[block], -block))
+            came.append(self._insert(row, used[: self.config.per_step], complete, keys, values, copy_streams))
         self.ready = copy_streams.record_h2d()
         copy_streams.record_write(self.keys, self.values)
         return came
@@ -117,6 +131,8 @@ class BlockCache:
             policy.insert(block)
         new = [(block, place) for block, place in policy.slots.items() if before.get(block) != place]
         self._reserve(max((place for _, place in new), default=-1) + 1, blocks, copy_streams)
+        if not new:
+            return 0
         with copy_streams.h2d():
             for block, place in new:
                 start, at = self.first + block * size, place * size

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvexp.retrieval.block_cache import BlockCache
 from kvexp.retrieval.copy_streams import empty_host, get_streams, index_select_host
 from kvexp.retrieval.offload_config import OffloadConfig, TransferStats, should_offload
-from kvexp.retrieval.resident import ResidentKV
+from kvexp.retrieval.resident import ResidentKV, write_token
+from kvexp.retrieval.step_layout import step_layout
 
 GROWTH = 64  # positions added at a time where the final length is not known
 
@@ -20,8 +21,9 @@ class OffloadedKV:
     """All keys and values of one layer, slot = position in every row; rows may differ in length.
 
     keys [B, H, C, D], values [B, H, C, Dv]: every token, in CPU memory (offloaded), or on the device on a CPU or with
-    offload=False; the code is the same. lengths: tokens held, per row. resident: sinks and recent window on the device.
-    traffic: bytes moved, per row. pinned: whether all CPU memory could be pinned.
+    offload=False; on a CPU `read` takes all from there, to the same numbers and counts. lengths: tokens held, per row.
+    resident: sinks and recent window on the device. traffic: bytes moved, per row. pinned: whether all CPU memory could
+    be pinned.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], config: OffloadConfig) -> None:
@@ -99,9 +101,8 @@ class OffloadedKV:
 
     def _write(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
         """Store one token per row at positions[i] of row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        rows, place = torch.arange(len(positions)), torch.tensor(positions)
-        self.keys[rows, :, place] = key[:, :, 0]
-        self.values[rows, :, place] = value[:, :, 0]
+        write_token(self.keys, positions, key[:, :, 0])
+        write_token(self.values, positions, value[:, :, 0])
 
     def flush(self) -> None:
         """Wait until all copies to the host have arrived; to be called before the host reads."""
@@ -129,6 +130,49 @@ class OffloadedKV:
 
     # -- tokens going out ---------------------------------------------------------------------------------------------
 
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """Keys [B, H, N, D], values and positions [B, H, N] (-1: none) of sinks, slots [B, H, n], window and new token.
+
+        Last, whether it is known that every position holds a token. On a CPU all are gathered at once from where all
+        tokens are, and what a GPU would move is counted.
+        """
+        if self.device.type == "cpu" and not self.offloaded:
+            return self._read_at_once(slots)
+        first, last = self.resident.read(self.lengths)
+        middle = (*self.fetch(slots), slots)
+        places = [p if p.ndim == 3 else p[:, None].expand(-1, slots.shape[1], -1) for *_, p in (first, middle, last)]
+        keys, values = (torch.cat([first[i], middle[i], last[i]], dim=2) for i in (0, 1))
+        return keys, values, torch.cat(places, dim=2), False
+
+    def _read_at_once(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """`read` on a CPU: one gather of whole rows for keys, one for values."""
+        b, h, capacity = self.keys.shape[:3]
+        layout = step_layout(self.lengths, self.config.local, self.config.sinks, slots.device)
+        near = [part[:, None].expand(-1, h, -1) for part in (layout.first, layout.last)]
+        positions = torch.cat([near[0], slots, near[1]], dim=2)
+        complete = int(positions.amin()) >= 0
+        rows = positions if complete else positions.clamp(min=0)
+        rows = (rows + torch.arange(0, b * h * capacity, capacity).view(b, h, 1)).flatten()
+        keys, values = (x.view(-1, x.shape[3]).index_select(0, rows) for x in (self.keys, self.values))
+        keys, values = (x.view(*positions.shape, x.shape[1]) for x in (keys, values))
+        if not complete:
+            keys, values = (x.masked_fill_((positions < 0)[..., None], 0) for x in (keys, values))
+        self._count_fetch(slots, complete)
+        return keys, values, positions, complete
+
+    def _count_fetch(self, slots: Tensor, complete: bool) -> None:
+        """Count as fetched the slots [B, H, N] (-1: none; complete: there is no such) that no cached block holds."""
+        whole = [slots.shape[1] * slots.shape[2]] * len(slots)
+        asked = whole if complete else (slots >= 0).sum((1, 2)).tolist()
+        counts = self.cache.count(slots) if self.cache is not None else []
+        hits = self.cache.hits(counts) if self.cache is not None else [0] * len(slots)
+        for row, pairs, hit in zip(self.traffic, asked, hits, strict=True):
+            row.lookups += pairs
+            row.hits += hit
+            row.h2d += (pairs - hit) * self._token * self.config.offload
+        if self.cache is not None:
+            self._note(self.cache, counts)
+
     def fetch(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [B, H, N, D] and values of the slots [B, H, N] (-1: zeros), from the block cache or CPU memory.
 
@@ -152,7 +196,7 @@ class OffloadedKV:
             row.hits += pairs - missed
             row.h2d += missed * self._token * self.config.offload
         if self.cache is not None:
-            self._note(self.cache, wanted)
+            self._note(self.cache, self.cache.count(wanted))
         return out[0], out[1]
 
     def _copy(self, out: tuple[Tensor, ...], buffers: tuple[Tensor, Tensor], source: Tensor) -> None:
@@ -174,10 +218,10 @@ class OffloadedKV:
                 self.copy_streams.wait(self.copy_streams.record_h2d(), found)
             target.view(-1, target.shape[3]).index_copy_(0, targets, found)
 
-    def _note(self, cache: BlockCache, slots: Tensor) -> None:
-        """Update the block cache with the slots that this step has read."""
+    def _note(self, cache: BlockCache, counts: list[list[int]]) -> None:
+        """Update the block cache with the slots that this step has read, counted per row and block."""
         fixed = [length - 1 - local for length, local in zip(self.lengths, self.config.local, strict=True)]
-        came = cache.update(slots, fixed, self.keys, self.values, self.copy_streams)
+        came = cache.insert(counts, fixed, self.keys, self.values, self.copy_streams)
         for row, blocks in zip(self.traffic, came, strict=True):
             row.h2d += blocks * cache.config.block * self.keys.shape[1] * self._token
 

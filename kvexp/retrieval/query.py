@@ -14,6 +14,7 @@ from kvexp.deprecation import OldName, deprecated_names
 from kvexp.errors import ConfigError
 from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.offload import OffloadedKV
+from kvexp.retrieval.step_layout import step_layout
 
 COMBINE = ("softmax_sum", "raw_sum", "max")
 
@@ -52,11 +53,11 @@ class RetrievalQuery:
         sinks = memory.config.sinks
         ends = [length - 1 - local for length, local in zip(memory.lengths, memory.config.local, strict=True)]
         counts = [min(count, max(0, end - sinks)) for count, end in zip(most, ends, strict=True)]
-        slots = torch.arange(memory.length, device=query.device)
-        candidates = (slots >= sinks) & (slots < torch.tensor(ends, device=query.device)[:, None])
+        candidates = step_layout(memory.lengths, memory.config.local, sinks, query.device).candidates
         if params.sliding_window is not None:
-            candidates = candidates & (slots > positions[:, None] - params.sliding_window)
-        return cls(query, positions, candidates[:, None], counts, index, memory, params)
+            slots = torch.arange(memory.length, device=query.device)
+            candidates = candidates & (slots > positions[:, None] - params.sliding_window)[:, None]
+        return cls(query, positions, candidates, counts, index, memory, params)
 
     @property
     def max_k(self) -> int:
@@ -78,6 +79,8 @@ class RetrievalQuery:
         past: everything up to the query itself is left unmasked, not only the candidates.
         """
         x = dots.float() * self.params.scale
+        if self.params.alibi is None and not past:
+            return x.masked_fill_(~self.candidates[:, :, None], -torch.inf)
         slots = torch.arange(x.shape[-1], device=x.device)
         if self.params.alibi is not None:
             slopes = self.params.alibi.to(x.device).view(1, *x.shape[1:3], 1)

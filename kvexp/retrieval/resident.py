@@ -7,6 +7,8 @@ import copy
 import torch
 from torch import Tensor
 
+from kvexp.retrieval.step_layout import step_layout
+
 
 class ResidentKV:
     """Sinks [B, H, n, *] and a ring buffer [B, H, W, *] of the newest tokens, each as a pair of keys and values.
@@ -36,13 +38,9 @@ class ResidentKV:
 
     def add(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
         """Write the token at positions[i] of every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
-        width, device = self.recent_ring[0].shape[2], key.device
-        rows, place = (
-            torch.arange(len(positions), device=device),
-            torch.tensor([p % width for p in positions], device=device),
-        )
+        width = self.recent_ring[0].shape[2]
         for ring, sinks, new in zip(self.recent_ring, self.sinks, (key, value), strict=True):
-            ring[rows, :, place] = new[:, :, 0]
+            write_token(ring, [p % width for p in positions], new[:, :, 0])
             for row, p in enumerate(positions):
                 if p < sinks.shape[2]:
                     sinks[row, :, p] = new[row, :, 0]
@@ -53,13 +51,10 @@ class ResidentKV:
         lengths: tokens per row; positions [B, n], -1: none.
         """
         device, width, sinks = self.recent_ring[0].device, self.recent_ring[0].shape[2], self.sinks[0].shape[2]
-        ends = torch.tensor(lengths, device=device)[:, None]
-        first = torch.arange(sinks, device=device).expand(len(lengths), -1)
-        window = ends - width + torch.arange(width, device=device)
-        oldest = ends - 1 - torch.tensor(self.recent_lens, device=device)[:, None]
+        window = torch.tensor(lengths, device=device)[:, None] - width + torch.arange(width, device=device)
         keys, values = (_gather_positions(x, window % width) for x in self.recent_ring)
-        window = window.masked_fill((window < oldest) | (window < sinks), -1)
-        return (*self.sinks, first.masked_fill(first >= ends, -1)), (keys, values, window)
+        layout = step_layout(lengths, self.recent_lens, sinks, device)
+        return (*self.sinks, layout.first), (keys, values, layout.last)
 
     def index_rows(self, rows: Tensor) -> ResidentKV:
         """A copy for batch rows `rows` [n], which may repeat."""
@@ -68,6 +63,15 @@ class ResidentKV:
         other.sinks = self.sinks[0].index_select(0, chosen), self.sinks[1].index_select(0, chosen)
         other.recent_ring = self.recent_ring[0].index_select(0, chosen), self.recent_ring[1].index_select(0, chosen)
         return other
+
+
+def write_token(buffer: Tensor, places: list[int], new: Tensor) -> None:
+    """Write new [B, H, *] to place places[i] of axis 2 of every row i of the buffer [B, H, C, *], on its device."""
+    if min(places) == max(places):
+        buffer[:, :, places[0]] = new
+        return
+    rows, place = torch.arange(len(places), device=buffer.device), torch.tensor(places, device=buffer.device)
+    buffer[rows, :, place] = new
 
 
 def _gather_positions(x: Tensor, index: Tensor) -> Tensor:

@@ -209,16 +209,15 @@ class RetrievalLayer:
     def _inputs(self, query: Tensor, positions: Tensor, params: AttentionParams, slots: Tensor) -> AttentionInputs:
         """The inputs of a new token's attention: sinks, the selected slots [B, H, N], window and the token itself."""
         assert self.memory is not None
-        first, last = self.memory.resident.read(self.memory.lengths)
-        middle = (*self.memory.fetch(slots), slots)
-        places = [p if p.ndim == 3 else p[:, None].expand(-1, slots.shape[1], -1) for *_, p in (first, middle, last)]
+        keys, values, attended, complete = self.memory.read(slots)
         return AttentionInputs(
             query=query,
-            keys=torch.cat([first[0], middle[0], last[0]], dim=2),
-            values=torch.cat([first[1], middle[1], last[1]], dim=2),
-            positions=torch.cat(places, dim=2),
+            keys=keys,
+            values=values,
+            positions=attended,
             query_positions=positions,
             params=params,
+            all_visible=complete and params.sliding_window is None,
         )
 
     @property
