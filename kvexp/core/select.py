@@ -85,8 +85,8 @@ def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_
     return index.gather(-1, worst)[..., :count]
 
 
-def topk_slots(priority: Tensor, candidates: Tensor, counts: Tensor, max_keep: int) -> Tensor:
-    """The counts [B] candidates of highest relevance in every head, in ascending order: [B, H, max_keep], -1 for none.
+def topk_slots(priority: Tensor, candidates: Tensor, counts: list[int], max_keep: int) -> Tensor:
+    """The candidates of highest relevance in every head, counts[i] in row i, ascending: [B, H, max_keep], -1: none.
 
     priority [B, H, S] float32, NaN last; candidates [B, 1 or H, S] bool; max_keep is at most S. For caches in which
     slot = position: among equals the newer slot is chosen.
@@ -95,8 +95,12 @@ def topk_slots(priority: Tensor, candidates: Tensor, counts: Tensor, max_keep: i
     bits = (priority + 0.0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     key = (ordered << 32) | torch.arange(priority.shape[-1], device=priority.device)
-    none = torch.iinfo(torch.int64).min
-    found = key.masked_fill_(~candidates, none).topk(max_keep, dim=-1).values
-    chosen = (found != none) & (torch.arange(max_keep, device=priority.device) < counts[:, None, None])
+    key = key.masked_fill_(~candidates, INT64_MIN)
+    alike = min(counts) == max_keep  # then the order within the chosen does not matter
+    found = key.topk(max_keep, dim=-1, sorted=not alike).values
+    if alike and key.device.type == "cpu" and max_keep and int(found.amin()) != INT64_MIN:
+        return (found & 0xFFFFFFFF).sort(dim=-1).values
+    asked = torch.tensor(counts, device=key.device)[:, None, None]
+    chosen = (found != INT64_MIN) & (torch.arange(max_keep, device=key.device) < asked)
     slots = torch.where(chosen, found & 0xFFFFFFFF, INT64_MAX).sort(dim=-1).values
     return slots.masked_fill(slots == INT64_MAX, -1)

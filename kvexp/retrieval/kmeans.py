@@ -70,6 +70,9 @@ def _select(x: Tensor, problems: Tensor) -> Tensor:
 def assign(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest centroid [N, n] of points [N, n, d], and the squared distance to it less the point's squared norm."""
     half = centroids.square().sum(-1) / 2
+    if points.shape[1] <= _points_per_tile(centroids):
+        closeness, label = torch.baddbmm(-half[:, None], points, centroids.transpose(1, 2)).max(-1)
+        return label, -2 * closeness
     labels, gaps = [], []
     for part in points.split(_points_per_tile(centroids), dim=1):
         closeness, label = torch.baddbmm(-half[:, None], part, centroids.transpose(1, 2)).max(-1)

@@ -170,9 +170,7 @@ def dots(query: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     b, h, m, clusters = centroids.shape[:4]
     tables = torch.einsum("bhgmd,bhmcd->bhmcg", query.float().unflatten(-1, (m, -1)), centroids)
     # One embedding_bag call adds the m table rows of each token, for all kv and query heads at once.
-    slots = codes.shape[2]
-    rows = codes.to(torch.int32).reshape(b * h, slots * m)
-    rows = rows + torch.arange(m, dtype=torch.int32, device=codes.device).mul(clusters).repeat(slots)
-    rows += torch.arange(b * h, dtype=torch.int32, device=codes.device)[:, None] * (m * clusters)
+    tables_before = torch.arange(b * h * m, dtype=torch.int32, device=codes.device).mul_(clusters).view(b, h, 1, m)
+    rows = codes.to(torch.int32) + tables_before
     found = torch.nn.functional.embedding_bag(rows.view(-1, m), tables.flatten(0, 3), mode="sum")
     return found.view(b, h, -1, found.shape[-1]).transpose(2, 3).contiguous()

@@ -105,8 +105,7 @@ class RetrievalQuery:
 
     def topk(self, relevance: Tensor) -> Tensor:
         """The slots [B, H, max_k] of highest relevance [B, H, S] among the candidates, ascending; -1: none."""
-        counts = torch.tensor(self.counts, device=relevance.device)
-        return topk_slots(relevance, self.candidates, counts, min(self.max_k, relevance.shape[-1]))
+        return topk_slots(relevance, self.candidates, self.counts, min(self.max_k, relevance.shape[-1]))
 
     everything, against, exact = OldName("all_candidates"), OldName("logits_of"), OldName("exact_logits")
     top, widest = OldName("topk"), OldName("max_k")
