@@ -17,8 +17,8 @@ class Past:
     """rows[q]: the row of query q. room: how many may stay. budget: k. held: candidates, newest last.
 
     heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
-    model[i][kv head] = list of rows. norms: key norms. keys: of this kv head, by
-    position. evictions: the newest position at each earlier eviction.
+    model[i][kv head] = list of rows. norms: key norms. keys, values: of this kv head, by position. newest_rows: the
+    newest query's row in each query head of the kv head. evictions: the newest position at each earlier eviction.
     """
 
     rows: list[Row]
@@ -31,6 +31,8 @@ class Past:
     head: int = 0
     norms: Row = field(default_factory=dict)
     keys: dict[int, list[float]] = field(default_factory=dict)
+    values: dict[int, list[float]] = field(default_factory=dict)
+    newest_rows: list[Row] = field(default_factory=list)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
 
@@ -154,6 +156,34 @@ def keydiff_scores(keys: dict[int, list[float]]) -> Row:
 def keydiff(past: Past) -> set[int]:
     scores = keydiff_scores({p: past.keys[p] for p in past.held})
     return top(past, lambda p: scores[p], recent=2)
+
+
+def moved(alpha: Row, values: dict[int, list[float]], j: int) -> float:
+    """How far the output sum alpha v of one query head moves when token j is deleted and the rest sums to 1 again.
+
+    What j had of the output goes, and the others, who had `left`, share what j had.
+    """
+    whole = sum(alpha.values())
+    share = {p: a / whole for p, a in alpha.items()}
+    left = sum(a for p, a in share.items() if p != j)
+    others = [sum(a * values[p][d] for p, a in share.items() if p != j) for d in range(len(values[j]))]
+    return share[j] * math.dist([x / left for x in others], values[j])
+
+
+def caote(past: Past) -> set[int]:
+    """By deletion itself, not by the theorem's formula."""
+    return top(past, lambda p: sum(moved(row, past.values, p) for row in past.newest_rows))
+
+
+def caote_over_h2o(past: Past) -> set[int]:
+    whole = {p: total(past.rows, p) for p in past.held}
+    alpha = {p: a / sum(whole.values()) for p, a in whole.items()}
+    return top(past, lambda p: moved(alpha, past.values, p), recent=past.budget // 2)
+
+
+def fast_caote(past: Past) -> set[int]:
+    mean = [sum(column) / len(past.held) for column in zip(*(past.values[p] for p in past.held), strict=True)]
+    return top(past, lambda p: sum(row[p] / (1 - row[p]) * math.dist(mean, past.values[p]) for row in past.newest_rows))
 
 
 def random(past: Past) -> set[int]:

@@ -27,6 +27,7 @@ from kvexp.generate import generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
+    CAOTE,
     H2O,
     H2OC,
     TOVA,
@@ -65,6 +66,9 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "snapkv": (SnapKV(window=2, kernel=3), oracles.snapkv),
     "knorm": (KNorm(), oracles.knorm),
     "keydiff": (KeyDiff(), oracles.keydiff),
+    "caote": (CAOTE(), oracles.caote),
+    "caote_fast": (CAOTE(form="fast"), oracles.fast_caote),
+    "caote_over_h2o": (CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -134,11 +138,12 @@ class Witness:
                 logits.append(self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1])
             fresh = range(0 if end == self.prompt else end - 1, end)
             for layer in range(LAYERS):
-                self.layer(layer, fresh, probabilities[layer], cache.layers[layer].keys[0])
+                stored = cache.layers[layer]
+                self.layer(layer, fresh, probabilities[layer], stored.keys[0], stored.values[0])
             kept.append([[list(head) for head in heads] for heads in self.held])
         return Truth(kept, logits)
 
-    def layer(self, layer: int, fresh: range, probabilities: Tensor, keys: Tensor) -> None:
+    def layer(self, layer: int, fresh: range, probabilities: Tensor, keys: Tensor, values: Tensor) -> None:
         noise = self.noise(layer, fresh)
         for h in range(self.kv_heads):
             self.held[layer][h] += fresh
@@ -150,6 +155,8 @@ class Witness:
                 heads=self.rows[layer], model=self.rows, head=h,
                 norms=dict(enumerate(keys[h].norm(dim=-1).tolist())), noise=self.births(layer, h),
                 evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
+                values=dict(enumerate(values[h].double().tolist())),
+                newest_rows=self.newest_rows(layer, h, probabilities),
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
         for h, stay in enumerate(decided):
@@ -173,6 +180,11 @@ class Witness:
                 result[p] = result.get(p, 0.0) + a
         assert spec is None or abs(sum(result.values()) - self.group) < 1e-4
         return result
+
+    def newest_rows(self, layer: int, h: int, probabilities: Tensor) -> list[Row]:
+        """The newest query's attention to what the kv head holds, in each of its query heads."""
+        heads = range(h * self.group, (h + 1) * self.group)
+        return [{p: float(probabilities[i, -1, p]) for p in self.held[layer][h]} for i in heads]
 
     def noise(self, layer: int, fresh: range) -> Tensor | None:
         if not isinstance(self.method, Keyformer):
@@ -244,7 +256,8 @@ def test_other_modes(name: str, mode: str) -> None:
 
 def test_the_budget_bites() -> None:
     """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
-    names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "keydiff", "random", "spatten")
+    names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
+    names += ("keydiff", "caote")
     for family in FAMILIES:
         kept = [repr(truth(family, name, 0).kept) for name in names]
         assert len(set(kept)) == len(kept), family

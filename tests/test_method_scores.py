@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import keydiff_scores
+from oracles import keydiff_scores, moved
 from torch import Tensor
 
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
-from kvexp.methods import KeyDiff
+from kvexp.methods import CAOTE, KeyDiff
 
 
-def context(keys: Tensor, values: Tensor | None = None, score: Tensor | None = None) -> EvictionContext:
-    """Slots at positions 0, 1, 2 … of one row; keys [H, S, D], values [H, S, Dv], score [H, S]."""
+def context(
+    keys: Tensor, values: Tensor | None = None, score: Tensor | None = None, attention: Tensor | None = None
+) -> EvictionContext:
+    """Slots at positions 0, 1, 2 … of one row: keys [H, S, D], values [H, S, Dv], score [H, S], attention [H, G, S]."""
     h, s = keys.shape[:2]
     positions = torch.arange(s).expand(1, h, s).clone()
     score = torch.zeros(h, s) if score is None else score
     slots = Slots(keys[None], (keys if values is None else values)[None], positions, score[None])
     one = torch.ones(1, dtype=torch.int64)
-    return EvictionContext(slots, 0, one * s, one, one * (s - 1), one)
+    return EvictionContext(slots, 0, one * s, one, one * (s - 1), one, None if attention is None else attention[None])
 
 
 KEYS = torch.tensor([[2.0, 0.0], [1.0, 0.5], [0.0, 1.0], [-3.0, 0.0]])
@@ -46,3 +48,32 @@ def test_keydiff_does_not_tell_equal_keys_apart() -> None:
     said = torch.randint(7, (97,), generator=torch.Generator().manual_seed(5))
     priority = KeyDiff().priority(context(words[said][None]))[0, 0]
     assert [len(priority[said == word].unique()) for word in range(7)] == [1] * 7
+
+
+ALPHA, VALUES = [0.5, 0.3, 0.2], torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+
+
+def test_caote_is_how_far_deletion_moves_the_output() -> None:
+    """o = (.7, .5); without token 0 it is (.4, 1), .5831 away. The distance is not squared."""
+    ctx = context(VALUES[None], VALUES[None], attention=torch.tensor([[ALPHA]]))
+    want = [0.5831, 0.3687, 0.1458]
+    assert CAOTE().priority(ctx)[0, 0].tolist() == pytest.approx(want, abs=1e-4)
+    values = dict(enumerate(VALUES.tolist()))
+    assert [moved(dict(enumerate(ALPHA)), values, j) for j in range(3)] == pytest.approx(want, abs=1e-4)
+    assert CAOTE(form="fast").priority(ctx)[0, 0].tolist() == pytest.approx([0.7454, 0.3194, 0.1179], abs=1e-4)
+    summed = context(VALUES[None], VALUES[None], score=7 * torch.tensor([ALPHA]))
+    assert CAOTE(alpha="accumulated").priority(summed)[0, 0].tolist() == pytest.approx(want, abs=1e-4)
+
+
+def test_caote_sums_over_the_query_heads_of_a_kv_head() -> None:
+    """Each query head has an output and a distance of its own: not the distance under their mean attention."""
+    rows = torch.tensor([ALPHA, [0.1, 0.1, 0.8]])
+    both = CAOTE().priority(context(VALUES[None], VALUES[None], attention=rows[None]))
+    one, other = (CAOTE().priority(context(VALUES[None], VALUES[None], attention=row[None, None])) for row in rows)
+    torch.testing.assert_close(both, one + other)
+
+
+def test_caote_keeps_the_only_slot_that_is_attended() -> None:
+    """alpha / (1 - alpha) * 0 would make it worth nothing."""
+    alone = torch.tensor([[[0.0, 1.0, 0.0]]])
+    assert int(CAOTE().priority(context(VALUES[None], VALUES[None], attention=alone)).argmax()) == 1

@@ -14,6 +14,7 @@ from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.loglikelihood import continuation_logprobs, forward_last
 from kvexp.methods import (
     A2SF,
+    CAOTE,
     H2O,
     H2OC,
     TOVA,
@@ -83,6 +84,12 @@ TABLE: dict[str, tuple[Method, str]] = {
     "a2sf, alpha 0.1": (A2SF(alpha=0.1), "++ +---+ -- -+ - -"),
     # The last row alone. While an answer is decoded it is another row, and the needle is gone after one.
     "tova": (TOVA(), "++ +---+ -- -+ - -"),
+    # The same row, times how far the slot's value lies from the output, which mostly says "no" as the crowd does: a P
+    # has 0.062 / 0.938 * 0.17 = 0.011, a needle that nobody looks at 0.0011 * 1.3, and sink and crowd are 13 slots.
+    "caote": (CAOTE(), "++ +---+ -- -+ - -"),
+    # 93 of 96 values say "no", and so does their mean: a P has 0.066 * 0.023 = 0.0015, such a needle 0.0011 * 1.39 =
+    # 0.0016. While an answer of "no" is decoded into eleven slots, their mean says "no" less, and it goes.
+    "caote, fast": (CAOTE(form="fast"), "++ +++++ -- -+ - +"),
     # The last four rows, once, and those four tokens: as tova at the end of the prompt, but nothing is evicted later.
     "snapkv": (SnapKV(window=4, kernel=3), "++ +---+ ++ ++ - -"),
     # Short keys: the quiet sink, and the needle nobody looked at. Every other vital slot has the longest key.

@@ -20,6 +20,7 @@ from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
+    CAOTE,
     H2O,
     TOVA,
     DilatedWindow,
@@ -58,6 +59,7 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(window=2, kernel=3),
     "knorm": KNorm(),
     "keydiff": KeyDiff(),
+    "caote": CAOTE(),
     "random": Random(),
     "spatten": SpAtten(),
 }
@@ -72,6 +74,7 @@ SOME = (
     "snapkv",
     "knorm",
     "keydiff",
+    "caote",
     "streaming_llm",
 )
 ALIKE = settings(

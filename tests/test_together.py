@@ -24,7 +24,21 @@ from kvexp.generate import (
     prefill_together,
     receipts,
 )
-from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, KeyDiff, Keyformer, KNorm, Random, SnapKV, StreamingLLM, Window
+from kvexp.methods import (
+    A2SF,
+    CAOTE,
+    H2O,
+    TOVA,
+    Full,
+    Ideal,
+    KeyDiff,
+    Keyformer,
+    KNorm,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    Window,
+)
 from kvexp.models.batched_cache import MultiMethodCache, bin_by_length
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 
@@ -43,6 +57,7 @@ VARIANTS = [
     CacheConfig(SnapKV(window=4, kernel=3), HALF),
     CacheConfig(KNorm(), HALF),
     CacheConfig(KeyDiff(), HALF),
+    CacheConfig(CAOTE(), HALF),
     CacheConfig(Random(), HALF),
     CacheConfig(H2O(), Budget(kv_ratio=1.0)),
     CacheConfig(H2O(), HALF, mode="compact"),

@@ -13,6 +13,7 @@ from kvexp.core.cache_config import CacheConfig, CacheOptions
 from kvexp.core.eviction_layer import EvictionLayer
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method
+from kvexp.core.needs import Needs
 from kvexp.core.observe.noise import Noise
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
@@ -30,6 +31,7 @@ __all__ = [
     "EvictionLayer",
     "MemoryTracker",
     "Method",
+    "Needs",
     "Noise",
     "RoPE",
     "SequenceState",

@@ -7,6 +7,7 @@ from typing import Literal, TypedDict, Unpack, get_args
 
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
+from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
@@ -126,7 +127,7 @@ class CacheConfig:
 
 
 def _check_declarations(method: Method) -> None:
-    """ConfigError where a method class declares `score_spec` or `sinks` without @property, or `recent` as a field."""
+    """ConfigError where a method class declares a property of `Method` without @property, or `recent` as a field."""
     name = type(method).__qualname__
     spec: object = method.score_spec
     if spec is not None and not isinstance(spec, AttentionScoreSpec):
@@ -134,6 +135,9 @@ def _check_declarations(method: Method) -> None:
             f"{name}.score_spec must be a property (@property) that gives an AttentionScoreSpec or None, got a "
             f"{type(spec).__name__}"
         )
+    needs: object = method.needs
+    if not isinstance(needs, Needs):
+        raise ConfigError(f"{name}.needs must be a property (@property) that gives a Needs, got {needs!r:.60}")
     sinks: object = method.sinks
     if not isinstance(sinks, int):
         raise ConfigError(f"{name}.sinks must be a property (@property) that gives a whole number, got {sinks!r:.60}")

@@ -19,6 +19,7 @@ from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
+from kvexp.core.needs import newest_attention
 from kvexp.core.observe import accumulate
 from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
@@ -111,7 +112,8 @@ class EvictionLayer:
         self._update_score(slots, inputs, probabilities, seen)
         if self._should_evict():
             before = RetainedAttention.before(inputs, slots) if sequence.in_prompt else None
-            self._evict(slots, inputs.params)
+            attention = newest_attention(inputs, probabilities) if self.config.method.needs.newest_attention else None
+            self._evict(slots, inputs.params, attention)
             if before is not None:
                 self.retained_attention = before.after(slots)
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
@@ -298,19 +300,21 @@ class EvictionLayer:
             self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device
         )
 
-    def _context(self, slots: Slots, newest: Tensor) -> EvictionContext:
-        """The `EvictionContext` of these slots; newest [B]: position id of the newest token."""
-        assert self.resolved_budget is not None
+    def _context(self, slots: Slots, newest: Tensor, attention: Tensor | None = None) -> EvictionContext:
+        """The `EvictionContext` of these slots; newest [B]: position id of the newest token; attention: its own."""
+        resolved = self.resolved_budget
+        assert resolved is not None
         seeds = self.sequence.seeds.to(newest.device)
-        return EvictionContext(
-            slots, self.index, self.resolved_budget.slots_t, self.resolved_budget.recent_t, newest, seeds
-        )
+        return EvictionContext(slots, self.index, resolved.slots_t, resolved.recent_t, newest, seeds, attention)
 
-    def _evict(self, slots: Slots, params: AttentionParams) -> None:
-        """Evict by the method's priority, and record the first eviction of each row."""
+    def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None) -> None:
+        """Evict by the method's priority, and record the first eviction of each row.
+
+        attention [B, H, G, S]: of the newest query, where the method needs it.
+        """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         newest = self.sequence.num_real.to(slots.keys.device) - 1
-        ctx = self._context(slots, newest)
+        ctx = self._context(slots, newest, attention)
         method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
         window = params.sliding_window if self.config.positions == "original" else None

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvexp.core.needs import NOTHING, Needs
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
 from kvexp.deprecation import OldName, deprecated_names, keep_old_hooks
@@ -34,7 +35,8 @@ class EvictionContext:
 
     slots: keys, values, positions, scores; layer: its number; budget [B]: slots per kv head; recent [B]: how many of
     the newest tokens in the cache are protected (one less than the method's window where the budget counts the coming
-    token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise.
+    token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
+    [B, H, G, S]: the newest query's softmax in each query head; None where the method's `needs` do not declare it.
     """
 
     slots: Slots
@@ -43,6 +45,7 @@ class EvictionContext:
     recent: Tensor
     newest: Tensor
     seeds: Tensor
+    newest_attention: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -96,6 +99,11 @@ class Method:
     def score_spec(self) -> AttentionScoreSpec | None:
         """The attention statistic that the core accumulates as score; None: no attention is observed."""
         return None
+
+    @property
+    def needs(self) -> Needs:
+        """What `priority` looks at beside keys, values, positions and score; the core computes nothing undeclared."""
+        return NOTHING
 
     @property
     def simulation_only(self) -> bool:

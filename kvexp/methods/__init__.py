@@ -1,6 +1,7 @@
 """Eviction methods, one file each. In formulas: j a slot, k the budget, q a query row, x_q its logits, U union."""
 
 from kvexp.methods.a2sf import A2SF
+from kvexp.methods.caote import CAOTE
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.full import Full
 from kvexp.methods.h2o import H2O
@@ -21,6 +22,7 @@ from kvexp.methods.window import Window
 
 __all__ = [
     "A2SF",
+    "CAOTE",
     "H2O",
     "H2OC",
     "TOVA",

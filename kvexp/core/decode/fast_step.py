@@ -21,6 +21,7 @@ from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_ta
 from kvexp.core.decode.sink_rerotation import SinkRerotation
 from kvexp.core.eviction_backend import InPlace, float_priority
 from kvexp.core.method import EvictionContext, Method
+from kvexp.core.needs import NOTHING
 from kvexp.core.observe.accumulate import pool_sums
 from kvexp.core.slots import Slots
 
@@ -29,6 +30,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
     method, kind = config.method, type(config.method)
     plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
+    plain = plain and method.needs == NOTHING
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
     steady = steady and (config.positions == "original" or method.is_window)

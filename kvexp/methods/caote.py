@@ -1,0 +1,69 @@
+"""CAOTE: the slots whose loss would move the attention output most are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
+from kvexp.core.budget import floor_share
+from kvexp.errors import ConfigError
+
+EPS = 1e-12  # 1 - alpha is at least this
+
+
+@dataclass(frozen=True)
+class CAOTE(Method):
+    """c[j] = sum over query heads of alpha_j / (1 - alpha_j) * ||o - v_j||_2, o = sum_i alpha_i v_i; keep = newest
+    `recent_ratio` of k U top of c.
+
+    Source: Goel et al., arXiv:2504.14051, theorem 3.2: c[j] is how far a head's output moves when j alone is dropped.
+    alpha is the newest query's attention (CAOTE over TOVA); with `alpha="accumulated"` the attention summed over all
+    queries, divided by its sum over slots (over H2O, with `recent_ratio=0.5`). `form="fast"` is FastCAOTE: the mean of
+    all values in place of o. Our reading, for the paper does not say: c is summed over the query heads that share a kv
+    head, and an accumulated alpha, which is their sum already, counts as one head's. Departures: a whole prompt is
+    ranked once, where the paper takes blocks of 128 tokens; where alpha rounds to 1 nothing else is attended, and the
+    distance is taken from the mean value.
+    """
+
+    name: ClassVar[str] = "caote"
+    form: Literal["exact", "fast"] = "exact"
+    alpha: Literal["newest", "accumulated"] = "newest"
+    recent_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        for setting, allowed in (("form", ("exact", "fast")), ("alpha", ("newest", "accumulated"))):
+            if getattr(self, setting) not in allowed:
+                raise ConfigError(f"{setting} must be {' or '.join(allowed)}, got {getattr(self, setting)!r}")
+        if not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(newest_attention=self.alpha == "newest")
+
+    @property
+    def score_spec(self) -> AttentionScoreSpec | None:
+        return None if self.alpha == "newest" else AttentionScoreSpec()
+
+    def recent(self, budget: int) -> int:
+        return floor_share(self.recent_ratio, budget)
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        held = ctx.held()[:, :, None]  # [B, H, 1, S]
+        # In float64: where one slot has nearly all attention, 1 - alpha and o - v are small differences.
+        values = ctx.slots.values[:, :, : ctx.slots.length].double()
+        alpha = ctx.score[:, :, None] if ctx.newest_attention is None else ctx.newest_attention
+        alpha = alpha.double().masked_fill(~held, 0.0)
+        alpha = alpha / alpha.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        from_mean = _distances(held.double() / held.sum(-1, keepdim=True) @ values, values)
+        distances = from_mean
+        if self.form == "exact":
+            distances = torch.where(alpha > 1 - EPS, from_mean, _distances(alpha @ values, values))
+        return (alpha / (1 - alpha).clamp_min(EPS) * distances).sum(2).float()
+
+
+def _distances(outputs: Tensor, values: Tensor) -> Tensor:
+    """||o - v_j||_2 [B, H, n, S] of outputs [B, H, n, Dv] and values [B, H, S, Dv], without a difference of squares."""
+    return torch.cdist(outputs, values, compute_mode="donot_use_mm_for_euclid_dist")
