@@ -158,8 +158,8 @@ class InfLLM(Retrieval):
             tokens = torch.nn.functional.pad(tokens, (0, max(0, spare)), value=torch.inf)
             tokens = torch.nn.functional.pad(tokens, (self.n_sinks, 0))[..., : retrieval_query.memory.length]
             return Selection(retrieval_query.topk(tokens))
-        wanted = torch.tensor([-(-count // size) for count in retrieval_query.counts], device=score.device)
-        widest = min(int(wanted.max()), score.shape[-1])
+        wanted = [-(-count // size) for count in retrieval_query.counts]
+        widest = min(max(wanted), score.shape[-1])
         found = topk_slots(score, (numbers < done[:, None])[:, None], wanted, widest)[..., None]
         inside = torch.arange(size, device=score.device)
         slots = torch.where(found >= 0, self.n_sinks + found * size + inside, -1).flatten(2)

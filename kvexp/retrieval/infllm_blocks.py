@@ -178,7 +178,7 @@ def distant_slots(
     score = block_scores(method, query, query_positions, keys, repr_positions, inputs.params)
     wanted = min(blocks, -(-count // size))
     known = torch.ones(1, 1, blocks, dtype=torch.bool, device=device)
-    chosen = topk_slots(score, known, torch.tensor([wanted], device=device), wanted)
+    chosen = topk_slots(score, known, [wanted] * len(score), wanted)
     slots = (method.n_sinks + chosen[..., None] * size + torch.arange(size, device=device)).flatten(2)
     rest = torch.arange(method.n_sinks + blocks * size, end, device=device)
     always = torch.cat([torch.arange(method.n_sinks, device=device), rest])
