@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 Row = dict[int, float]  # key position -> attention of one query, summed over the query heads of a kv head
 
@@ -184,6 +185,32 @@ def caote_over_h2o(past: Past) -> set[int]:
 def fast_caote(past: Past) -> set[int]:
     mean = [sum(column) / len(past.held) for column in zip(*(past.values[p] for p in past.held), strict=True)]
     return top(past, lambda p: sum(row[p] / (1 - row[p]) * math.dist(mean, past.values[p]) for row in past.newest_rows))
+
+
+def lag_scores(partition: list[list[float]], following: list[list[float]]) -> list[float]:
+    """How much each vector of a partition varies over its channels, in units of the next partition's spread."""
+    spreads = [(min(column), max(column)) for column in zip(*following, strict=True)]
+    deviations = []
+    for vector in partition:
+        x = [(v - low) / (high - low) for v, (low, high) in zip(vector, spreads, strict=True)]
+        mean = sum(x) / len(x)
+        deviations.append(math.sqrt(sum((v - mean) ** 2 for v in x) / (len(x) - 1)))
+    most = max(deviations)
+    e = [math.exp(d - most) for d in deviations]
+    return [v / sum(e) for v in e]
+
+
+def lagkv(past: Past) -> set[int]:
+    """One sink, partitions of 2: the last one and what follows, then the better token of each, newer ones first."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    parts = [[p, p + 1] for p in range(1, past.prompt - 1, 2)]
+    places = {}
+    for part, following in pairwise(parts):
+        each = [lag_scores([x[p] for p in part], [x[p] for p in following]) for x in (past.keys, past.values)]
+        better = part[0] if sum(e[0] for e in each) > sum(e[1] for e in each) else part[1]
+        places |= {p: int(p == better) for p in part}
+    return top(past, lambda p: places.get(p, 2), sinks=1)
 
 
 def random(past: Past) -> set[int]:

@@ -40,6 +40,7 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    LagKV,
     Random,
     SnapKV,
     SpAtten,
@@ -69,6 +70,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "caote": (CAOTE(), oracles.caote),
     "caote_fast": (CAOTE(form="fast"), oracles.fast_caote),
     "caote_over_h2o": (CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
+    "lagkv": (LagKV(n_sinks=1, lag=2), oracles.lagkv),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -294,12 +296,13 @@ def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
             kept = padded.kept[step][layer][1]
             assert kept == alone.kept[step][layer][0]
             assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
-            room = LENGTHS[2] // 2 - 1 + (step if name == "snapkv" else 0)  # snapkv evicts at prefill only
+            once = not METHODS[name][0].evicts_while_decoding
+            room = LENGTHS[2] // 2 - 1 + (step if once else 0)
             assert all(len(head) == room for head in kept)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16, 17])
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv", "tova", "knorm", "streaming_llm"])
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "snapkv", "tova", "knorm", "streaming_llm", "lagkv", "caote"])
 def test_chunked_prefill_does_not_stop_evicting(name: str, chunk: int) -> None:
     fed = evict_batch("llama", name, [0], chunk=chunk)
     assert all(len(head) == LENGTHS[0] // 2 - 1 for layer in fed.kept[0] for head in layer[0])

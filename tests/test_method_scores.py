@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import keydiff_scores, moved
+from oracles import keydiff_scores, lag_scores, moved
 from torch import Tensor
 
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
-from kvexp.methods import CAOTE, KeyDiff
+from kvexp.methods import CAOTE, KeyDiff, LagKV
 
 
 def context(
@@ -77,3 +77,18 @@ def test_caote_keeps_the_only_slot_that_is_attended() -> None:
     """alpha / (1 - alpha) * 0 would make it worth nothing."""
     alone = torch.tensor([[[0.0, 1.0, 0.0]]])
     assert int(CAOTE().priority(context(VALUES[None], VALUES[None], attention=alone)).argmax()) == 1
+
+
+def test_lagkv_by_hand() -> None:
+    """Next partition 0..4 and 0..2: (0, 4) becomes (0, 2), (2, 2) becomes (.5, 1), of deviation 1.4142 and .3536."""
+    states = [[0.0, 4.0], [2.0, 2.0], [0.0, 0.0], [4.0, 2.0]]
+    assert lag_scores(states[:2], states[2:]) == pytest.approx([0.7428, 0.2572], abs=1e-4)
+    method, index = LagKV(n_sinks=0, lag=2), torch.arange(4).expand(1, 1, 4)
+    got = method._score(torch.tensor(states)[None, None], index)
+    assert got.flatten().tolist() == pytest.approx([0.7428, 0.2572], abs=1e-4)
+    assert method.priority(context(torch.tensor(states)[None])).flatten().tolist() == [0.5, 0.0, 3.0, 4.0]
+
+
+def test_lagkv_takes_a_constant_channel_for_nothing() -> None:
+    states = torch.tensor([[0.0, 4.0, 7.0], [2.0, 2.0, -5.0], [0.0, 0.0, 1.0], [4.0, 2.0, 1.0]])
+    assert LagKV(n_sinks=0, lag=2).priority(context(states[None])).isfinite().all()

@@ -9,6 +9,7 @@ What each parameter is called over there, and where the two differ on purpose:
     SnapKVPress(window_size, kernel_size) SnapKV(window, kernel, pool="avg"): softmax over all keys, window included
     TOVAPress()                           TOVA(protect_recent=1): it always keeps the newest token, the paper does not
     KeyDiffPress()                        KeyDiff(protect_recent=0): it protects nothing
+    LagKVPress(n_sink, lag_size)          LagKV(n_sinks, lag), where no rank is shared between kept and dropped tokens
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.methods import TOVA, KeyDiff, KNorm, SnapKV, StreamingLLM
+from kvexp.methods import TOVA, KeyDiff, KNorm, LagKV, SnapKV, StreamingLLM
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORT = ROOT / ".peers" / "kvpress.npz"
 SCRIPT = ROOT / "tests" / "peers" / "export_kvpress.py"
 CASES = ("eager", "sdpa")
-METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff")
+METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv")
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [
     {"mode": "overwrite"},
@@ -71,13 +72,15 @@ class Export:
             return StreamingLLM(n_sinks=options.get("n_sink", 4))
         if name == "snapkv":
             return SnapKV(window=options["window_size"], kernel=options["kernel_size"], pool="avg")
+        if name == "lagkv":
+            return LagKV(n_sinks=options["n_sink"], lag=options["lag_size"])
         return {"knorm": KNorm(), "tova": TOVA(protect_recent=1), "keydiff": KeyDiff(protect_recent=0)}[name]
 
     @torch.inference_mode()
     def differences(self, case: str, name: str, method: Method, **how: Any) -> list[str]:
         """Prefill under `method` at every ratio: where its sets are not those of the press called `name`."""
         bad, model = [], self.models[case]
-        for ratio in self.about["ratios"]:
+        for ratio in self.about["cases"][case]["ratios"].get(name, self.about["ratios"]):
             want = self[f"{case}/{name}/{ratio}"]  # [L, B, H, T] bool
             sizes = want.sum(-1).unique().tolist()
             assert len(sizes) == 1
@@ -124,6 +127,7 @@ def test_same_sets(export: Export, case: str, name: str, how: dict[str, Any]) ->
         ("snapkv", SnapKV(window=8, kernel=5, pool="avg")),
         ("tova", TOVA()),
         ("keydiff", KNorm()),
+        ("lagkv", LagKV(n_sinks=1, lag=15)),
         ("keydiff", KeyDiff(protect_recent=1)),
     ],
 )

@@ -27,6 +27,7 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    LagKV,
     Random,
     SnapKV,
     SpAtten,
@@ -94,6 +95,8 @@ TABLE: dict[str, tuple[Method, str]] = {
     "snapkv": (SnapKV(window=4, kernel=3), "++ +---+ ++ ++ - -"),
     # Short keys: the quiet sink, and the needle nobody looked at. Every other vital slot has the longest key.
     "knorm": (KNorm(), "+- -+--- -- -- - -"),
+    # The sink, 3 tokens behind the 23 partitions, the last partition, and one token of each of the three before; once.
+    "lagkv": (LagKV(n_sinks=1, lag=4), "++ ----- -+ ++ - -"),
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
     "keydiff": (KeyDiff(), "++ +++++ ++ ++ + +"),
@@ -171,8 +174,9 @@ def test_each_method_keeps_what_its_score_says(method: str, name: str, layout: s
     assert (WORDS[int(logits[0].argmax())] == WORDS[plant.answer]) == passes
     if not TABLE[method][0].simulation_only:  # a simulation holds everything
         assert bool(held[0] & set(plant.vital)) == passes
-        decoded = len(plant.steps) - 1  # two methods do not evict while decoding
-        assert len(held[0]) == {"full": len(plant.prompt) + decoded, "snapkv": 11 + decoded}.get(method, 11)
+        decoded = len(plant.steps) - 1
+        once = not TABLE[method][0].evicts_while_decoding
+        assert len(held[0]) == (len(plant.prompt) + decoded if method == "full" else 11 + once * decoded)
 
 
 @pytest.mark.parametrize("name", ["sink", "needle", "recency"])

@@ -31,6 +31,7 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    LagKV,
     Random,
     SnapKV,
     SpAtten,
@@ -59,11 +60,12 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(window=2, kernel=3),
     "knorm": KNorm(),
     "keydiff": KeyDiff(),
+    "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
     "random": Random(),
     "spatten": SpAtten(),
 }
-PREFILL_ONLY = ("snapkv",)
+PREFILL_ONLY = ("snapkv", "lagkv")
 SOME = (
     "h2o",
     "h2o_damping",
@@ -190,7 +192,7 @@ def test_overwrite_compact_and_mask_are_the_same(
 ) -> None:
     prompt = max(prompts)
     widths = [prompt] + [1] * 11
-    if every is None or name == "snapkv":  # a cadence that never evicts is refused, and SnapKV has only one
+    if every is None or name in PREFILL_ONLY:  # a cadence that never evicts is refused, and these have only one
         at_prefill, every = True, None
     streams, cadence = draw_streams(name, seed, sum(widths), 3), Cadence(at_prefill, every)
     runs = [

@@ -13,6 +13,7 @@ from kvexp.methods.keydiff import KeyDiff
 from kvexp.methods.keyformer import Keyformer
 from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
+from kvexp.methods.lagkv import LagKV
 from kvexp.methods.random import Random
 from kvexp.methods.snapkv import SnapKV
 from kvexp.methods.spatten import SpAtten
@@ -35,6 +36,7 @@ __all__ = [
     "KeyDiff",
     "Keyformer",
     "KeyformerA2SF",
+    "LagKV",
     "Random",
     "SnapKV",
     "SpAtten",

@@ -30,6 +30,7 @@ PRESSES = {
     "snapkv": kvpress.SnapKVPress,
     "tova": kvpress.TOVAPress,
     "keydiff": kvpress.KeyDiffPress,
+    "lagkv": kvpress.LagKVPress,
 }
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding (the two sides'
 # logits differ by some 1e-5 of their spread) does not choose. A seed that comes closer is refused;
@@ -37,7 +38,7 @@ PRESSES = {
 CLEAR = 2e-4
 
 # eager hands its attention to the press, sdpa makes the press compute its own. In `sdpa` int(T * 0.1) is window_size:
-# SnapKV keeps nothing but its window.
+# SnapKV keeps nothing but its window. LagKV's ranks tie between partitions: at its ratios each has the same share.
 CASES: dict[str, dict[str, Any]] = {
     "eager": {
         "seed": 37,
@@ -57,7 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
             "snapkv": {"window_size": 7, "kernel_size": 5},
             "tova": {},
             "keydiff": {},
+            "lagkv": {"n_sink": 1, "lag_size": 16},
         },
+        "ratios": {"lagkv": (0.25, 0.512, 0.77, 0.82)},
     },
     "sdpa": {
         "seed": 68,
@@ -78,7 +81,9 @@ CASES: dict[str, dict[str, Any]] = {
             "snapkv": {"window_size": 13, "kernel_size": 7},
             "tova": {},
             "keydiff": {},
+            "lagkv": {"n_sink": 3, "lag_size": 16},
         },
+        "ratios": {"lagkv": (0.265, 0.53, 0.745, 0.85)},
     },
 }
 
@@ -149,7 +154,7 @@ def main() -> None:
             arrays[f"{name}/weights/{key}"] = weight.numpy()
         full = keys_of(cache)
         for method, options in case["presses"].items():
-            for ratio in RATIOS:
+            for ratio in case["ratios"].get(method, RATIOS):
                 press = PRESSES[method](compression_ratio=ratio, **options)
                 where = f"{name}/{method}/{ratio}"
                 arrays[where] = kept_positions(model, ids, press, full, where).numpy()

@@ -1,0 +1,66 @@
+"""LagKV: in each partition of the prompt, the tokens that stand out against the next partition are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvexp.core import EvictionContext, Method
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LagKV(Method):
+    """x'[j] = (x_j - min) / (max - min) per channel, min and max over the next partition; s[j] = softmax over j's
+    partition of std over channels of x'[j], for keys plus for values; keep = sinks U last partition and remainder U
+    an equal share of every other partition, top of s. Chosen once, after prefill; nothing is evicted while decoding.
+
+    Source: Liang et al., arXiv:2504.04704, section 3, and its release: after `n_sinks` tokens come partitions of `lag`
+    tokens; 128 is its README's, `lag=1024` its class's. kvpress has `n_sinks=4`. Departures: the budget sets the share
+    of a partition, as in kvpress, where the release is given the share and the size follows (what is left over goes to
+    the newer partitions, ties in kvpress are arbitrary); a budget that cannot hold the last partition keeps its newest
+    tokens; the release cuts again each time `lag` more tokens are decoded; a channel that is constant over the next
+    partition counts as 0, where the release divides by 0.
+    """
+
+    name: ClassVar[str] = "lagkv"
+    evicts_while_decoding: ClassVar[bool] = False
+    n_sinks: int = 16
+    lag: int = 128
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if self.lag < 2:
+            raise ConfigError(f"lag must be at least 2 tokens, got {self.lag}")
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        slots, length = ctx.slots, ctx.slots.length
+        priority = 1 + ctx.positions.float()  # what has no complete next partition: above every rank
+        count = (length - self.n_sinks) // self.lag  # partitions of the longest row
+        if count < 2:
+            return priority
+        # A prompt's slots stand in the order of its columns, behind the padding of its row.
+        tokens = ctx.newest + 1
+        columns = torch.arange(count * self.lag, device=tokens.device) + (length - tokens + self.n_sinks)[:, None]
+        index = columns.clamp_max(length - 1)[:, None].expand(-1, priority.shape[1], -1)  # [B, H, count * lag]
+        score = self._score(slots.keys, index) + self._score(slots.values, index)
+        rank = score.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag  # [B, H, count - 1, lag]
+        last = (torch.arange(count - 1, device=tokens.device) + 2) * self.lag + self.n_sinks
+        complete = (last <= tokens[:, None])[:, None, :, None]  # a shorter row has fewer partitions
+        index = index[..., : -self.lag]
+        ranked = torch.where(complete, rank, priority.gather(-1, index).view_as(rank))
+        return priority.scatter(-1, index, ranked.flatten(-2))
+
+    def _score(self, states: Tensor, index: Tensor) -> Tensor:
+        """s [B, H, n - 1, lag] of keys or values [B, H, C, D], of which index [B, H, n * lag] are n partitions."""
+        parts = states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1])).float()
+        parts = parts.unflatten(2, (-1, self.lag))
+        low, high = parts[:, :, 1:].amin(3, keepdim=True), parts[:, :, 1:].amax(3, keepdim=True)
+        inside = torch.where(high > low, (parts[:, :, :-1] - low) / (high - low), 0.0)
+        return inside.std(dim=-1).softmax(dim=-1)
