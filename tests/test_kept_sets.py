@@ -28,6 +28,7 @@ from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    CUR,
     H2O,
     H2OC,
     TOVA,
@@ -71,6 +72,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "caote_fast": (CAOTE(form="fast"), oracles.fast_caote),
     "caote_over_h2o": (CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "lagkv": (LagKV(n_sinks=1, lag=2), oracles.lagkv),
+    "cur": (CUR(n_sinks=1, block=4), oracles.cur),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }

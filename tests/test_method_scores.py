@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
-from kvexp.methods import CAOTE, KeyDiff, LagKV
+from kvexp.methods import CAOTE, CUR, KeyDiff, LagKV
 
 
 def context(
@@ -92,3 +92,13 @@ def test_lagkv_by_hand() -> None:
 def test_lagkv_takes_a_constant_channel_for_nothing() -> None:
     states = torch.tensor([[0.0, 4.0, 7.0], [2.0, 2.0, -5.0], [0.0, 0.0, 1.0], [4.0, 2.0, 1.0]])
     assert LagKV(n_sinks=0, lag=2).priority(context(states[None])).isfinite().all()
+
+
+def test_cur_by_hand() -> None:
+    """Squared norms of keys 1, 4 | 1, 2 and of values 3, 1 | 1, 1, in blocks of two."""
+    keys, values = (torch.tensor([norms]).sqrt()[..., None] for norms in ([1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 1.0, 1.0]))
+    ctx = context(keys, values)
+    got = {how: CUR(block=2, leverage=how).priority(ctx).flatten() for how in ("product", "mean", "key")}
+    assert got["product"].tolist() == pytest.approx([0.15, 0.2, 1 / 6, 1 / 3])
+    assert got["key"].tolist() == pytest.approx([0.2, 0.8, 1 / 3, 2 / 3])
+    assert got["mean"].tolist() == pytest.approx([0.475, 0.525, 5 / 12, 7 / 12])

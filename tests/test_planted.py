@@ -15,6 +15,7 @@ from kvexp.generate.loglikelihood import continuation_logprobs, forward_last
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    CUR,
     H2O,
     H2OC,
     TOVA,
@@ -97,6 +98,9 @@ TABLE: dict[str, tuple[Method, str]] = {
     "knorm": (KNorm(), "+- -+--- -- -- - -"),
     # The sink, 3 tokens behind the 23 partitions, the last partition, and one token of each of the three before; once.
     "lagkv": (LagKV(n_sinks=1, lag=4), "++ ----- -+ ++ - -"),
+    # Values have one length, but the sink's is empty: a share of 1/15 in the first block and of 1/16 in all others, so
+    # four sinks and the block's newest seven stay, 9 to 15; where the sink says something too, the newest. Once.
+    "cur, value": (CUR(leverage="value"), "++ ----- -+ -- - -"),
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
     "keydiff": (KeyDiff(), "++ +++++ ++ ++ + +"),

@@ -21,6 +21,7 @@ from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    CUR,
     H2O,
     TOVA,
     DilatedWindow,
@@ -60,12 +61,13 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(window=2, kernel=3),
     "knorm": KNorm(),
     "keydiff": KeyDiff(),
+    "cur": CUR(n_sinks=1, block=4),
     "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
     "random": Random(),
     "spatten": SpAtten(),
 }
-PREFILL_ONLY = ("snapkv", "lagkv")
+PREFILL_ONLY = ("snapkv", "lagkv", "cur")
 SOME = (
     "h2o",
     "h2o_damping",

@@ -27,6 +27,7 @@ from kvexp.generate import (
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    CUR,
     H2O,
     TOVA,
     Full,
@@ -58,6 +59,7 @@ VARIANTS = [
     CacheConfig(SnapKV(window=4, kernel=3), HALF),
     CacheConfig(KNorm(), HALF),
     CacheConfig(KeyDiff(), HALF),
+    CacheConfig(CUR(), HALF),
     CacheConfig(LagKV(n_sinks=2, lag=3), HALF),
     CacheConfig(CAOTE(), HALF),
     CacheConfig(Random(), HALF),

@@ -2,6 +2,7 @@
 
 from kvexp.methods.a2sf import A2SF
 from kvexp.methods.caote import CAOTE
+from kvexp.methods.cur import CUR
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.full import Full
 from kvexp.methods.h2o import H2O
@@ -24,6 +25,7 @@ from kvexp.methods.window import Window
 __all__ = [
     "A2SF",
     "CAOTE",
+    "CUR",
     "H2O",
     "H2OC",
     "TOVA",

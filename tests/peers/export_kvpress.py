@@ -31,6 +31,7 @@ PRESSES = {
     "tova": kvpress.TOVAPress,
     "keydiff": kvpress.KeyDiffPress,
     "lagkv": kvpress.LagKVPress,
+    "cur": kvpress.CURPress,
 }
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding (the two sides'
 # logits differ by some 1e-5 of their spread) does not choose. A seed that comes closer is refused;
@@ -59,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
             "tova": {},
             "keydiff": {},
             "lagkv": {"n_sink": 1, "lag_size": 16},
+            "cur": {"num_sinks": 4, "local_window_size": 14},
         },
         "ratios": {"lagkv": (0.25, 0.512, 0.77, 0.82)},
     },
@@ -82,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
             "tova": {},
             "keydiff": {},
             "lagkv": {"n_sink": 3, "lag_size": 16},
+            "cur": {"num_sinks": 2, "local_window_size": 10, "leverage_type": "kv_avg"},
         },
         "ratios": {"lagkv": (0.265, 0.53, 0.745, 0.85)},
     },

@@ -1,0 +1,58 @@
+"""CUR (CurDKV): keys and values that are large beside their neighbours are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvexp.core import EvictionContext, Method
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CUR(Method):
+    """l(x)[j] = ||x_j||_2^2 / sum of ||x_i||_2^2 over the `block` tokens among which j stands;
+    s[j] = l(key)[j] * l(value)[j]; keep = sinks U top of s. Chosen once, after prefill; nothing is evicted while
+    decoding.
+
+    Source: CurDKV, arXiv:2509.15038, as approximated in kvpress's CURPress, which sets the defaults: a row's squared
+    norm stands for its leverage score. `leverage` takes one of the two, or their mean. Departures: the paper's Gaussian
+    projection, off by default in kvpress, and its adaptive budgets of heads are left out.
+    """
+
+    name: ClassVar[str] = "cur"
+    evicts_while_decoding: ClassVar[bool] = False
+    n_sinks: int = 4
+    block: int = 16
+    leverage: Literal["product", "mean", "key", "value"] = "product"
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if self.block < 1:
+            raise ConfigError(f"block must be at least 1 token, got {self.block}")
+        if self.leverage not in ("product", "mean", "key", "value"):
+            raise ConfigError(f"leverage must be product, mean, key or value, got {self.leverage!r}")
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        if self.leverage in ("key", "value"):
+            return self._share(ctx.slots.keys if self.leverage == "key" else ctx.slots.values, ctx)
+        key, value = (self._share(states, ctx) for states in (ctx.slots.keys, ctx.slots.values))
+        return key * value if self.leverage == "product" else (key + value) / 2
+
+    def _share(self, states: Tensor, ctx: EvictionContext) -> Tensor:
+        """l [B, H, S] of keys or values [B, H, C, D], in blocks that begin with each row's first real token."""
+        length = ctx.slots.length
+        size = states[:, :, :length].float().square().sum(-1)
+        # A prompt's slots stand in the order of its columns; entry `length` stands for what no row has.
+        columns = torch.arange(-(-length // self.block) * self.block, device=size.device)
+        index = (columns + (length - 1 - ctx.newest)[:, None]).clamp_max(length)[:, None].expand(-1, size.shape[1], -1)
+        blocks = pad(size, (0, 1)).gather(-1, index).unflatten(-1, (-1, self.block))
+        share = blocks / blocks.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return pad(size, (0, 1)).scatter(-1, index, share.flatten(-2))[..., :length]
