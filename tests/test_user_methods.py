@@ -317,7 +317,7 @@ HOOKS = {
     ),
     "after_eviction": (
         "score.sum(1)",
-        r"after_eviction must return a tensor of shape \[B, H, S\] = \[1, 3, 7\], got .* \[1, 7\]",
+        r"after_eviction must return a tensor of shape \[B, H, S\] = \[1, 3, 8\], got .* \[1, 8\]",
     ),
     "query_mask": (
         "probabilities[0] > 0.1",

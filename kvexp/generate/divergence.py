@@ -92,7 +92,7 @@ def divergence_of_batches(
     """
     for batch in batches:
         _check(model, batch.full, batch.variants, batch.texts, max_new_tokens)
-    parts = [_Part(batch, max_new_tokens, eos) for batch in batches]
+    parts = [_ForcedRows(batch, max_new_tokens, eos) for batch in batches]
     going, cache = parts, batched_cache([context for batch in batches for context in batch.contexts])
     while True:
         tokens = [part.compare_next() for part in going]
@@ -112,7 +112,7 @@ def divergence_of_batches(
     return [part.found() for part in parts]
 
 
-class _Part:
+class _ForcedRows:
     """One batch while its texts are fed. rows: one per context and prompt, R; logits [R, V]: of the next token.
 
     positions [R, 1]: of the token that is fed next; ended: nothing of its texts is left to compare.
