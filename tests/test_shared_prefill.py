@@ -69,8 +69,8 @@ def content(folder):
     [
         ("task=testbed_summary", "limit=5", "batch_size=2"),
         ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3"),
-        ("task=testbed_choice", "limit=3"),
-        ("task=sample", "limit=2", "task.max_new_tokens=5"),
+        pytest.param(("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
+        pytest.param(("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
