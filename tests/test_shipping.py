@@ -181,7 +181,10 @@ def engine_or_skip(name):
     return f"hydra/launcher={name}", *ENGINES[name][1:]
 
 
-@pytest.mark.parametrize("engine", ["joblib", *(pytest.param(name, marks=pytest.mark.slow) for name in ("submitit_local", "ray"))])
+@pytest.mark.parametrize(
+    "engine",
+    ["joblib", pytest.param("submitit_local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.slow)],
+)
 def test_six_jobs_on_an_engine(command, tmp_path, engine):
     """A sweep of six jobs in two shards, by real workers: rows and folders of one process."""
     words = (*SWEEP, *engine_or_skip(engine), "hydra.launcher.shards=2")
