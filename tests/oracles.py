@@ -19,7 +19,9 @@ class Past:
 
     heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
     model[i][kv head] = list of rows. norms: key norms. keys, values: of this kv head, by position. newest_rows: the
-    newest query's row in each query head of the kv head. evictions: the newest position at each earlier eviction.
+    newest query's row in each query head of the kv head. queries: the prompt's before RoPE, of the same query heads.
+    pairs: of dimensions that RoPE turns, and by how much a position. evictions: the newest position at each earlier
+    eviction.
     """
 
     rows: list[Row]
@@ -34,6 +36,8 @@ class Past:
     keys: dict[int, list[float]] = field(default_factory=dict)
     values: dict[int, list[float]] = field(default_factory=dict)
     newest_rows: list[Row] = field(default_factory=list)
+    queries: list[list[list[float]]] = field(default_factory=list)
+    pairs: list[tuple[int, int, float]] = field(default_factory=list)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
 
@@ -223,6 +227,59 @@ def cur(past: Past) -> set[int]:
         return sum(v * v for v in x[p]) / sum(v * v for i in block for v in x[i])
 
     return top(past, lambda p: share(past.keys, p) * share(past.values, p), sinks=1)
+
+
+Matrix = list[list[float]]
+
+
+def product(a: Matrix, b: Matrix) -> Matrix:
+    return [[sum(x * y for x, y in zip(row, column, strict=True)) for column in zip(*b, strict=True)] for row in a]
+
+
+def mean_rotation(pairs: list[tuple[int, int, float]], width: int, places: range) -> Matrix:
+    """The mean of RoPE's matrices over some positions."""
+    rotation = [[float(i == j) for j in range(width)] for i in range(width)]
+    for i, j, turn in pairs:
+        cos = sum(math.cos(place * turn) for place in places) / len(places)
+        sin = sum(math.sin(place * turn) for place in places) / len(places)
+        rotation[i][i], rotation[i][j], rotation[j][i], rotation[j][j] = cos, -sin, sin, cos
+    return rotation
+
+
+def expected_logits(queries: list[list[float]], keys: dict[int, list[float]], rotation: Matrix) -> Row:
+    """log E exp(q.k / sqrt d) for a normal q with the mean and covariance of these queries, rotated."""
+    count, width = len(queries), range(len(queries[0]))
+    mean = [sum(column) / count for column in zip(*queries, strict=True)]
+    apart = [[x - m for x, m in zip(query, mean, strict=True)] for query in queries]
+    sigma = [[sum(a[i] * a[j] for a in apart) / count for j in width] for i in width]
+    mean = [row[0] for row in product(rotation, [[m] for m in mean])]
+    sigma = product(product(rotation, sigma), [list(column) for column in zip(*rotation, strict=True)])
+    result = {}
+    for p, key in keys.items():
+        turned = [sum(sigma[i][j] * key[j] for j in width) for i in width]
+        linear, square = (sum(x * k for x, k in zip(v, key, strict=True)) for v in (mean, turned))
+        result[p] = linear / math.sqrt(len(width)) + square / len(width) / 2
+    return result
+
+
+def expected_attention(past: Past) -> set[int]:
+    """One sink, which is no query either; 5 positions to come."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    keys = {p: past.keys[p] for p in past.held if p >= 1}
+    rotation = mean_rotation(past.pairs, len(past.keys[0]), range(past.prompt, past.prompt + 5))
+    heads = []
+    for queries in past.queries:
+        z = expected_logits(queries[1:], keys, rotation)
+        most = max(z.values())
+        whole = most + math.log(sum(math.exp(v - most) for v in z.values()))
+        heads.append({p: v - whole for p, v in z.items()})
+
+    def value(p: int) -> float:
+        most = max(head[p] for head in heads)  # a share may be too small for a float
+        return most + math.log(sum(math.exp(head[p] - most) for head in heads)) + math.log(math.hypot(*past.values[p]))
+
+    return top(past, value, sinks=1)
 
 
 def random(past: Past) -> set[int]:

@@ -33,6 +33,7 @@ from kvexp.methods import (
     H2OC,
     TOVA,
     DilatedWindow,
+    ExpectedAttention,
     Full,
     H2ODamping,
     Ideal,
@@ -73,6 +74,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "caote_over_h2o": (CAOTE(alpha="accumulated", recent_ratio=0.5), oracles.caote_over_h2o),
     "lagkv": (LagKV(n_sinks=1, lag=2), oracles.lagkv),
     "cur": (CUR(n_sinks=1, block=4), oracles.cur),
+    "expected_attention": (ExpectedAttention(n_sinks=1, n_future=5), oracles.expected_attention),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -91,15 +93,21 @@ class Truth:
 
 
 @contextmanager
-def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor]) -> Iterator[None]:
-    """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`."""
+def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor], queries: list[Tensor]) -> Iterator[None]:
+    """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`.
+
+    The queries before RoPE [heads, N, D] go to `queries`.
+    """
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     assert len(attentions) == visible.shape[0]
     hooks = []
     for i, module in enumerate(attentions):
 
-        def before(_: Any, args: Any, kwargs: Any, mask: Tensor = visible[i]) -> Any:
+        def before(module: Any, args: Any, kwargs: Any, mask: Tensor = visible[i]) -> Any:
             assert "attention_mask" in kwargs
+            queries.append(
+                queries_of(module, visible.shape[1], kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            )
             as_bool = model.config.model_type == "mpt"
             hidden = ~mask[None] if as_bool else torch.zeros(mask.shape)[None].masked_fill(~mask[None], -1e30)
             return args, kwargs | {"attention_mask": hidden}
@@ -115,11 +123,25 @@ def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor]) -> Iterator[N
             hook.remove()
 
 
+def queries_of(attention: Any, heads: int, hidden: Tensor) -> Tensor:
+    """The queries [heads, N, D] that an attention module makes of its input [1, N, width], before RoPE."""
+    joint = getattr(attention, "c_attn", None) or getattr(attention, "Wqkv", None)
+    queries = attention.q_proj(hidden) if joint is None else joint(hidden).chunk(3, dim=-1)[0]
+    return queries[0].unflatten(-1, (heads, -1)).transpose(0, 1).double()
+
+
+def rope_pairs(family: str) -> list[tuple[int, int, float]]:
+    """The pairs of dimensions that a family's RoPE turns, and by how much a position: base 10000."""
+    if family == "llama":
+        return [(f, f + 7, 10000 ** (-f / 7)) for f in range(7)]
+    return [(2 * f, 2 * f + 1, 10000 ** (-f / 3)) for f in range(3)] if family == "gptj" else []
+
+
 class Witness:
     """Steps one unpadded row through a stock model, deciding with an oracle what each head may still see."""
 
     def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
-        self.model, (self.method, self.oracle) = stock(family), METHODS[name]
+        self.model, (self.method, self.oracle), self.pairs = stock(family), METHODS[name], rope_pairs(family)
         self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
         count = len(self.ids)
@@ -136,8 +158,9 @@ class Witness:
         kept, logits = [], []
         for end in range(self.prompt, len(self.ids) + 1):
             probabilities: list[Tensor] = []
+            self.queries: list[Tensor] = []
             cache = DynamicCache()
-            with masks_by_hand(self.model, self.visible[:, :, :end, :end], probabilities):
+            with masks_by_hand(self.model, self.visible[:, :, :end, :end], probabilities, self.queries):
                 ids = torch.tensor([self.ids[:end]])
                 logits.append(self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1])
             fresh = range(0 if end == self.prompt else end - 1, end)
@@ -160,7 +183,8 @@ class Witness:
                 norms=dict(enumerate(keys[h].norm(dim=-1).tolist())), noise=self.births(layer, h),
                 evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
                 values=dict(enumerate(values[h].double().tolist())),
-                newest_rows=self.newest_rows(layer, h, probabilities),
+                newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
+                queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
         for h, stay in enumerate(decided):

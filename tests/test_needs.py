@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
-from tiny import Streams, run_core
+from tiny import Streams, run_core, stock
 from torch import Tensor
 
-from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs
+from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, RoPE, query_statistics
 from kvexp.core import eviction_layer as layer_module
+from kvexp.core.query_statistics import QueryStatistics
 from kvexp.errors import ConfigError
-from kvexp.methods import CAOTE, H2O, KeyDiff, KNorm
+from kvexp.methods import CAOTE, H2O, ExpectedAttention, KeyDiff, KNorm
+from kvexp.models import EvictionCache, patch_model
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ def test_an_undeclared_need_is_not_computed_and_leaves_the_fast_step(
         raise AssertionError("computed")
 
     monkeypatch.setattr(layer_module, "newest_attention", refuse)
+    monkeypatch.setattr(layer_module, "QueryStatistics", refuse)
     seen = run_core(CacheConfig(method, Budget(tokens=6)), Streams.random(3, 12), (9, 1, 1, 1))
     assert seen.states[0].fast_path_allowed == (method.name != "knorm")  # its score comes with the key
 
@@ -66,6 +70,60 @@ def test_the_newest_attention_is_each_query_heads_own(mode: str) -> None:
             want = torch.softmax(x * streams.q.shape[-1] ** -0.5, dim=-1)
             torch.testing.assert_close(attention[row, head][:, slots].double(), want)
             torch.testing.assert_close(attention[row, head].sum(-1).double(), torch.ones(5).double())
+
+
+@dataclass(frozen=True)
+class QueryWatcher(Method):
+    """Keeps the newest, and writes down the statistics of the prompt's queries."""
+
+    seen: tuple[list[QueryStatistics | None], ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries_after=2)
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        self.seen[0].append(ctx.query_statistics)
+        return ctx.positions.float()
+
+
+@pytest.mark.parametrize("widths", [(11, 1), (1, 4, 6, 1), (3,) + (1,) * 9])
+def test_query_statistics_do_not_depend_on_chunks_or_padding(
+    widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean and covariance of a row's own queries, from its third token to the prompt's end, whatever came together."""
+    monkeypatch.setattr(query_statistics, "BLOCK", 4)
+    notes: list[QueryStatistics | None] = []
+    streams, mask = Streams.random(5, 12).padded([3, 0])
+    run_core(CacheConfig(QueryWatcher(seen=(notes,)), Budget(tokens=5)), streams, widths, mask=mask, prompt=11)
+    assert len(notes) == 2 and notes[0] is notes[1]  # evicts while decoding: they stay, and no decoded query is in them
+    made = notes[0]
+    assert made is not None and made.count.tolist() == [6, 9]
+    mean, covariance = made.at(torch.tensor([8, 11]), 3)
+    for row, first in enumerate((5, 2)):
+        queries = streams.q[0, row, :, first:11].unflatten(0, (3, 5))  # [H, G, n, D]
+        torch.testing.assert_close(mean[row].double(), queries.mean(2), rtol=1e-5, atol=1e-5)
+        apart = queries - queries.mean(2, keepdim=True)
+        want = apart.transpose(-1, -2) @ apart / apart.shape[2]
+        torch.testing.assert_close(covariance[row].double(), want, rtol=1e-5, atol=1e-5)
+    made.select_rows(torch.tensor([1, 1]))
+    assert made.count.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_the_mean_rotation_is_the_mean_of_ropes_rotations(interleaved: bool) -> None:
+    rope = RoPE(torch.tensor([1.0, 0.1, 0.01]), interleaved)
+    positions, vectors = torch.tensor([[4, 5, 9]]), torch.randn(1, 2, 1, 7, generator=torch.Generator().manual_seed(1))
+    turned = [rope.rotate_by(vectors, torch.full((1, 1, 1), place)) for place in (4, 5, 9)]
+    rotation = query_statistics.mean_rotation(rope, positions, 7)[:, None]
+    torch.testing.assert_close(vectors @ rotation.transpose(-1, -2), torch.stack(turned).mean(0))
+
+
+def test_rope_that_changes_with_length_is_refused_for_query_statistics() -> None:
+    model = patch_model(copy.deepcopy(stock("llama")))
+    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ConfigError, match="method expected_attention, which turns queries back, cannot work with rope"):
+        EvictionCache(model, ExpectedAttention(), Budget(tokens=9))
 
 
 def test_needs_that_are_no_declaration_are_refused() -> None:

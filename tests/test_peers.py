@@ -9,6 +9,7 @@ What each parameter is called over there, and where the two differ on purpose:
     SnapKVPress(window_size, kernel_size) SnapKV(window, kernel, pool="avg"): softmax over all keys, window included
     TOVAPress()                           TOVA(protect_recent=1): it always keeps the newest token, the paper does not
     KeyDiffPress()                        KeyDiff(protect_recent=0): it protects nothing
+    ExpectedAttentionPress(n_sink, ...)   ExpectedAttention(n_sinks, ...)
     CURPress(num_sinks, local_window_size) CUR(n_sinks, block): its last block is filled with zeros
     LagKVPress(n_sink, lag_size)          LagKV(n_sinks, lag), where no rank is shared between kept and dropped tokens
 """
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.methods import CUR, TOVA, KeyDiff, KNorm, LagKV, SnapKV, StreamingLLM
+from kvexp.methods import CUR, TOVA, ExpectedAttention, KeyDiff, KNorm, LagKV, SnapKV, StreamingLLM
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORT = ROOT / ".peers" / "kvpress.npz"
 SCRIPT = ROOT / "tests" / "peers" / "export_kvpress.py"
 CASES = ("eager", "sdpa")
-METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur")
+METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur", "expected_attention")
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [
     {"mode": "overwrite"},
@@ -75,6 +76,13 @@ class Export:
             return SnapKV(window=options["window_size"], kernel=options["kernel_size"], pool="avg")
         if name == "lagkv":
             return LagKV(n_sinks=options["n_sink"], lag=options["lag_size"])
+        if name == "expected_attention":
+            return ExpectedAttention(
+                n_sinks=options.get("n_sink", 4),
+                n_future=options.get("n_future_positions", 512),
+                covariance=options.get("use_covariance", True),
+                epsilon=options.get("epsilon", 0.0),
+            )
         if name == "cur":
             leverage = "mean" if options.get("leverage_type") == "kv_avg" else "product"
             return CUR(n_sinks=options["num_sinks"], block=options["local_window_size"], leverage=leverage)
@@ -132,6 +140,9 @@ def test_same_sets(export: Export, case: str, name: str, how: dict[str, Any]) ->
         ("tova", TOVA()),
         ("keydiff", KNorm()),
         ("lagkv", LagKV(n_sinks=1, lag=15)),
+        ("expected_attention", ExpectedAttention(n_future=31, covariance=False)),
+        ("expected_attention", ExpectedAttention(n_future=31, weight="none")),
+        ("expected_attention", ExpectedAttention(n_future=512)),
         ("cur", CUR(block=15)),
         ("cur", CUR(block=14, leverage="mean")),
         ("keydiff", KeyDiff(protect_recent=1)),

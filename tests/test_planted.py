@@ -20,6 +20,7 @@ from kvexp.methods import (
     H2OC,
     TOVA,
     DilatedWindow,
+    ExpectedAttention,
     Full,
     H2ODamping,
     Ideal,
@@ -101,6 +102,9 @@ TABLE: dict[str, tuple[Method, str]] = {
     # Values have one length, but the sink's is empty: a share of 1/15 in the first block and of 1/16 in all others, so
     # four sinks and the block's newest seven stay, 9 to 15; where the sink says something too, the newest. Once.
     "cur, value": (CUR(leverage="value"), "++ ----- -+ -- - -"),
+    # What the mean prompt query looks at, and what few look at strongly, for exp(logit) is lopsided: eight mentions of
+    # 92 rows give the needle 14 * 8 / 92 = 1.2 and 14^2 * 0.079 / 2 = 7.8, two of them 0.3 and 2.1, a P 4. Once.
+    "expected_attention": (ExpectedAttention(), "++ +-++- ++ -+ + -"),
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
     "keydiff": (KeyDiff(), "++ +++++ ++ ++ + +"),

@@ -25,6 +25,7 @@ from kvexp.methods import (
     H2O,
     TOVA,
     DilatedWindow,
+    ExpectedAttention,
     Full,
     H2ODamping,
     KeyAttention,
@@ -61,13 +62,14 @@ METHODS: dict[str, Method] = {
     "snapkv": SnapKV(window=2, kernel=3),
     "knorm": KNorm(),
     "keydiff": KeyDiff(),
+    "expected_attention": ExpectedAttention(n_sinks=1, n_future=7),
     "cur": CUR(n_sinks=1, block=4),
     "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
     "random": Random(),
     "spatten": SpAtten(),
 }
-PREFILL_ONLY = ("snapkv", "lagkv", "cur")
+PREFILL_ONLY = ("snapkv", "lagkv", "cur", "expected_attention")
 SOME = (
     "h2o",
     "h2o_damping",

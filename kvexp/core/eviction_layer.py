@@ -21,6 +21,7 @@ from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.needs import newest_attention
 from kvexp.core.observe import accumulate
+from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
@@ -69,6 +70,7 @@ class EvictionLayer:
         self.has_evicted = False
         self.first_eviction: list[int | None] = []  # see above
         self.retained_attention: Tensor | None = None  # [B], see RetainedAttention
+        self.query_statistics: QueryStatistics | None = None  # of the prompt, until the last eviction that needs it
         self.backend = make_backend(self.config.mode, self.config.evict_every)
         self.memory_tracker.set_resident(self.index, 0)
 
@@ -110,12 +112,19 @@ class EvictionLayer:
         """
         slots, sequence = self.require_slots(), self.sequence
         self._update_score(slots, inputs, probabilities, seen)
+        needs = self.config.method.needs
+        if needs.queries_after is not None and sequence.in_prompt:
+            if self.query_statistics is None:
+                self.query_statistics = QueryStatistics(needs.queries_after, inputs)
+            self.query_statistics.add(inputs)
         if self._should_evict():
             before = RetainedAttention.before(inputs, slots) if sequence.in_prompt else None
-            attention = newest_attention(inputs, probabilities) if self.config.method.needs.newest_attention else None
+            attention = newest_attention(inputs, probabilities) if needs.newest_attention else None
             self._evict(slots, inputs.params, attention)
             if before is not None:
                 self.retained_attention = before.after(slots)
+            if not self.config.method.evicts_while_decoding:
+                self.query_statistics = None
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
         sequence.layer_done()
 
@@ -305,7 +314,9 @@ class EvictionLayer:
         resolved = self.resolved_budget
         assert resolved is not None
         seeds = self.sequence.seeds.to(newest.device)
-        return EvictionContext(slots, self.index, resolved.slots_t, resolved.recent_t, newest, seeds, attention)
+        return EvictionContext(
+            slots, self.index, resolved.slots_t, resolved.recent_t, newest, seeds, attention, self.query_statistics
+        )
 
     def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None) -> None:
         """Evict by the method's priority, and record the first eviction of each row.
@@ -381,6 +392,8 @@ class EvictionLayer:
             self.memory_tracker.set_resident(self.index, self.slots.kv_bytes, self.slots.take_peak_bytes())
         if self.resolved_budget is not None:
             self.resolved_budget.select_rows(rows, same_prompts=same_prompts)
+        if self.query_statistics is not None:
+            self.query_statistics.select_rows(rows)
         if not same_prompts:
             self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
             if self.retained_attention is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.needs import NOTHING, Needs
+from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
 from kvexp.deprecation import OldName, deprecated_names, keep_old_hooks
@@ -36,7 +37,8 @@ class EvictionContext:
     slots: keys, values, positions, scores; layer: its number; budget [B]: slots per kv head; recent [B]: how many of
     the newest tokens in the cache are protected (one less than the method's window where the budget counts the coming
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
-    [B, H, G, S]: the newest query's softmax in each query head; None where the method's `needs` do not declare it.
+    [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; both None where the
+    method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -46,6 +48,7 @@ class EvictionContext:
     newest: Tensor
     seeds: Tensor
     newest_attention: Tensor | None = None
+    query_statistics: QueryStatistics | None = None
 
     @property
     def positions(self) -> Tensor:

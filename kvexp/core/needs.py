@@ -15,9 +15,12 @@ class Needs:
     """The declaration of a method's needs. Caches of a method that declares one take the ordinary decode step.
 
     newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
+    queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
+    this one on; None: not needed.
     """
 
     newest_attention: bool = False
+    queries_after: int | None = None
 
 
 NOTHING = Needs()

@@ -4,6 +4,7 @@ from kvexp.methods.a2sf import A2SF
 from kvexp.methods.caote import CAOTE
 from kvexp.methods.cur import CUR
 from kvexp.methods.dilated_window import DilatedWindow
+from kvexp.methods.expected_attention import ExpectedAttention
 from kvexp.methods.full import Full
 from kvexp.methods.h2o import H2O
 from kvexp.methods.h2o_c import H2OC
@@ -30,6 +31,7 @@ __all__ = [
     "H2OC",
     "TOVA",
     "DilatedWindow",
+    "ExpectedAttention",
     "Full",
     "H2ODamping",
     "Ideal",

@@ -116,7 +116,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
             check_retrieval(model.config, method)
         check_positions(model.config, config)
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
-        rope = rope_of(model) if moves_keys else None
+        turns_queries = method.needs.queries_after is not None
+        why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns queries back,"
+        rope = rope_of(model, why) if moves_keys or turns_queries else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,

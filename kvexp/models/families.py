@@ -109,8 +109,8 @@ def _own(config: Any, name: str) -> str:
     return str(getattr(config, "attribute_map", {}).get(name, name))
 
 
-def rope_of(model: Any) -> RoPE | None:
-    """The model's RoPE as inverse frequencies; None for families without RoPE.
+def rope_of(model: Any, why: str = "positions=renumbered") -> RoPE | None:
+    """The model's RoPE as inverse frequencies; None for families without RoPE. why: what needs it, for errors.
 
     Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are in them. GPT-J, which
     has no such module, makes its table from the base 10000.
@@ -120,9 +120,7 @@ def rope_of(model: Any) -> RoPE | None:
         return None
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        raise ConfigError(
-            f"positions=renumbered cannot work with rope_type {kind!r}: its frequencies change with length"
-        )
+        raise ConfigError(f"{why} cannot work with rope_type {kind!r}: its frequencies change with length")
     if config.model_type == "gptj":
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width

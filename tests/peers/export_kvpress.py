@@ -32,6 +32,7 @@ PRESSES = {
     "keydiff": kvpress.KeyDiffPress,
     "lagkv": kvpress.LagKVPress,
     "cur": kvpress.CURPress,
+    "expected_attention": kvpress.ExpectedAttentionPress,
 }
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding (the two sides'
 # logits differ by some 1e-5 of their spread) does not choose. A seed that comes closer is refused;
@@ -61,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
             "keydiff": {},
             "lagkv": {"n_sink": 1, "lag_size": 16},
             "cur": {"num_sinks": 4, "local_window_size": 14},
+            "expected_attention": {"n_future_positions": 31},
         },
         "ratios": {"lagkv": (0.25, 0.512, 0.77, 0.82)},
     },
@@ -85,6 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
             "keydiff": {},
             "lagkv": {"n_sink": 3, "lag_size": 16},
             "cur": {"num_sinks": 2, "local_window_size": 10, "leverage_type": "kv_avg"},
+            "expected_attention": {"n_sink": 3, "epsilon": 0.02, "use_covariance": False, "n_future_positions": 3},
         },
         "ratios": {"lagkv": (0.265, 0.53, 0.745, 0.85)},
     },

@@ -1,0 +1,67 @@
+"""ExpectedAttention: the attention that queries to come are expected to pay, times the size of the value."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core import EvictionContext, Method, Needs
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Method):
+    """z[j] = scale * mu.key_j + scale^2 / 2 * key_j.Sigma.key_j in each query head; p = softmax(z) over slots;
+    s[j] = (mean over a kv head's query heads of p[j] + epsilon) * ||v_j||_2; keep = sinks U top of s. Chosen once,
+    after prefill; nothing is evicted while decoding.
+
+    mu and Sigma: mean and covariance of the prompt's queries before RoPE, without the sinks', turned by the mean of
+    RoPE's matrices over the `n_future` positions that follow. exp(z) is the mean of exp(logit) over normal queries.
+    Source: Devoto et al., arXiv:2510.00636, as in kvpress's ExpectedAttentionPress, which sets the defaults
+    (`epsilon=0.02` is the paper's). `covariance=false` leaves Sigma out, `weight="none"` the values. Departures: each
+    kv head has the same budget (the paper's differ by head); the paper weighs by the value's size behind the output
+    projection, and evicts again while decoding; models without RoPE have their queries as they are.
+    """
+
+    name: ClassVar[str] = "expected_attention"
+    evicts_while_decoding: ClassVar[bool] = False
+    n_sinks: int = 4
+    n_future: int = 512
+    covariance: bool = True
+    epsilon: float = 0.0
+    weight: Literal["value", "none"] = "value"
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if self.n_future < 1:
+            raise ConfigError(f"n_future must be at least 1 position, got {self.n_future}")
+        if self.epsilon < 0:
+            raise ConfigError(f"epsilon must be at least 0, got {self.epsilon:g}")
+        if self.weight not in ("value", "none"):
+            raise ConfigError(f"weight must be value or none, got {self.weight!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries_after=self.n_sinks)
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        statistics, length = ctx.query_statistics, ctx.slots.length
+        assert statistics is not None
+        keys, values = (x[:, :, :length].float() for x in (ctx.slots.keys, ctx.slots.values))
+        mean, covariance = statistics.at(ctx.newest + 1, self.n_future)
+        z = mean @ keys.transpose(-1, -2) * statistics.scale  # [B, H, G, S]
+        if self.covariance:
+            spread = [((keys @ each) * keys).sum(-1) for each in covariance.unbind(2)]
+            z = z + torch.stack(spread, dim=2) * (statistics.scale**2 / 2)
+        z = z.masked_fill(~(ctx.held() & (ctx.positions >= self.n_sinks))[:, :, None], -torch.inf)
+        # In logarithms, where a softmax would round small shares to 0 and leave their order to chance.
+        log_share = z.log_softmax(-1).logsumexp(2) - math.log(z.shape[2])
+        size = torch.linalg.vector_norm(values, dim=-1) if self.weight == "value" else torch.ones_like(log_share)
+        return log_share + size.log() if self.epsilon == 0 else (log_share.exp() + self.epsilon) * size
