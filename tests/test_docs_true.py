@@ -140,3 +140,11 @@ def test_a_class_that_is_not_exported_and_an_import_that_fails_are_told_apart(tm
         build({"_target_": "kvexp.methods.broken.H2O"}, "method", within="kvexp.methods")
     with pytest.raises(ConfigError, match=r"there is no kvexp\.methods\.gone\.H2O"):
         build({"_target_": "kvexp.methods.gone.H2O"}, "method", within="kvexp.methods")
+
+
+def test_the_index_of_decisions_has_every_entry_of_its_pages():
+    index = (ROOT / "DECISIONS.md").read_text("utf-8")
+    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    listed = re.findall(r"\| (20\d\d-.*) \|$", index, re.M)
+    entries = [head for page in pages for head in re.findall(r"^## (20\d\d-.*)$", page.read_text("utf-8"), re.M)]
+    assert entries and sorted(listed) == sorted(entries)
