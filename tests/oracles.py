@@ -20,8 +20,8 @@ class Past:
     heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
     model[i][kv head] = list of rows. norms: key norms. keys, values: of this kv head, by position. newest_rows: the
     newest query's row in each query head of the kv head. queries: the prompt's before RoPE, of the same query heads.
-    pairs: of dimensions that RoPE turns, and by how much a position. evictions: the newest position at each earlier
-    eviction.
+    pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
+    projection, in the same query heads. evictions: the newest position at each earlier eviction.
     """
 
     rows: list[Row]
@@ -38,6 +38,7 @@ class Past:
     newest_rows: list[Row] = field(default_factory=list)
     queries: list[list[list[float]]] = field(default_factory=list)
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
+    output_norms: list[Row] = field(default_factory=list)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
 
@@ -262,10 +263,8 @@ def expected_logits(queries: list[list[float]], keys: dict[int, list[float]], ro
     return result
 
 
-def expected_attention(past: Past) -> set[int]:
-    """One sink, which is no query either; 5 positions to come."""
-    if past.newest >= past.prompt:
-        return set(past.held)
+def expected_shares(past: Past) -> list[Row]:
+    """Per query head, the log of each token's share of exp(expected logit); one sink, which is no query either."""
     keys = {p: past.keys[p] for p in past.held if p >= 1}
     rotation = mean_rotation(past.pairs, len(past.keys[0]), range(past.prompt, past.prompt + 5))
     heads = []
@@ -274,12 +273,27 @@ def expected_attention(past: Past) -> set[int]:
         most = max(z.values())
         whole = most + math.log(sum(math.exp(v - most) for v in z.values()))
         heads.append({p: v - whole for p, v in z.items()})
+    return heads
+
+
+def expected_attention(past: Past) -> set[int]:
+    """Five positions to come; shares may be too small for a float, so their logarithms are added up."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    heads = expected_shares(past)
 
     def value(p: int) -> float:
-        most = max(head[p] for head in heads)  # a share may be too small for a float
+        most = max(head[p] for head in heads)
         return most + math.log(sum(math.exp(head[p] - most) for head in heads)) + math.log(math.hypot(*past.values[p]))
 
     return top(past, value, sinks=1)
+
+
+def expected_attention_paper(past: Past) -> set[int]:
+    if past.newest >= past.prompt:
+        return set(past.held)
+    each = list(zip(expected_shares(past), past.output_norms, strict=True))
+    return top(past, lambda p: sum((math.exp(share[p]) + 0.02) * norm[p] for share, norm in each), sinks=1)
 
 
 def random(past: Past) -> set[int]:

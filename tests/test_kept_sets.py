@@ -75,6 +75,10 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "lagkv": (LagKV(n_sinks=1, lag=2), oracles.lagkv),
     "cur": (CUR(n_sinks=1, block=4), oracles.cur),
     "expected_attention": (ExpectedAttention(n_sinks=1, n_future=5), oracles.expected_attention),
+    "expected_attention_paper": (
+        ExpectedAttention(n_sinks=1, n_future=5, epsilon=0.02, weight="output"),
+        oracles.expected_attention_paper,
+    ),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -184,6 +188,7 @@ class Witness:
                 evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
                 values=dict(enumerate(values[h].double().tolist())),
                 newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
+                output_norms=self.output_norms(layer, h, values[h].double()),
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
@@ -213,6 +218,15 @@ class Witness:
         """The newest query's attention to what the kv head holds, in each of its query heads."""
         heads = range(h * self.group, (h + 1) * self.group)
         return [{p: float(probabilities[i, -1, p]) for p in self.held[layer][h]} for i in heads]
+
+    def output_norms(self, layer: int, h: int, values: Tensor) -> list[Row]:
+        """The size of values [N, D] behind the output projection, in each query head of the kv head."""
+        attention = [m for m in self.model.modules() if type(m).__name__.endswith("Attention")][layer]
+        name = next(name for name in ("o_proj", "out_proj", "c_proj") if hasattr(attention, name))
+        weight = getattr(attention, name).weight.double()
+        weight = weight.T if name == "c_proj" else weight  # [width, heads * D]
+        blocks = weight.split(values.shape[1], dim=1)[h * self.group : (h + 1) * self.group]
+        return [dict(enumerate((values @ block.T).norm(dim=-1).tolist())) for block in blocks]
 
     def noise(self, layer: int, fresh: range) -> Tensor | None:
         if not isinstance(self.method, Keyformer):

@@ -8,15 +8,18 @@ from itertools import product
 
 import pytest
 import torch
-from tiny import Streams, run_core, stock
+from tiny import CONFIGS, Streams, run_core, stock, tiny
 from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, RoPE, query_statistics
 from kvexp.core import eviction_layer as layer_module
+from kvexp.core.needs import output_norms
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.errors import ConfigError
 from kvexp.methods import CAOTE, H2O, ExpectedAttention, KeyDiff, KNorm
 from kvexp.models import EvictionCache, patch_model
+from kvexp.models.families import num_kv_heads
+from kvexp.models.output_projection import NAMES, output_factors
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,54 @@ def test_needs_that_are_no_declaration_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"Undeclared\.needs must be a property .* that gives a Needs, got 'values'"):
         CacheConfig(Undeclared(), Budget(tokens=4))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_factors_keep_the_size_of_a_projected_value_in_every_family(family: str) -> None:
+    """A value put into one query head's place, through the module itself less what it makes of nothing."""
+    model = tiny(family)
+    kv_heads = num_kv_heads(model.config)
+    attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    for attention, factors in zip(attentions, output_factors(model), strict=True):
+        projection = next(getattr(attention, name) for name in NAMES if hasattr(attention, name))
+        group, width = factors.shape[1], factors.shape[-1]
+        values = torch.randn(1, kv_heads, 4, width, generator=torch.Generator().manual_seed(2))
+        got = output_norms(values, factors)  # [1, H, G, 4]
+        for h, g in product(range(kv_heads), range(group)):
+            heads = torch.zeros(4, kv_heads * group, width)
+            heads[:, h * group + g] = values[0, h]
+            with torch.no_grad():
+                out = projection(heads.flatten(1)) - projection(torch.zeros(1, kv_heads * group * width))
+            torch.testing.assert_close(got[0, h, g], out.norm(dim=-1), rtol=1e-4, atol=1e-5)
+
+
+def test_factors_are_made_once_shared_by_forks_and_follow_the_weights() -> None:
+    model = patch_model(copy.deepcopy(stock("llama")))
+    method = ExpectedAttention(n_sinks=1, weight="output")
+    cache = EvictionCache(model, method, Budget(tokens=5))
+    with torch.no_grad():
+        model(torch.arange(9)[None], past_key_values=cache)
+    first = output_factors(model)
+    assert all(mine is theirs for mine, theirs in zip(first, output_factors(model), strict=True))
+    assert all(
+        state.output_factors is factor for state, factor in zip(cache.fork([0]).layer_states, first, strict=True)
+    )
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(2)
+    torch.testing.assert_close(output_factors(model)[0].abs(), 2 * first[0].abs())
+    plain = EvictionCache(model, ExpectedAttention(n_sinks=1), Budget(tokens=5))
+    assert all(state.output_factors is None for state in plain.layer_states)
+
+
+def test_a_projection_that_is_no_matrix_of_numbers_is_refused() -> None:
+    model = patch_model(copy.deepcopy(stock("llama")))
+    model.model.layers[1].self_attn.o_proj = torch.nn.Identity()
+    with pytest.raises(ConfigError, match=r"projection of this llama model is a Identity whose weight is no"):
+        EvictionCache(model, ExpectedAttention(weight="output"), Budget(tokens=9))
+
+
+def test_the_size_of_projected_values_needs_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"make the cache with kvexp\.models\.EvictionCache"):
+        run_core(
+            CacheConfig(ExpectedAttention(n_sinks=1, weight="output"), Budget(tokens=6)), Streams.random(3, 9), (9,)
+        )

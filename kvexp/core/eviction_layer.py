@@ -39,7 +39,7 @@ class EvictionLayer:
     Rows are independent unless the method adds up their scores. config: of the whole cache; index: the layer's number,
     of `layers`; sequence, memory_tracker, shared, buffers: common to all layers of the cache. first_eviction: per row,
     decode tokens seen when the first slot was lost; None: not yet. retained_attention [B]: see `RetainedAttention`;
-    None until there was an eviction at the end of the prompt.
+    None until there was an eviction at the end of the prompt. output_factors: of this layer, as in `EvictionContext`.
     """
 
     _stack: fast_step.StackedLayer | None
@@ -53,10 +53,12 @@ class EvictionLayer:
         memory_tracker: MemoryTracker,
         shared: CrossLayerScore | None,
         buffers: CrossLayerBuffers | None = None,
+        output_factors: Tensor | None = None,
     ) -> None:
         self.config, self.index, self.layers = config, index, layers
         self.sequence, self.memory_tracker, self.cross_layer_score = sequence, memory_tracker, shared
         self.cross_layer_buffers = CrossLayerBuffers(1) if buffers is None else buffers  # of all layers of this cache
+        self.output_factors = output_factors
         self.score_spec = config.method.score_spec
         self.fast_path_allowed = fast_step.supports_fast_decode(config, shared is not None)
         self.reset()
@@ -313,9 +315,16 @@ class EvictionLayer:
         """The `EvictionContext` of these slots; newest [B]: position id of the newest token; attention: its own."""
         resolved = self.resolved_budget
         assert resolved is not None
-        seeds = self.sequence.seeds.to(newest.device)
         return EvictionContext(
-            slots, self.index, resolved.slots_t, resolved.recent_t, newest, seeds, attention, self.query_statistics
+            slots,
+            self.index,
+            resolved.slots_t,
+            resolved.recent_t,
+            newest,
+            self.sequence.seeds.to(newest.device),
+            newest_attention=attention,
+            query_statistics=self.query_statistics,
+            output_factors=self.output_factors,
         )
 
     def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvexp.core.needs import NOTHING, Needs
+from kvexp.core.needs import NOTHING, Needs, output_norms
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
@@ -37,8 +37,8 @@ class EvictionContext:
     slots: keys, values, positions, scores; layer: its number; budget [B]: slots per kv head; recent [B]: how many of
     the newest tokens in the cache are protected (one less than the method's window where the budget counts the coming
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
-    [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; both None where the
-    method's `needs` do not declare them.
+    [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
+    [H, G, n, Dv]: see `output_norms`. All three are None where the method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -49,6 +49,7 @@ class EvictionContext:
     seeds: Tensor
     newest_attention: Tensor | None = None
     query_statistics: QueryStatistics | None = None
+    output_factors: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -67,6 +68,18 @@ class EvictionContext:
     def age(self) -> Tensor:
         """Age [B, H, S] int64 of every slot in tokens: 0 for the newest token, 1 for the one before."""
         return self.newest[:, None, None] - self.positions
+
+    def output_norms(self) -> Tensor:
+        """||W v_j||_2 [B, H, G, S] float32: every value's size behind each query head's block of the output projection.
+
+        ConfigError where the cache was made without a model.
+        """
+        if self.output_factors is None:
+            raise ConfigError(
+                "the size of projected values needs the model's output projection: declare Needs(output_norms=True) "
+                "and make the cache with kvexp.models.EvictionCache"
+            )
+        return output_norms(self.slots.values[:, :, : self.slots.length], self.output_factors)
 
     def just_left_window(self) -> Tensor:
         """[B, H, S] bool: the slot of the token that has just left the recent window."""

@@ -16,14 +16,25 @@ class Needs:
 
     newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
-    this one on; None: not needed.
+    this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
+    head.
     """
 
     newest_attention: bool = False
     queries_after: int | None = None
+    output_norms: bool = False
 
 
 NOTHING = Needs()
+
+
+def output_norms(values: Tensor, factors: Tensor) -> Tensor:
+    """||R v_j||_2 [B, H, G, S] of values [B, H, S, Dv]; factors R [H, G, n, Dv], float32.
+
+    With R of W = QR, the block of the output projection that a query head's output goes through, this is ||W v_j||_2.
+    """
+    sizes = [torch.linalg.vector_norm(values.float() @ each.transpose(-1, -2), dim=-1) for each in factors.unbind(1)]
+    return torch.stack(sizes, dim=2)
 
 
 def newest_attention(inputs: AttentionInputs, probabilities: Tensor | None) -> Tensor:

@@ -20,9 +20,10 @@ class ExpectedAttention(Method):
     mu and Sigma: mean and covariance of the prompt's queries before RoPE, without the sinks', turned by the mean of
     RoPE's matrices over the `n_future` positions that follow. exp(z) is the mean of exp(logit) over normal queries.
     Source: Devoto et al., arXiv:2510.00636, as in kvpress's ExpectedAttentionPress, which sets the defaults
-    (`epsilon=0.02` is the paper's). `covariance=false` leaves Sigma out, `weight="none"` the values. Departures: each
-    kv head has the same budget (the paper's differ by head); the paper weighs by the value's size behind the output
-    projection, and evicts again while decoding; models without RoPE have their queries as they are.
+    (`epsilon=0.02` and `weight="output"` are the paper's: ||W v_j||_2 behind the output projection in place of
+    ||v_j||_2, in each query head before their mean, which is our reading). `covariance=false` leaves Sigma out,
+    `weight="none"` the values. Departures: each kv head has the same budget (the paper's differ by head); nothing is
+    evicted while decoding (the paper does); models without RoPE have their queries as they are.
     """
 
     name: ClassVar[str] = "expected_attention"
@@ -31,7 +32,7 @@ class ExpectedAttention(Method):
     n_future: int = 512
     covariance: bool = True
     epsilon: float = 0.0
-    weight: Literal["value", "none"] = "value"
+    weight: Literal["value", "output", "none"] = "value"
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:
@@ -40,12 +41,12 @@ class ExpectedAttention(Method):
             raise ConfigError(f"n_future must be at least 1 position, got {self.n_future}")
         if self.epsilon < 0:
             raise ConfigError(f"epsilon must be at least 0, got {self.epsilon:g}")
-        if self.weight not in ("value", "none"):
-            raise ConfigError(f"weight must be value or none, got {self.weight!r}")
+        if self.weight not in ("value", "output", "none"):
+            raise ConfigError(f"weight must be value, output or none, got {self.weight!r}")
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries_after=self.n_sinks)
+        return Needs(queries_after=self.n_sinks, output_norms=self.weight == "output")
 
     @property
     def sinks(self) -> int:
@@ -62,6 +63,12 @@ class ExpectedAttention(Method):
             z = z + torch.stack(spread, dim=2) * (statistics.scale**2 / 2)
         z = z.masked_fill(~(ctx.held() & (ctx.positions >= self.n_sinks))[:, :, None], -torch.inf)
         # In logarithms, where a softmax would round small shares to 0 and leave their order to chance.
-        log_share = z.log_softmax(-1).logsumexp(2) - math.log(z.shape[2])
-        size = torch.linalg.vector_norm(values, dim=-1) if self.weight == "value" else torch.ones_like(log_share)
-        return log_share + size.log() if self.epsilon == 0 else (log_share.exp() + self.epsilon) * size
+        log_share = z.log_softmax(-1)
+        size = torch.ones_like(log_share)
+        if self.weight == "value":
+            size = torch.linalg.vector_norm(values, dim=-1)[:, :, None]
+        elif self.weight == "output":
+            size = ctx.output_norms()
+        if self.epsilon == 0:
+            return (log_share + size.log()).logsumexp(2) - math.log(z.shape[2])
+        return ((log_share.exp() + self.epsilon) * size).mean(2)

@@ -33,6 +33,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import LAYER_ATTR, check_patched
 from kvexp.models.families import check_positions, max_positions, num_layers, rope_of
+from kvexp.models.output_projection import output_factors
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
@@ -136,7 +137,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
         else:
             common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
-            states = [EvictionLayer(config, i, count, *common) for i in range(count)]
+            factors = output_factors(model) if method.needs.output_norms else [None] * count
+            states = [EvictionLayer(config, i, count, *common, factors[i]) for i in range(count)]
         super().__init__(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
@@ -200,7 +202,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
         # Slots are large: only the wanted rows are copied; everything else is copied whole.
         apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
-        for shared in (self.config, self.layers[0].model_config):
+        factors = [state.output_factors for state in self.layer_states if isinstance(state, EvictionLayer)]
+        for shared in (self.config, self.layers[0].model_config, *factors):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)
