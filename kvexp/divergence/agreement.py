@@ -21,7 +21,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import EPSILON_KL
 from kvexp.record.run_name import run_name
 from kvexp.results import table
-from kvexp.results.columns import Column, plain
+from kvexp.results.columns import Column, plain, shared_settings
 from kvexp.results.metric_agreement import FACTORS, agreement
 from kvexp.results.read import Folder, folders
 from kvexp.results.render import print_columns
@@ -71,9 +71,12 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
     console.print(Text("KL divergence from the full cache beside the task's metric", style="bold"))
     print_columns(rows, columns, 1, console)
     for row in rows:
+        _, labels = shared_settings([{**by_hash[name].labels, "hash": name} for name in row["hashes"]])
+        names = {each["hash"]: run_name(each) for each in labels}
         for one, other in row["contradicted"]:
-            names = [run_name(by_hash[name].labels) for name in (one, other)]
-            console.print(f"{row['task']}: {names[0]} diverges less than {names[1]}, which has more {row['metric']}")
+            console.print(
+                f"{row['task']}: {names[one]} diverges less than {names[other]}, which has more {row['metric']}"
+            )
 
 
 def parser() -> argparse.ArgumentParser:

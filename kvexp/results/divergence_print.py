@@ -140,7 +140,8 @@ def _ends(row: Row, name: str, digits: int) -> str:
 
 def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
     """A frame of `compared`; part: the rows of its runs."""
-    names = {row["hash"]: run_name(row) for row in part.to_dict("records")}  # type: ignore[arg-type]
+    made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
+    names = {row["hash"]: run_name(row) for row in shared_settings(made)[1]}
     rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
     columns = [
         Column("one", lambda row: names[row["one"]], right=False),

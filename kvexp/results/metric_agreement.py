@@ -42,8 +42,8 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     folders: runs and their baselines. tau, low, high: Kendall's tau-b, 1 where less KL is always the better score, and
     the middle 95 % of it over resampled examples (which add their own noise: it lies nearer to 0 than tau does).
     pairs, by_kl, by_metric, by_both: pairs of runs, and those that KL, the metric and both decide. contradicted: of
-    those that both decide, one against the other, the run with less KL and the run with the better score. kl_0.25,
-    kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the number of runs.
+    those that both decide, one against the other, the run with less KL and the run with the better score. hashes: of
+    all runs. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the number of runs.
     """
     found = list(folders)
     by_hash = {folder.run.hash: folder for folder in found}
@@ -102,7 +102,7 @@ def _row(runs: Sequence[Measured], shared: Sequence[str], metric: str, epsilon: 
     many = len(runs)
     resampled = _tau(-draws[:, :many] / draws[:, many : 2 * many], draws[:, 2 * many :])
     low, high = np.nanquantile(resampled, (0.025, 0.975)) if len(shared) >= stats.MIN_PAIRS else (math.nan, math.nan)
-    row: dict[str, Any] = {"n": len(shared), "runs": many}
+    row: dict[str, Any] = {"n": len(shared), "runs": many, "hashes": [run.folder.run.hash for run in runs]}
     row["tau"] = float(_tau(-kl.mean(axis=1, keepdims=True).T / tokens.mean(axis=1), score.mean(axis=1)[None])[0])
     row |= {"low": float(low), "high": float(high), **_pairs(runs, kl / tokens, score)}
     level = stats.corrected_level(many)
