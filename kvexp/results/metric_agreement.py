@@ -43,7 +43,8 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     the middle 95 % of it over resampled examples (which add their own noise: it lies nearer to 0 than tau does).
     pairs, by_kl, by_metric, by_both: pairs of runs, and those that KL, the metric and both decide. contradicted: of
     those that both decide, one against the other, the run with less KL and the run with the better score. hashes: of
-    all runs. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the number of runs.
+    all runs. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the
+    number of runs.
     """
     found = list(folders)
     by_hash = {folder.run.hash: folder for folder in found}
