@@ -19,9 +19,10 @@ class Past:
 
     heads: `rows` of every kv head of this layer. model: what all layers have seen so far, in the order they saw it:
     model[i][kv head] = list of rows. norms: key norms. keys, values: of this kv head, by position. newest_rows: the
-    newest query's row in each query head of the kv head. queries: the prompt's before RoPE, of the same query heads.
+    newest query's row in each query head of the kv head. queries: all so far, before RoPE, of the same query heads.
     pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
-    projection, in the same query heads. evictions: the newest position at each earlier eviction.
+    projection, slopes: of ALiBi (0: none), both in the same query heads. evictions: the newest position at each earlier
+    eviction.
     """
 
     rows: list[Row]
@@ -39,6 +40,7 @@ class Past:
     queries: list[list[list[float]]] = field(default_factory=list)
     pairs: list[tuple[int, int, float]] = field(default_factory=list)
     output_norms: list[Row] = field(default_factory=list)
+    slopes: list[float] = field(default_factory=list)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
 
@@ -294,6 +296,64 @@ def expected_attention_paper(past: Past) -> set[int]:
         return set(past.held)
     each = list(zip(expected_shares(past), past.output_norms, strict=True))
     return top(past, lambda p: sum((math.exp(share[p]) + 0.02) * norm[p] for share, norm in each), sinks=1)
+
+
+def largest_logits(past: Past, q: int) -> Row:
+    """What query q says of each token that it sees: the largest logit over the query heads."""
+    result: Row = {}
+    for queries, slope in zip(past.queries, past.slopes, strict=True):
+        turned = [row[0] for row in product(mean_rotation(past.pairs, len(queries[q]), range(q, q + 1)),
+                                            [[x] for x in queries[q]])]  # fmt: skip
+        for p in past.held:
+            if p <= q:
+                x = sum(a * b for a, b in zip(turned, past.keys[p], strict=True)) / math.sqrt(len(turned))
+                result[p] = max(result.get(p, -math.inf), x + slope * (p - q))
+    return result
+
+
+def softmax(x: Row) -> Row:
+    most = max(x.values())
+    e = {p: math.exp(v - most) for p, v in x.items()}
+    return {p: v / sum(e.values()) for p, v in e.items()}
+
+
+def redundancy(keys: dict[int, list[float]]) -> Row:
+    """How much other tokens' keys resemble each one's; each spares the newest of those with a cosine above a half."""
+    units = {p: unit(key) for p, key in keys.items()}
+    columns = dict.fromkeys(keys, 0.0)
+    for i in keys:
+        row = {j: sum(a * b for a, b in zip(units[i], units[j], strict=True)) for j in keys if j != i}
+        spared = max((j for j, cosine in row.items() if cosine > 0.5), default=None)
+        for j, cosine in row.items():
+            columns[j] += 0.0 if j == spared else cosine / len(keys)
+    return softmax(columns)
+
+
+def around(row: Row, held: list[int], p: int) -> float:
+    """The largest share among p and the tokens held right before and after it."""
+    at = held.index(p)
+    return max(row.get(j, 0.0) for j in held[max(0, at - 1) : at + 2])
+
+
+def rkv(past: Past) -> set[int]:
+    """The last 3 queries, whose tokens stay; kernel 3; nine parts of importance to one of redundancy."""
+    rows = [softmax(largest_logits(past, q)) for q in range(past.newest - 2, past.newest + 1)]
+    repeated = redundancy({p: past.keys[p] for p in past.held})
+
+    def score(p: int) -> float:
+        return 0.9 * sum(around(row, past.held, p) for row in rows) / 3 - 0.1 * repeated[p]
+
+    return top(past, score, recent=4)  # the 3 and the token to come
+
+
+def rkv_release(past: Past) -> set[int]:
+    """Attention among the tokens before the window, its mean pooled."""
+    older = past.held[:-3]
+    rows = [largest_logits(past, q) for q in range(past.newest - 2, past.newest + 1)]
+    shares = [softmax({p: row[p] for p in older}) for row in rows]
+    mean = {p: sum(row[p] for row in shares) / 3 for p in older}
+    repeated = redundancy({p: past.keys[p] for p in past.held})
+    return top(past, lambda p: 0.07 * around(mean, older, p) - 0.93 * repeated[p], recent=4)
 
 
 def random(past: Past) -> set[int]:

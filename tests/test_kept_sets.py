@@ -20,6 +20,7 @@ from oracles import Oracle, Past, Row
 from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import kvexp.methods
 from kvexp.core import Budget, Cadence, Method, Noise
@@ -31,6 +32,7 @@ from kvexp.methods import (
     CUR,
     H2O,
     H2OC,
+    RKV,
     TOVA,
     DilatedWindow,
     ExpectedAttention,
@@ -79,6 +81,8 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
         ExpectedAttention(n_sinks=1, n_future=5, epsilon=0.02, weight="output"),
         oracles.expected_attention_paper,
     ),
+    "rkv": (RKV(window=3, kernel=3, importance=0.9), oracles.rkv),
+    "rkv_release": (RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -152,6 +156,9 @@ class Witness:
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
         heads = CONFIGS[family].get("num_attention_heads", 3)
         self.group = heads // self.kv_heads
+        # ALiBi's row over two positions: minus the slope, and 0.
+        biases = build_mpt_alibi_tensor(heads, 2) if family == "mpt" else torch.zeros(heads, 1, 2)
+        self.slopes = [-float(bias[0, 0]) for bias in biases]
         self.visible = torch.ones(count, count).tril().bool().expand(LAYERS, heads, count, count).clone()
         self.held: list[list[list[int]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
         self.rows: list[list[list[Row]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
@@ -188,6 +195,7 @@ class Witness:
                 evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
                 values=dict(enumerate(values[h].double().tolist())),
                 newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
+                slopes=self.slopes[h * self.group : (h + 1) * self.group],
                 output_norms=self.output_norms(layer, h, values[h].double()),
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
             )  # fmt: skip
@@ -299,7 +307,7 @@ def test_other_modes(name: str, mode: str) -> None:
 def test_the_budget_bites() -> None:
     """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
     names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
-    names += ("keydiff", "caote")
+    names += ("keydiff", "caote", "rkv", "rkv_release")
     for family in FAMILIES:
         kept = [repr(truth(family, name, 0).kept) for name in names]
         assert len(set(kept)) == len(kept), family

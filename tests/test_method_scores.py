@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from oracles import keydiff_scores, lag_scores, moved
+from oracles import keydiff_scores, lag_scores, moved, redundancy
 from torch import Tensor
 
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
-from kvexp.methods import CAOTE, CUR, KeyDiff, LagKV
+from kvexp.methods import CAOTE, CUR, RKV, KeyDiff, LagKV
 
 
 def context(
@@ -102,3 +104,45 @@ def test_cur_by_hand() -> None:
     assert got["product"].tolist() == pytest.approx([0.15, 0.2, 1 / 6, 1 / 3])
     assert got["key"].tolist() == pytest.approx([0.2, 0.8, 1 / 3, 2 / 3])
     assert got["mean"].tolist() == pytest.approx([0.475, 0.525, 5 / 12, 7 / 12])
+
+
+NEAR = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [1.0, 0.05]])
+
+
+def logits_context(keys: Tensor, logits: Tensor) -> EvictionContext:
+    """As `context`, with the logits [G, n, S] of the last queries in one kv head."""
+    return replace(context(keys[None]), last_logits=logits[None, None])
+
+
+def test_rkv_redundancy_by_hand() -> None:
+    """Keys 0, 1 and 3 are alike: 3 is spared by the others, and spares 1. So 0 is the most redundant, not 3."""
+    want = [0.328, 0.2627, 0.2075, 0.2018]
+    nothing = torch.zeros(1, 1, 4)
+    got = -RKV(window=1, importance=0).priority(logits_context(NEAR, nothing))[0, 0]
+    assert got.tolist() == pytest.approx([*want[:3], -torch.inf], abs=1e-4)  # the newest stays
+    assert list(redundancy(dict(enumerate(NEAR.tolist()))).values()) == pytest.approx(want, abs=1e-4)
+
+
+def test_rkv_goes_by_position_and_not_by_slot() -> None:
+    """Slots out of order and a free one in between: neighbours and the newest similar key are the same."""
+    keys = torch.randn(9, 5, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(2, 3, 9, generator=torch.Generator().manual_seed(4))
+    places = torch.tensor([4, 0, 8, 2, 6, 1, 7, 3, 5])
+    for form in ("paper", "release"):
+        method = RKV(window=3, kernel=3, importance=0.5, form=form)
+        want = method.priority(logits_context(keys, logits))[0, 0]
+        ctx = logits_context(torch.cat([keys[places], torch.full((1, 5), 9.0)]),
+                             torch.cat([logits[..., places], torch.full((2, 3, 1), -torch.inf)], dim=-1))  # fmt: skip
+        ctx.slots.positions[0, 0] = torch.tensor([*places.tolist(), -1])
+        got = method.priority(replace(ctx, newest=torch.tensor([8])))[0, 0]
+        assert torch.equal(got[:-1], want[places])
+
+
+def test_rkv_importance_by_hand() -> None:
+    """Two query heads, two queries; the larger logit of the heads, then a softmax, then neighbours, then the mean."""
+    logits = torch.tensor([[[0.6, 0.1, 0.1], [0.2, 0.2, 0.6]], [[0.1, 0.3, 0.1], [0.1, 0.1, 0.1]]]).log()
+    keys = torch.eye(3)
+    paper = RKV(window=1, kernel=3, importance=1).priority(logits_context(keys, logits))[0, 0]
+    assert paper.tolist() == pytest.approx([(0.6 + 0.2) / 2, (0.6 + 0.6) / 2, torch.inf])
+    release = RKV(window=1, kernel=3, importance=1, form="release").priority(logits_context(keys, logits))[0, 0]
+    assert release.tolist() == pytest.approx([(2 / 3 + 1 / 2) / 2] * 2 + [torch.inf])

@@ -16,7 +16,7 @@ from kvexp.core import eviction_layer as layer_module
 from kvexp.core.needs import output_norms
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.errors import ConfigError
-from kvexp.methods import CAOTE, H2O, ExpectedAttention, KeyDiff, KNorm
+from kvexp.methods import CAOTE, H2O, RKV, ExpectedAttention, KeyDiff, KNorm
 from kvexp.models import EvictionCache, patch_model
 from kvexp.models.families import num_kv_heads
 from kvexp.models.output_projection import NAMES, output_factors
@@ -47,6 +47,7 @@ def test_an_undeclared_need_is_not_computed_and_leaves_the_fast_step(
 
     monkeypatch.setattr(layer_module, "newest_attention", refuse)
     monkeypatch.setattr(layer_module, "QueryStatistics", refuse)
+    monkeypatch.setattr(layer_module, "LastQueries", refuse)
     seen = run_core(CacheConfig(method, Budget(tokens=6)), Streams.random(3, 12), (9, 1, 1, 1))
     assert seen.states[0].fast_path_allowed == (method.name != "knorm")  # its score comes with the key
 
@@ -127,6 +128,47 @@ def test_rope_that_changes_with_length_is_refused_for_query_statistics() -> None
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ConfigError, match="method expected_attention, which turns queries back, cannot work with rope"):
         EvictionCache(model, ExpectedAttention(), Budget(tokens=9))
+
+
+@dataclass(frozen=True)
+class LogitsWatcher(Method):
+    """Keeps the newest, and writes down (position or -1, logits of the last four queries) at every eviction."""
+
+    seen: tuple[list[tuple[Tensor, Tensor]], ...] = ()
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=4)
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        assert ctx.last_logits is not None
+        self.seen[0].append((ctx.positions.masked_fill(~ctx.held(), -1), ctx.last_logits))
+        return ctx.positions.float()
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
+def test_the_last_queries_see_what_is_held_and_not_younger(mode: str) -> None:
+    """By position, against products written here: a row of three tokens, a chunked prompt, steps after evictions."""
+    notes: list[tuple[Tensor, Tensor]] = []
+    streams, mask = Streams.random(5, 15).padded([8, 0])
+    method = LogitsWatcher(seen=(notes,))
+    run_core(CacheConfig(method, Budget(tokens=5), mode=mode), streams, (4, 6, 1, 1, 1, 2), mask=mask, prompt=11)  # type: ignore[arg-type]
+    assert len(notes) == 4
+    for (positions, logits), end in zip(notes, (11, 12, 13, 15), strict=True):
+        assert logits.shape[:4] == (2, 3, 5, 4)
+        for row, head, back in product(range(2), range(3), range(1, 5)):
+            query, first = end - back, (8, 0)[row]
+            places, got = positions[row, head], logits[row, head, :, -back]
+            sees = (places >= 0) & (places <= query - first)
+            assert torch.equal(got.isfinite(), sees.expand(5, -1)), (row, back)
+            keys = streams.k[0, row, head, places[sees] + first]
+            want = streams.q[0, row, head * 5 : head * 5 + 5, query] @ keys.T * streams.q.shape[-1] ** -0.5
+            torch.testing.assert_close(got[:, sees].double(), want)
+
+
+def test_last_queries_and_renumbered_positions_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"method rkv compares earlier queries .* set cache\.positions=original"):
+        CacheConfig(RKV(), Budget(tokens=20), positions="renumbered")
 
 
 def test_needs_that_are_no_declaration_are_refused() -> None:

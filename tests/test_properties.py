@@ -23,6 +23,7 @@ from kvexp.methods import (
     CAOTE,
     CUR,
     H2O,
+    RKV,
     TOVA,
     DilatedWindow,
     ExpectedAttention,
@@ -66,6 +67,7 @@ METHODS: dict[str, Method] = {
     "cur": CUR(n_sinks=1, block=4),
     "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
+    "rkv": RKV(window=2, kernel=3),
     "random": Random(),
     "spatten": SpAtten(),
 }
@@ -81,6 +83,7 @@ SOME = (
     "knorm",
     "keydiff",
     "caote",
+    "rkv",
     "streaming_llm",
 )
 ALIKE = settings(
@@ -520,7 +523,7 @@ def test_repeated_rows_part_ways(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("name", ["h2o", "h2o_damping", "a2sf", "tova", "knorm", "streaming_llm"])
+@pytest.mark.parametrize("name", ["h2o", "h2o_damping", "a2sf", "tova", "knorm", "rkv", "streaming_llm"])
 def test_reordered_beams_keep_their_history(name: str, mode: str) -> None:
     """Two samples of 3 beams; beams are exchanged and doubled after steps that set them apart."""
     prompt, mask = pad_left(prompts_of(5, (17, 11)), 0, "cpu")

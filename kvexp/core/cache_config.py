@@ -91,6 +91,11 @@ class CacheConfig:
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         self._check_cadence()
+        if self.renumbered and method.needs.last_queries:
+            raise ConfigError(
+                f"method {method.name} compares earlier queries with the slots, which cache.positions=renumbered moves "
+                "from step to step: set cache.positions=original"
+            )
         if method.simulation_only and self.mode != "mask":
             raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
         if simulated and self.mode != "mask":

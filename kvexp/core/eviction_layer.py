@@ -17,6 +17,7 @@ from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
+from kvexp.core.last_queries import LastQueries
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.needs import newest_attention
@@ -73,6 +74,7 @@ class EvictionLayer:
         self.first_eviction: list[int | None] = []  # see above
         self.retained_attention: Tensor | None = None  # [B], see RetainedAttention
         self.query_statistics: QueryStatistics | None = None  # of the prompt, until the last eviction that needs it
+        self.last_queries: LastQueries | None = None  # where the method needs them
         self.backend = make_backend(self.config.mode, self.config.evict_every)
         self.memory_tracker.set_resident(self.index, 0)
 
@@ -119,10 +121,15 @@ class EvictionLayer:
             if self.query_statistics is None:
                 self.query_statistics = QueryStatistics(needs.queries_after, inputs)
             self.query_statistics.add(inputs)
+        if needs.last_queries:
+            if self.last_queries is None:
+                self.last_queries = LastQueries(needs.last_queries, inputs)
+            self.last_queries.add(inputs)
         if self._should_evict():
             before = RetainedAttention.before(inputs, slots) if sequence.in_prompt else None
             attention = newest_attention(inputs, probabilities) if needs.newest_attention else None
-            self._evict(slots, inputs.params, attention)
+            logits = None if self.last_queries is None else self.last_queries.logits(inputs)
+            self._evict(slots, inputs.params, attention, logits)
             if before is not None:
                 self.retained_attention = before.after(slots)
             if not self.config.method.evicts_while_decoding:
@@ -311,8 +318,10 @@ class EvictionLayer:
             self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device
         )
 
-    def _context(self, slots: Slots, newest: Tensor, attention: Tensor | None = None) -> EvictionContext:
-        """The `EvictionContext` of these slots; newest [B]: position id of the newest token; attention: its own."""
+    def _context(
+        self, slots: Slots, newest: Tensor, attention: Tensor | None = None, logits: Tensor | None = None
+    ) -> EvictionContext:
+        """The `EvictionContext` of these slots; newest [B]: position id of the newest token; see `_evict`."""
         resolved = self.resolved_budget
         assert resolved is not None
         return EvictionContext(
@@ -325,16 +334,17 @@ class EvictionLayer:
             newest_attention=attention,
             query_statistics=self.query_statistics,
             output_factors=self.output_factors,
+            last_logits=logits,
         )
 
-    def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None) -> None:
+    def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None, logits: Tensor | None) -> None:
         """Evict by the method's priority, and record the first eviction of each row.
 
-        attention [B, H, G, S]: of the newest query, where the method needs it.
+        attention [B, H, G, S]: of the newest query; logits [B, H, G, n, S]: of the last n; where the method needs them.
         """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         newest = self.sequence.num_real.to(slots.keys.device) - 1
-        ctx = self._context(slots, newest, attention)
+        ctx = self._context(slots, newest, attention, logits)
         method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
         window = params.sliding_window if self.config.positions == "original" else None
@@ -403,6 +413,8 @@ class EvictionLayer:
             self.resolved_budget.select_rows(rows, same_prompts=same_prompts)
         if self.query_statistics is not None:
             self.query_statistics.select_rows(rows)
+        if self.last_queries is not None:
+            self.last_queries.select_rows(rows)
         if not same_prompts:
             self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
             if self.retained_attention is not None:

@@ -38,7 +38,8 @@ class EvictionContext:
     the newest tokens in the cache are protected (one less than the method's window where the budget counts the coming
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
     [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
-    [H, G, n, Dv]: see `output_norms`. All three are None where the method's `needs` do not declare them.
+    [H, G, n, Dv]: see `output_norms`; last_logits [B, H, G, n, S]: of the newest queries, newest last, -inf where they
+    do not look. All four are None where the method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -50,6 +51,7 @@ class EvictionContext:
     newest_attention: Tensor | None = None
     query_statistics: QueryStatistics | None = None
     output_factors: Tensor | None = None
+    last_logits: Tensor | None = None
 
     @property
     def positions(self) -> Tensor:

@@ -17,12 +17,13 @@ class Needs:
     newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
-    head.
+    head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
     """
 
     newest_attention: bool = False
     queries_after: int | None = None
     output_norms: bool = False
+    last_queries: int = 0
 
 
 NOTHING = Needs()

@@ -17,6 +17,7 @@ from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
 from kvexp.methods.lagkv import LagKV
 from kvexp.methods.random import Random
+from kvexp.methods.rkv import RKV
 from kvexp.methods.snapkv import SnapKV
 from kvexp.methods.spatten import SpAtten
 from kvexp.methods.streaming_llm import StreamingLLM
@@ -29,6 +30,7 @@ __all__ = [
     "CUR",
     "H2O",
     "H2OC",
+    "RKV",
     "TOVA",
     "DilatedWindow",
     "ExpectedAttention",

@@ -1,0 +1,94 @@
+"""R-KV: slots that the last queries look at and that resemble few others are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize
+
+from kvexp.core import EvictionContext, Method, Needs
+from kvexp.errors import ConfigError
+
+GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
+BLOCK = 256  # rows of the cosine matrix at a time
+LAST = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True)
+class RKV(Method):
+    """I[j] = mean over the last `window` queries of the largest softmax(max over query heads of x_q) within `kernel`
+    neighbours of j; R = softmax over j of the mean of column j of the keys' cosine matrix, in which the diagonal and
+    each row's newest key with a cosine above `similar` are 0; s = `importance` * I - (1 - `importance`) * R;
+    keep = newest `window` U top of s.
+
+    Source: Cai et al., arXiv:2505.24133, equations 1-7, and the authors' release (window 8, kernel 7, similar 0.5).
+    `form="release"` is I as the release has it: softmax over the slots outside the window, and the mean pooled, not
+    each query's row; the release's `importance` is 0.07. Of the keys similar to one, the newest alone is spared, as in
+    the release (the paper: the newest beta). Departures: evicts after the prompt and at every decode step over budget,
+    the release every 128 tokens (`cache.evict_every=128`); a row without a similar key spares none (the release: its
+    first); with fewer tokens than `window`, the queries there are count; cosines are taken in steps of 2^-20.
+    """
+
+    name: ClassVar[str] = "rkv"
+    window: int = 8
+    kernel: int = 7
+    importance: float = 0.1
+    similar: float = 0.5
+    form: Literal["paper", "release"] = "paper"
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ConfigError(f"window must be at least 1 query, got {self.window}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
+        for setting in ("importance", "similar"):
+            if not 0 <= getattr(self, setting) <= 1:
+                raise ConfigError(f"{setting} must be in [0, 1], got {getattr(self, setting):g}")
+        if self.form not in ("paper", "release"):
+            raise ConfigError(f"form must be paper or release, got {self.form!r}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=self.window)
+
+    def recent(self, budget: int) -> int:
+        return self.window
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        # Neighbours and the newest similar key go by position; slots do not stand in that order after an eviction.
+        order = ctx.positions.masked_fill(~ctx.held(), LAST).argsort(dim=-1, stable=True)
+        held = ctx.held().gather(-1, order)
+        keys = ctx.slots.keys[:, :, : ctx.slots.length]
+        redundancy = self._redundancy(keys.gather(2, order[..., None].expand_as(keys)), held)
+        score = self.importance * self._importance(ctx, order) - (1 - self.importance) * redundancy
+        # The window stays whole also where the budget counts the coming token as one of the recent ones.
+        made = torch.empty_like(score).scatter_(-1, order, score).float()
+        return made.masked_fill(ctx.age() < self.window, torch.inf)
+
+    def _importance(self, ctx: EvictionContext, order: Tensor) -> Tensor:
+        """I [B, H, S] float64 of the slots in `order`."""
+        assert ctx.last_logits is not None
+        among = ctx.held() if self.form == "paper" else ctx.held() & (ctx.age() >= self.window)
+        x = ctx.last_logits.amax(2).double().masked_fill(~among[:, :, None], -torch.inf)
+        number = x.isfinite().any(-1).sum(-1).clamp_min(1)[..., None]  # queries that see something: padding does not
+        rows = x.softmax(-1).nan_to_num(0.0)
+        rows = rows.gather(-1, order[:, :, None].expand_as(rows))
+        if self.form == "release":
+            rows = rows.sum(2, keepdim=True)
+        pooled = max_pool1d(rows.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2)
+        return pooled.view(rows.shape).sum(2) / number
+
+    def _redundancy(self, keys: Tensor, held: Tensor) -> Tensor:
+        """R [B, H, S] float64 of keys [B, H, S, D], oldest first, of which `held` [B, H, S] count."""
+        units = normalize(keys.float(), dim=-1) * held[..., None]
+        columns = torch.arange(keys.shape[2], device=keys.device)
+        sums = torch.zeros(held.shape, dtype=torch.float64, device=keys.device)
+        for part in columns.split(BLOCK):
+            cosine = (units[:, :, part] @ units.transpose(-1, -2) * GRID).round()
+            cosine = cosine.masked_fill(part[:, None] == columns, 0.0)
+            alike = cosine > self.similar * GRID
+            spared = torch.where(alike, columns, -1).amax(-1, keepdim=True)
+            sums += cosine.masked_fill(columns == spared, 0.0).sum(2, dtype=torch.float64)
+        mean = sums / GRID / held.sum(-1, keepdim=True).clamp_min(1)
+        return mean.masked_fill(~held, -torch.inf).softmax(-1)
