@@ -298,6 +298,12 @@ def expected_attention_paper(past: Past) -> set[int]:
     return top(past, lambda p: sum((math.exp(share[p]) + 0.02) * norm[p] for share, norm in each), sinks=1)
 
 
+def vatp(past: Past) -> set[int]:
+    """Two sinks; half of the budget is the window; every row of attention times the sum of the value's sizes."""
+    size = {p: sum(abs(v) for v in past.values[p]) for p in past.held}
+    return top(past, lambda p: total(past.rows, p) * size[p], recent=past.budget // 2, sinks=2)
+
+
 def largest_logits(past: Past, q: int) -> Row:
     """What query q says of each token that it sees: the largest logit over the query heads."""
     result: Row = {}

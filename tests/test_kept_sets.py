@@ -34,6 +34,7 @@ from kvexp.methods import (
     H2OC,
     RKV,
     TOVA,
+    VATP,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -83,6 +84,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     ),
     "rkv": (RKV(window=3, kernel=3, importance=0.9), oracles.rkv),
     "rkv_release": (RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
+    "vatp": (VATP(n_sinks=2), oracles.vatp),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -307,7 +309,7 @@ def test_other_modes(name: str, mode: str) -> None:
 def test_the_budget_bites() -> None:
     """Where methods differ at all, so that agreeing means something: no two attention methods keep the same."""
     names = ("window", "key_attention", "h2o", "keyformer", "a2sf", "tova", "knorm", "random", "spatten")
-    names += ("keydiff", "caote", "rkv", "rkv_release")
+    names += ("keydiff", "caote", "rkv", "rkv_release", "vatp")
     for family in FAMILIES:
         kept = [repr(truth(family, name, 0).kept) for name in names]
         assert len(set(kept)) == len(kept), family

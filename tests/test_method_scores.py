@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
-from kvexp.methods import CAOTE, CUR, RKV, KeyDiff, LagKV
+from kvexp.methods import CAOTE, CUR, RKV, VATP, KeyDiff, LagKV
 
 
 def context(
@@ -146,3 +146,10 @@ def test_rkv_importance_by_hand() -> None:
     assert paper.tolist() == pytest.approx([(0.6 + 0.2) / 2, (0.6 + 0.6) / 2, torch.inf])
     release = RKV(window=1, kernel=3, importance=1, form="release").priority(logits_context(keys, logits))[0, 0]
     assert release.tolist() == pytest.approx([(2 / 3 + 1 / 2) / 2] * 2 + [torch.inf])
+
+
+def test_vatp_by_hand() -> None:
+    """Sizes 1, 1 and 2 by the sum of absolute values, of which signs take nothing away."""
+    values = torch.tensor([[[1.0, 0.0], [0.0, -1.0], [1.0, -1.0]]])
+    priority = VATP(n_sinks=0).priority(context(values, values, torch.tensor([[0.5, 0.3, 0.2]])))
+    assert priority[0, 0].tolist() == pytest.approx([0.5, 0.3, 0.4])

@@ -20,6 +20,7 @@ from kvexp.methods import (
     H2OC,
     RKV,
     TOVA,
+    VATP,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -65,6 +66,8 @@ TABLE: dict[str, tuple[Method, str]] = {
     "spatten": (SpAtten(), "++ +-++- +- -- + +"),
     # The same sum; five recent slots let newcomers collect (told) and hold the newest (recency).
     "h2o": (H2O(), "++ +-++- ++ ++ + -"),
+    # The same sum times the size of the value, which is one word's in all slots but the sink's, and that is protected.
+    "vatp": (VATP(n_sinks=1), "++ +-++- ++ ++ + -"),
     # Four sinks, four of that sum, four recent; at 12 slots of 96 tokens the compensation is not a slot yet.
     "h2o_c": (H2OC(), "++ +-++- ++ ++ + -"),
     # Nothing is damped before the first eviction, so prompts are as in h2o; 45 steps leave 0.9^45 = 1 % of the needle's

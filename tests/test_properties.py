@@ -25,6 +25,7 @@ from kvexp.methods import (
     H2O,
     RKV,
     TOVA,
+    VATP,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -68,6 +69,7 @@ METHODS: dict[str, Method] = {
     "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
     "rkv": RKV(window=2, kernel=3),
+    "vatp": VATP(n_sinks=1),
     "random": Random(),
     "spatten": SpAtten(),
 }

@@ -22,6 +22,7 @@ from kvexp.methods.snapkv import SnapKV
 from kvexp.methods.spatten import SpAtten
 from kvexp.methods.streaming_llm import StreamingLLM
 from kvexp.methods.tova import TOVA
+from kvexp.methods.vatp import VATP
 from kvexp.methods.window import Window
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "H2OC",
     "RKV",
     "TOVA",
+    "VATP",
     "DilatedWindow",
     "ExpectedAttention",
     "Full",

@@ -1,0 +1,45 @@
+"""VATP: accumulated attention times the size of the value, and a recent window."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvexp.core import AttentionScoreSpec, EvictionContext, Method
+from kvexp.core.budget import floor_share
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class VATP(Method):
+    """s[j] = sum over queries q of softmax(x_q)[j] * ||v_j||_1; keep = sinks U newest `recent_ratio` of k U top of s.
+
+    Source: Guo et al., arXiv:2406.12335, over H2O's score; 20 sinks, and halves heavy and recent, as in the authors'
+    release. Departures: slots are dropped, where the release masks; one choice per kv head, by the attention summed
+    over its query heads (the release knows no shared kv heads); sinks and window are part of the budget; the paper's
+    other form, over Scissorhands' score, is left out.
+    """
+
+    name: ClassVar[str] = "vatp"
+    n_sinks: int = 20
+    recent_ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if not 0 <= self.recent_ratio <= 1:
+            raise ConfigError(f"recent_ratio must be in [0, 1], got {self.recent_ratio:g}")
+
+    @property
+    def score_spec(self) -> AttentionScoreSpec:
+        return AttentionScoreSpec()
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def recent(self, budget: int) -> int:
+        return floor_share(self.recent_ratio, budget)
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        return ctx.score * ctx.slots.values[:, :, : ctx.slots.length].float().abs().sum(-1)
