@@ -488,7 +488,7 @@ def test_selected_rows_go_on_as_if_they_had_been_alone(
     """Keys, values, positions, scores, budgets, seeds and the model-wide score all follow."""
     prompt, mask = pad_left(prompts_of(seed, (17, 11, 23)), 0, "cpu")
     row_seeds, first, then = [2, 3, 5], later(seed + 1, 3, 5), later(seed + 2, len(rows), 7, 1)
-    cadence = Cadence(every=every)
+    cadence = Cadence(every=1 if name in PREFILL_ONLY else every)
     cache = start(name, prompt, mask, mode, row_seeds, cadence=cadence)
     feed(cache, tiny("llama"), prompt, first, mask=mask)
     with torch.inference_mode():
