@@ -299,6 +299,15 @@ def test_peers_are_compared_with_hugging_face_alone() -> None:
     }
 
 
+def test_exponents_and_where_they_change() -> None:
+    from benchmarks.growth import bends, exponents
+
+    places = [1.0, 2.0, 4.0, 8.0]
+    slopes = exponents(places, [3.0, 3.0, 6.0, 24.0])
+    assert slopes == pytest.approx([0, 1, 2])
+    assert bends(places, slopes) == [2.0, 4.0] and bends(places, [1.0, 1.1, 1.2]) == []
+
+
 def test_a_folder_without_results_has_no_tables(tmp_path) -> None:
     (tmp_path / "other.json").write_text("[]")
     assert tables(tmp_path) == ([], [])

@@ -1,0 +1,221 @@
+"""How cost grows: seconds and bytes against the prompt's length, variants of a sweep, examples of a batch, and layers.
+
+    python -m benchmarks.growth
+    python -m benchmarks.growth --figure growth.png      # draws what is there, measures what is not
+
+One axis is moved at a time from a prompt of 1,024 tokens, one variant (h2o at a fifth), one example and all layers of
+the model; further variants are other methods at a fifth that share the prompt's prefill, further examples other prompts
+that are prefilled one by one and decoded together. Each point is the prefill and `--new` decode steps. The exponent
+between two neighbouring points is the slope on log-log axes: at 1 the cost doubles with the axis, at 0 it stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.clock import Sample, busy, in_turns, ratio, settle
+from benchmarks.command import Command, error_of, shape_of
+from benchmarks.memory import peak
+from benchmarks.real_model import text_ids
+from benchmarks.shapes import Shape, ours, stock
+from benchmarks.store import Cell
+from benchmarks.table import Line
+from kvexp.pipes import watch_pipes
+
+START = {"prompt": 1024, "variants": 1, "examples": 1, "layers": 0}  # layers: 0 stands for all
+AXES: dict[str, tuple[int, ...]] = {
+    "prompt": (512, 1024, 2048, 4096, 7936),
+    "variants": (1, 2, 5, 10, 20, 40),
+    "examples": (1, 2, 4, 8, 16),
+    "layers": (4, 8, 15, 30),
+}
+TINY: dict[str, tuple[int, ...]] = {"prompt": (16, 32), "variants": (1, 3), "examples": (1, 2), "layers": (1, 2)}
+QUANTITIES = {"prefill_s": "seconds of the prefill", "step_s": "seconds of a decode step", "kv_bytes": "KV bytes held",
+              "peak_bytes": "peak bytes above the weights"}  # fmt: skip
+BEND = 0.3  # a change of exponent that is called a bend
+
+
+def configs_of(variants: int, prompt: int) -> list[Any]:
+    """That many configurations of a sweep: five methods in turn, each with a fifth of the prompt."""
+    from kvexp import methods
+    from kvexp.core import Budget, CacheConfig
+
+    kinds = itertools.cycle((methods.H2O, methods.Keyformer, methods.A2SF, methods.TOVA, methods.Window))
+    budget = Budget(tokens=max(4, prompt // 5))
+    return [CacheConfig.of(kind(), budget, beyond_context=True) for kind in itertools.islice(kinds, variants)]
+
+
+def prompts_of(shape: Shape, prompt: int, examples: int) -> list[list[int]]:
+    """Different prompts of one length."""
+    if not shape.real:
+        dice = torch.Generator().manual_seed(0)
+        return torch.randint(0, shape.config["vocab_size"], (examples, prompt), generator=dice).tolist()
+    ids = text_ids()
+    step = (len(ids) - prompt) // max(1, examples)
+    return [ids[i * step : i * step + prompt] for i in range(examples)]
+
+
+def cut(model: Any, layers: int) -> Any:
+    """The model with its first layers only, weights shared; all for 0."""
+    if not layers:
+        return model
+    short = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    short.model.layers = short.model.layers[:layers]
+    short.config.num_hidden_layers = layers
+    return short
+
+
+def point(model: Any, shape: Shape, at: dict[str, int], new: int) -> Sample:
+    """Prefill and decode at one point."""
+    from kvexp.generate import GenerationParams
+    from kvexp.generate.decode_loop import decode_batches
+    from kvexp.generate.shared_prefill import prefill_together
+
+    prompts, configs = prompts_of(shape, at["prompt"], at["examples"]), configs_of(at["variants"], at["prompt"])
+    device, times = str(next(model.parameters()).device), list[float]()
+
+    def run() -> int:
+        settle(device)
+        times.append(time.perf_counter())
+        batches = [prefill_together(model, [ids], configs, max_new_tokens=new) for ids in prompts]
+        times.append(time.perf_counter())
+        held = sum(context.cache.memory_tracker.bytes for batch in batches for context in batch)
+        params = GenerationParams(new, eos=None)
+        decode_batches(model, batches, params, [[0]] * len(batches), None, start=times[0])
+        settle(device)
+        times.append(time.perf_counter())
+        return held
+
+    before = time.process_time()
+    held, took, _ = peak(run, device)
+    prefill, decode = times[1] - times[0], times[2] - times[1]
+    return {
+        "prefill_s": prefill, "step_s": decode / (new - 1), "kv_bytes": held, "peak_bytes": took,
+        "wall_s": prefill + decode, "cpu_s": time.process_time() - before,
+    }  # fmt: skip
+
+
+def measure(options: Any, axis: str) -> list[dict[str, Any]]:
+    """Every point of one axis, in turns."""
+    places = (TINY if options.tiny else AXES)[axis]
+    start = {**START, "prompt": 32} if options.tiny else START
+    shape = shape_of(options).fitted(max(START["prompt"], *AXES["prompt"]) + options.new)
+    theirs = stock(shape, options.device)
+    tasks = {}
+    for place in places:
+        at = {**start, axis: place}
+        tasks[str(place)] = functools.partial(point, ours(cut(theirs, at["layers"])), shape, at, options.new)
+    next(iter(tasks.values()))()  # warms up
+    samples = in_turns(tasks, options.repeats, warm=0)
+    return [{"variant": name, "samples": taken} for name, taken in samples.items()]
+
+
+def exponents(places: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Slopes between neighbours on log-log axes."""
+    return [
+        math.log(max(b, 1e-12) / max(a, 1e-12)) / math.log(q / p)
+        for (p, a), (q, b) in itertools.pairwise(zip(places, values, strict=True))
+    ]
+
+
+def bends(places: Sequence[float], slopes: Sequence[float]) -> list[float]:
+    """The inner points at which the exponent changes by more than `BEND`."""
+    pairs = zip(places[1:-1], itertools.pairwise(slopes), strict=True)
+    return [place for place, (before, after) in pairs if abs(after - before) > BEND]
+
+
+def medians(cell: Cell, quantity: str) -> tuple[list[float], list[float]]:
+    """(places, medians) of the points that ran."""
+    rows = [row for row in cell["rows"] if error_of(row) is None]
+    return [float(row["variant"]) for row in rows], [
+        statistics.median(s[quantity] for s in row["samples"]) for row in rows
+    ]
+
+
+def title(key: Cell) -> str:
+    return f"{key['shape']}, cost against {key['axis']}, {key['new']} new tokens"
+
+
+def lines(cell: Cell) -> list[Line]:
+    """Of each quantity: last point over first, exponents between neighbours, and where they change."""
+    rows = [row for row in cell["rows"] if error_of(row) is None]
+    found = [Line(f"{row['variant']}", None, note=error_of(row) or "") for row in cell["rows"] if row not in rows]
+    if len(rows) < 2:
+        return found
+    first, last = rows[0], rows[-1]
+    for quantity, words in QUANTITIES.items():
+        places, values = medians(cell, quantity)
+        slopes = exponents(places, values)
+        bent = ", ".join(f"{place:g}" for place in bends(places, slopes))
+        told = [
+            busy(s for row in rows for s in row["samples"]),
+            "exponents " + " ".join(f"{slope:.2f}" for slope in slopes),
+            f"bends at {bent}" if bent else "",
+            f"{shown(quantity, values[0])} to {shown(quantity, values[-1])}",
+        ]
+        over = ratio([s[quantity] for s in last["samples"]], [s[quantity] for s in first["samples"]])
+        what = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
+        found.append(Line(what, over, note="; ".join(part for part in told if part)))
+    return found
+
+
+def shown(quantity: str, value: float) -> str:
+    return f"{value:.3g} s" if quantity.endswith("_s") else f"{value / 2**20:.3g} MiB"
+
+
+def draw(cells: Sequence[Cell], file: Path) -> None:
+    """Two rows of log-log panels, one column per axis: seconds above, bytes below."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.1 * len(cells), 5.6), layout="constrained")
+    panels = figure.subplots(2, len(cells), sharey="row", squeeze=False)
+    for column, cell in enumerate(cells):
+        for panel, quantities in zip(
+            panels[:, column], (("prefill_s", "step_s"), ("kv_bytes", "peak_bytes")), strict=True
+        ):
+            for quantity in quantities:
+                places, values = medians(cell, quantity)
+                slope = exponents([places[0], places[-1]], [values[0], values[-1]])[0]
+                panel.loglog(places, values, "o-", label=f"{QUANTITIES[quantity]} (exponent {slope:.2f})")
+            panel.set_xticks(places, [f"{place:g}" for place in places])
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        panels[1, column].set_xlabel({"prompt": "tokens of the prompt"}.get(cell["key"]["axis"], cell["key"]["axis"]))
+    panels[0, 0].set_ylabel("seconds")
+    panels[1, 0].set_ylabel("bytes")
+    figure.savefig(file, dpi=150)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = Command("growth", __doc__, arguments)
+    command.add("--shape", default="smollm2_135m")
+    command.add("--axes", nargs="+", choices=list(AXES), default=list(AXES))
+    command.add("--new", type=int, default=12)
+    command.add("--figure", type=Path, help="a PNG or PDF of what was measured")
+    options = command.options()
+    cells = []
+    for axis in options.axes:
+        with torch.no_grad():
+            key = {"axis": axis, "new": options.new}
+            cells.append(command.cell(key, functools.partial(measure, options, axis), title, lines))
+    if options.figure:
+        draw(cells, options.figure)
+        print(f"drawn: {options.figure}")
+    return 0
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())
