@@ -187,10 +187,10 @@ def decode_groups(work: Sequence[Numbered], members: Sequence[GroupRun], process
 
 
 def _title(members: Sequence[GroupRun], todo: Numbered) -> str:
-    if any(m.answers(todo) for m in members):
+    forced = sum(bool(m.to_force(example.id for _, example in todo)) for m in members)
+    if not forced or any(m.answers(todo) for m in members):
         return f"{len(members)} runs that share each prompt's prefill"
     labels = members[0].settings.labels
-    forced = sum(bool(m.to_force(example.id for _, example in todo)) for m in members)
     return f"divergence of {forced} run{'s' * (forced != 1)}, {labels['model']}, {labels['task']}"
 
 
