@@ -1,0 +1,80 @@
+"""What docs/answers.md says of its commands' output, where it is more than a score, holds on the first examples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import DOCS, blocks, words_of
+from test_docs import called
+
+PAGE = next(page for page in DOCS if page.name == "answers.md")
+COMMANDS = [command for block in blocks(PAGE) for command, _ in block.commands]
+
+
+@pytest.fixture
+def rows(tmp_path: Path):
+    """Run the one command of the page that has these words; label of each run -> its rows, of two examples."""
+
+    def ran(*words: str) -> dict[str, list[dict[str, Any]]]:
+        (command,) = (each for each in COMMANDS if all(word in each for word in words))
+        overrides = [word for word in words_of(command)[2:] if not word.startswith(("limit=", "-m"))]
+        own = ["limit=2", "divergence=false", f"outputs_dir={tmp_path}"]
+        code, _, err = called(["python", "run.py", "-m", *own, *overrides])
+        assert code == 0, err
+        found = {}
+        for folder in tmp_path.glob("*/config.json"):
+            labels = json.loads(folder.read_text("utf-8"))["labels"]
+            text = (folder.parent / "examples.jsonl").read_text("utf-8")
+            found[f"{labels['method']} {labels['setting']}"] = [json.loads(line) for line in text.splitlines()]
+        return found
+
+    return ran
+
+
+def of(found: dict[str, list[dict[str, Any]]], *words: str) -> list[dict[str, Any]]:
+    """The rows of the one run whose label has these words."""
+    (label,) = (label for label in found if all(word in label for word in words))
+    return found[label]
+
+
+def receipts(rows: list[dict[str, Any]], field: str) -> list[Any]:
+    return [row["receipt"][field] for row in rows]
+
+
+def test_an_answer_of_one_token_does_not_feel_eviction_unless_the_question_comes_after_it(rows) -> None:
+    found = rows("task.max_new_tokens=1")
+    for place, same in (("in_prompt", True), ("after_eviction", False)):
+        full = [row["output_tokens"] for row in of(found, "full", place)]
+        for method in ("window", "h2o"):
+            run = of(found, method, place)
+            assert receipts(run, "first_eviction_step") == [0, 0]
+            assert ([row["output_tokens"] for row in run] == full) == same, (method, place)
+
+
+def test_hiding_keeps_the_same_tokens_and_more_bytes_than_the_full_cache(rows) -> None:
+    found = rows("cache.mode=overwrite,mask")
+    full, drops, hides = of(found, "full"), of(found, "mode=overwrite"), of(found, "mode=mask")
+    assert receipts(drops, "slots") == receipts(hides, "slots")
+    assert receipts(drops, "kept_digest") == receipts(hides, "kept_digest")
+    assert [row["output"] for row in drops] == [row["output"] for row in hides]
+    for less, all_of_it, more in zip(*(receipts(each, "kv_bytes") for each in (drops, full, hides)), strict=True):
+        assert less < all_of_it <= more
+
+
+def test_what_chooses_once_grows_with_the_answer(rows) -> None:
+    found = rows("method=snapkv,h2o", "budget.tokens=64")
+    for once, each_step in zip(of(found, "snapkv"), of(found, "h2o"), strict=True):
+        assert each_step["receipt"]["slots"] == 63
+        assert once["receipt"]["slots"] == 63 + once["new_tokens"] - 1
+
+
+def test_renumbering_a_window_changes_nothing(rows) -> None:
+    found = rows("cache.positions=original")
+    answers = [[row["output"] for row in of(found, "window", place)] for place in ("original", "renumbered")]
+    assert answers[0] == answers[1]
+
+
+def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:
+    found = rows("cache.observe=blocked,naive")
+    assert receipts(of(found, "blocked"), "kept_digest") == receipts(of(found, "naive"), "kept_digest")
