@@ -204,6 +204,14 @@ def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
     assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.05, 0.3, "worse")
 
 
+def test_ends_that_say_nothing_are_not_printed_as_numbers():
+    from kvexp.results.divergence_print import _ends
+
+    assert _ends({"kl_low": 0.005, "kl_high": 2.3e7}, "kl", 4) == "0.0050..>100"
+    assert _ends({"kl_low": 0.005, "kl_high": 0.1}, "kl", 4) == "0.0050..0.1000"
+    assert _ends({"kl_low": math.nan, "kl_high": math.nan}, "kl", 4) == "too few"
+
+
 def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
     for method, level in (("near", 0.01), ("far", 0.3)):
         for ratio in (0.3, 0.6):

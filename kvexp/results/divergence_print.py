@@ -20,6 +20,7 @@ from kvexp.results.render import print_columns
 from kvexp.results.units import FEW_SLOTS_WORDS, TOO_FEW, absent, fixed
 
 DIVERGENCES = ("kl", "top1")
+NO_END = 100  # nats per token: where few examples diverge at all, an interval may end anywhere above
 
 
 def divergence_frames(
@@ -135,7 +136,9 @@ def _answers(rows: Sequence[Row]) -> list[Column]:
 
 def _ends(row: Row, name: str, digits: int) -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return TOO_FEW if absent(low) else f"{low:.{digits}f}..{high:.{digits}f}"
+    if absent(low):
+        return TOO_FEW
+    return f"{low:.{digits}f}..{f'>{NO_END}' if high > NO_END else f'{high:.{digits}f}'}"
 
 
 def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:

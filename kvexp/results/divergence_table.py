@@ -100,12 +100,13 @@ def _row(
     total = found.tokens.sum()
     kl = share_interval(found.kl, found.tokens, stats.LEVEL)
     top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
+    same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
     change = float(found.change.sum() / total)
     row: dict[str, Any] = {**folder.labels, "text": text, "n": len(found.names), "tokens": int(total)}
     row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
     row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
     row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
-    row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": 1 - top1[1], "top1_high": 1 - top1[0]}
+    row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
     row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
     row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
     row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
