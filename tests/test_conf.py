@@ -29,7 +29,9 @@ def composed(*overrides):
 
 
 @pytest.mark.parametrize("method", GROUPS["method"])
-def test_methods(method):
+def test_methods(method, request):
+    if method == "qfilters":
+        request.getfixturevalue("tiny_calibration")
     extra = ["cache.positions=original"] if method == "streaming_llm" else []
     settings = settings_of(*composed(f"method={method}", *extra))
     assert settings.labels["method"] == method

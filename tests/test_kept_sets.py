@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import kvexp.methods
-from kvexp.core import Budget, Cadence, Method, Noise
+from kvexp.core import Budget, Cadence, Method, Noise, QueryCalibration
 from kvexp.generate import generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
@@ -46,13 +46,14 @@ from kvexp.methods import (
     KeyformerA2SF,
     KNorm,
     LagKV,
+    QFilters,
     Random,
     SnapKV,
     SpAtten,
     StreamingLLM,
     Window,
 )
-from kvexp.models import EvictionCache
+from kvexp.models import EvictionCache, calibrate_queries
 
 METHODS: dict[str, tuple[Method, Oracle]] = {
     "full": (Full(), oracles.full),
@@ -85,6 +86,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "rkv": (RKV(window=3, kernel=3, importance=0.9), oracles.rkv),
     "rkv_release": (RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
     "vatp": (VATP(n_sinks=2), oracles.vatp),
+    "qfilters": (QFilters(), oracles.qfilters),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -147,12 +149,32 @@ def rope_pairs(family: str) -> list[tuple[int, int, float]]:
     return [(2 * f, 2 * f + 1, 10000 ** (-f / 3)) for f in range(3)] if family == "gptj" else []
 
 
+CALIBRATION = distinct(23, 3, 19).tolist()  # what a calibration pass reads
+
+
+@functools.cache
+def main_directions(family: str) -> list[list[list[float]]]:
+    """[L][query heads][D]: of the queries that a stock model makes of `CALIBRATION`, turned by hand."""
+    model, pairs, heads = stock(family), rope_pairs(family), CONFIGS[family].get("num_attention_heads", 3)
+    rows: list[list[list[list[float]]]] = [[[] for _ in range(heads)] for _ in range(LAYERS)]
+    for ids in CALIBRATION:
+        visible = torch.ones(LAYERS, heads, len(ids), len(ids)).tril().bool()
+        queries: list[Tensor] = []
+        with torch.inference_mode(), masks_by_hand(model, visible, [], queries):
+            model(torch.tensor([ids]))
+        for layer, head in product(range(LAYERS), range(heads)):
+            each = enumerate(queries[layer][head].tolist())
+            rows[layer][head] += [oracles.rotated(query, place, pairs) for place, query in each]
+    return [[oracles.main_direction(vectors) for vectors in layer] for layer in rows]
+
+
 class Witness:
     """Steps one unpadded row through a stock model, deciding with an oracle what each head may still see."""
 
     def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
         self.model, (self.method, self.oracle), self.pairs = stock(family), METHODS[name], rope_pairs(family)
         self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
+        self.directions = main_directions(family) if self.method.needs.calibration else []
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
@@ -199,6 +221,7 @@ class Witness:
                 newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
                 slopes=self.slopes[h * self.group : (h + 1) * self.group],
                 output_norms=self.output_norms(layer, h, values[h].double()),
+                directions=self.directions[layer][h * self.group : (h + 1) * self.group] if self.directions else [],
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
@@ -264,9 +287,16 @@ def truth(family: str, name: str, row: int) -> Truth:
     return Witness(family, name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row]).run()
 
 
+@functools.cache
+def calibration(family: str) -> QueryCalibration:
+    return calibrate_queries(tiny(family), CALIBRATION)
+
+
 def cache_of(family: str, name: str, rows: Sequence[int], **options: Any) -> EvictionCache:
     method = METHODS[name][0]
     place = {"positions": "original"} | options
+    if method.needs.calibration:
+        place["calibration"] = calibration(family)
     budget = Budget(kv_ratio=RATIO[0] / RATIO[1]) if method.evicts else None
     seeds = [SEEDS[row] for row in rows]
     return EvictionCache(tiny(family), method, budget, max_new_tokens=NEW, seeds=seeds, **place)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
     "user_methods": {".errors", ".paths", ".digests", ".core", "torch"},
     "config": {
         *(".user_methods", ".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models"),
-        *(".generate", ".tasks", ".lm_eval", ".record", ".session", "torch", "hydra", "omegaconf"),
+        *(".hub", ".generate", ".tasks", ".lm_eval", ".record", ".session", "torch", "hydra", "omegaconf"),
     },
     "evaluate": {
         *(".errors", ".config", ".core", ".methods", ".retrieval", ".models", ".generate", ".tasks", ".lm_eval"),
@@ -90,6 +90,10 @@ ALLOWED: dict[str, set[str]] = {
     "yardstick": {
         *(".errors", ".paths", ".config", ".evaluate", ".session", ".sweep", ".tasks", ".record"),
         *("hydra", "omegaconf", "lm_eval"),
+    },
+    "calibrate": {
+        *(".errors", ".paths", ".articles", ".config", ".console", ".models", ".session", ".sweep"),
+        *("hydra", "omegaconf"),
     },
     "curves": {  # kvexp.compare
         *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures", ".session"),

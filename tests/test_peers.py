@@ -11,6 +11,7 @@ What each parameter is called over there, and where the two differ on purpose:
     KeyDiffPress()                        KeyDiff(protect_recent=0): it protects nothing
     ExpectedAttentionPress(n_sink, ...)   ExpectedAttention(n_sinks, ...)
     CURPress(num_sinks, local_window_size) CUR(n_sinks, block): its last block is filled with zeros
+    QFilterPress(), filters set by hand   QFilters(protect_recent=0), directions of query heads: filter = -mean
     LagKVPress(n_sink, lag_size)          LagKV(n_sinks, lag), where no rank is shared between kept and dropped tokens
 """
 
@@ -26,8 +27,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvexp.core import Budget, Method
-from kvexp.methods import CUR, TOVA, ExpectedAttention, KeyDiff, KNorm, LagKV, SnapKV, StreamingLLM
+from kvexp.core import Budget, Method, QueryCalibration
+from kvexp.methods import CUR, TOVA, ExpectedAttention, KeyDiff, KNorm, LagKV, QFilters, SnapKV, StreamingLLM
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXPORT = ROOT / ".peers" / "kvpress.npz"
 SCRIPT = ROOT / "tests" / "peers" / "export_kvpress.py"
 CASES = ("eager", "sdpa")
-METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur", "expected_attention")
+METHODS = ("streaming_llm", "knorm", "snapkv", "tova", "keydiff", "lagkv", "cur", "expected_attention", "qfilters")
 # Each way to drop slots once, with each way to observe the prompt.
 HOW: list[dict[str, Any]] = [
     {"mode": "overwrite"},
@@ -86,12 +87,19 @@ class Export:
         if name == "cur":
             leverage = "mean" if options.get("leverage_type") == "kv_avg" else "product"
             return CUR(n_sinks=options["num_sinks"], block=options["local_window_size"], leverage=leverage)
-        return {"knorm": KNorm(), "tova": TOVA(protect_recent=1), "keydiff": KeyDiff(protect_recent=0)}[name]
+        plain = (KNorm(), TOVA(protect_recent=1), KeyDiff(protect_recent=0), QFilters(protect_recent=0))
+        return {method.name: method for method in plain}[name]
+
+    def calibration(self, case: str) -> QueryCalibration:
+        directions = self[f"{case}/directions"]
+        return QueryCalibration.of(directions, torch.zeros_like(directions), torch.zeros(*directions.shape[:3], 0))
 
     @torch.inference_mode()
     def differences(self, case: str, name: str, method: Method, **how: Any) -> list[str]:
         """Prefill under `method` at every ratio: where its sets are not those of the press called `name`."""
         bad, model = [], self.models[case]
+        if method.needs.calibration:
+            how = {"calibration": self.calibration(case), **how}
         for ratio in self.about["cases"][case]["ratios"].get(name, self.about["ratios"]):
             want = self[f"{case}/{name}/{ratio}"]  # [L, B, H, T] bool
             sizes = want.sum(-1).unique().tolist()
@@ -146,6 +154,8 @@ def test_same_sets(export: Export, case: str, name: str, how: dict[str, Any]) ->
         ("cur", CUR(block=15)),
         ("cur", CUR(block=14, leverage="mean")),
         ("keydiff", KeyDiff(protect_recent=1)),
+        ("qfilters", QFilters(protect_recent=2)),
+        ("qfilters", KNorm()),
     ],
 )
 def test_a_near_miss_is_seen(export: Export, name: str, other: Method) -> None:

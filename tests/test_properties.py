@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from tiny import Fed, Seen, Streams, distinct, feed, later, prompts_of, run_core
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvexp.core import Budget, CacheConfig, Cadence, Method
+from kvexp.core import Budget, CacheConfig, Cadence, Method, QueryCalibration
 from kvexp.errors import CacheError
 from kvexp.generate import Generation, generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
@@ -36,13 +37,14 @@ from kvexp.methods import (
     KeyformerA2SF,
     KNorm,
     LagKV,
+    QFilters,
     Random,
     SnapKV,
     SpAtten,
     StreamingLLM,
     Window,
 )
-from kvexp.models import EvictionCache
+from kvexp.models import EvictionCache, calibrate_queries
 
 METHODS: dict[str, Method] = {
     "window": Window(),
@@ -70,6 +72,7 @@ METHODS: dict[str, Method] = {
     "caote": CAOTE(),
     "rkv": RKV(window=2, kernel=3),
     "vatp": VATP(n_sinks=1),
+    "qfilters": QFilters(),
     "random": Random(),
     "spatten": SpAtten(),
 }
@@ -113,8 +116,30 @@ def core(
     prompt: int | None = None, **plan: Any,
 ) -> Seen:  # fmt: skip
     mask = None if missing is None else streams.padded(missing)[1]
+    if METHODS[name].needs.calibration:
+        plan["calibration"] = CALIBRATION
     made = CacheConfig(METHODS[name], budget, cadence or Cadence(), mode, **plan)  # type: ignore[arg-type]
     return run_core(made, streams, widths, mask=mask, max_new_tokens=31, seeds=row_seeds, prompt=prompt)
+
+
+def drawn_calibration() -> QueryCalibration:
+    """Of two layers of the streams' shape, drawn: queries of Streams.random have no direction of their own."""
+    dice = torch.Generator().manual_seed(29)
+    direction = torch.nn.functional.normalize(torch.randn(2, 2, 3, 7, generator=dice), dim=-1)
+    return QueryCalibration.of(direction, torch.zeros(2, 2, 3, 7), torch.zeros(2, 2, 3, 0))
+
+
+CALIBRATION = drawn_calibration()
+
+
+@functools.cache
+def calibrated(family: str) -> QueryCalibration:
+    return calibrate_queries(tiny(family), tokens(41, 2, 23).tolist())
+
+
+def needed(name: str, family: str) -> dict[str, QueryCalibration]:
+    """What a cache of this method has to be given for this model."""
+    return {"calibration": calibrated(family)} if METHODS[name].needs.calibration else {}
 
 
 def draw_streams(name: str, seed: int, count: int, batch: int = 2) -> Streams:
@@ -266,7 +291,7 @@ def test_a_long_neighbour_does_not_make_a_short_row_evict(name: str, mode: str) 
 def test_a_padded_row_generates_what_it_generates_alone(name: str, family: str, ratio: float, seed: int) -> None:
     """Tokens and kept sets, through generate()."""
     prompts, decoding = prompts_of(seed, (13, 29, 17)), GenerationParams(max_new_tokens=11, eos=None)
-    place = {"positions": "original"} if family == "gpt2" else {}
+    place: Any = needed(name, family) | ({"positions": "original"} if family == "gpt2" else {})
     batch = generate(
         tiny(family), prompts, METHODS[name], Budget(kv_ratio=ratio), decoding=decoding, seeds=[2, 3, 5], **place
     )
@@ -380,7 +405,7 @@ def test_budget_for_everything_is_full_attention(name: str, family: str, mode: s
     new = tokens(seed + 1, 2, 7)
     cache = EvictionCache(
         tiny(family), METHODS[name], Budget(tokens=17 + 7 + 1 + more), mode=mode, max_new_tokens=7,  # type: ignore[arg-type]
-        positions="original",
+        positions="original", **needed(name, family),
     )  # fmt: skip
     close(feed(cache, tiny(family), prompt, new, mask=mask).logits, plain(family, prompt, new, mask))
 
@@ -431,7 +456,13 @@ def test_several_tokens_at_once_are_one_by_one_while_nothing_is_evicted(
     cadence = Cadence(every=None)
     one, many = (
         EvictionCache(
-            tiny(family), METHODS[name], Budget(tokens=7), cadence=cadence, max_new_tokens=11, positions="original"
+            tiny(family),
+            METHODS[name],
+            Budget(tokens=7),
+            cadence=cadence,
+            max_new_tokens=11,
+            positions="original",
+            **needed(name, family),
         )
         for _ in range(2)
     )
@@ -455,7 +486,7 @@ def start(
 ) -> EvictionCache:
     return EvictionCache(
         tiny("llama"), METHODS[name], Budget(kv_ratio=0.5), mode=mode, seeds=list(row_seeds), max_new_tokens=13,  # type: ignore[arg-type]
-        prompt_tokens=prompt.shape[1], **options,
+        prompt_tokens=prompt.shape[1], **needed(name, "llama"), **options,
     )  # fmt: skip
 
 
@@ -665,7 +696,8 @@ def live_tensor_bytes() -> tuple[int, int]:
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "a2sf", "tova", "knorm", "keydiff", "streaming_llm"])
 def test_two_thousand_steps_hold_no_more_memory_than_fifty(name: str, mode: str) -> None:
     model = tiny("llama", max_position_embeddings=2203)
-    cache = EvictionCache(model, METHODS[name], Budget(tokens=13), mode=mode, max_new_tokens=2003)  # type: ignore[arg-type]
+    more = needed(name, "llama")
+    cache = EvictionCache(model, METHODS[name], Budget(tokens=13), mode=mode, max_new_tokens=2003, **more)  # type: ignore[arg-type]
     ids, marks, buffers = tokens(3, 2, 37), [], set()
     with torch.inference_mode():
         for step in range(2003):

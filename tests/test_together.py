@@ -39,11 +39,13 @@ from kvexp.methods import (
     Keyformer,
     KNorm,
     LagKV,
+    QFilters,
     Random,
     SnapKV,
     StreamingLLM,
     Window,
 )
+from kvexp.models import calibrate_queries
 from kvexp.models.batched_cache import MultiMethodCache, bin_by_length
 from kvexp.retrieval import InfLLM, Oracle, PQCache
 
@@ -103,7 +105,9 @@ def same(one, other):
 @pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt", "mistral"])
 def test_every_method_is_what_it_is_alone(family):
     model, decoding = tiny(family), GenerationParams(12, eos=None)
-    for variant, joint in zip(VARIANTS, together(model, VARIANTS, decoding), strict=True):
+    calibrated = CacheConfig(QFilters(), HALF, calibration=calibrate_queries(model, PROMPTS[:1]))
+    variants = [*VARIANTS, calibrated]
+    for variant, joint in zip(variants, together(model, variants, decoding), strict=True):
         same(alone(model, variant, decoding), joint)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.build import CACHE, build, build_cache, typed
+from kvexp.config.calibration_of_model import calibration_for
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_padding
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
@@ -97,6 +98,8 @@ class Settings:
         }
         if (source := source_of(type(self.method))) is not None:
             identity["method"]["source"] = source
+        if self.cache.calibration is not None:
+            identity["method"]["calibration"] = self.cache.calibration.digest
         if not self.is_baseline:
             cache = self.cache
             identity |= {"budget": _plain(cache.budget), "cadence": _plain(cache.cadence), "mode": cache.mode}
@@ -133,9 +136,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     )
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
+    calibration = calibration_for(method, model, choices, overrides)
     settings = Settings(
         model=model,
-        cache=build_cache(method, budget, config["cache"]),
+        cache=build_cache(method, budget, config["cache"], calibration),
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],

@@ -15,6 +15,7 @@ from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe.noise import Noise
+from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
@@ -33,6 +34,7 @@ __all__ = [
     "Method",
     "Needs",
     "Noise",
+    "QueryCalibration",
     "RoPE",
     "SequenceState",
     "Slots",

@@ -42,6 +42,11 @@ class RoPE:
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return torch.cat((turned.to(keys.dtype), rest), dim=-1)
 
+    def pairs(self, vectors: Tensor) -> Tensor:
+        """The pairs of dimensions that are turned, [..., n, 2], of vectors [..., D]."""
+        turned = vectors[..., : 2 * len(self.inv_freq)]
+        return turned.unflatten(-1, (-1, 2)) if self.interleaved else torch.stack(turned.chunk(2, dim=-1), dim=-1)
+
     shift = OldName("rotate_by")
 
 

@@ -9,6 +9,7 @@ from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
+from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
 
@@ -26,6 +27,7 @@ class CacheOptions(TypedDict, total=False):
     observe: Observe
     block: int | None
     beyond_context: bool
+    calibration: QueryCalibration | None
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class CacheConfig:
     observe: how a prompt's attention is summed: blocked, naive (all rows at once) or triton (CUDA kernels).
     block: query rows per block of `observe=blocked`; None: as many as keep a block's logits under 64 MiB.
     beyond_context: allow more tokens than the model was built for.
+    calibration: statistics of the model's queries, for methods that need them.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.
@@ -54,6 +57,7 @@ class CacheConfig:
     observe: Observe = "blocked"
     block: int | None = None
     beyond_context: bool = False
+    calibration: QueryCalibration | None = None
 
     @classmethod
     def of(
@@ -88,6 +92,11 @@ class CacheConfig:
             triton_observe.check_installed()
         if self.block is not None and self.block < 1:
             raise ConfigError(f"block must be at least 1 row or null, got {self.block}")
+        if method.needs.calibration and self.calibration is None:
+            raise ConfigError(
+                f"method {method.name} needs statistics of the model's queries from a calibration pass: give "
+                "calibration=kvexp.models.calibrate_queries(model, prompts)"
+            )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         self._check_cadence()

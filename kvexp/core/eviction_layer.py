@@ -60,6 +60,8 @@ class EvictionLayer:
         self.sequence, self.memory_tracker, self.cross_layer_score = sequence, memory_tracker, shared
         self.cross_layer_buffers = CrossLayerBuffers(1) if buffers is None else buffers  # of all layers of this cache
         self.output_factors = output_factors
+        needed = config.calibration if config.method.needs.calibration else None
+        self.calibration = None if needed is None else needed.layer(index)
         self.score_spec = config.method.score_spec
         self.fast_path_allowed = fast_step.supports_fast_decode(config, shared is not None)
         self.reset()
@@ -324,6 +326,8 @@ class EvictionLayer:
         """The `EvictionContext` of these slots; newest [B]: position id of the newest token; see `_evict`."""
         resolved = self.resolved_budget
         assert resolved is not None
+        if self.calibration is not None:
+            self.calibration = self.calibration.to(newest.device)
         return EvictionContext(
             slots,
             self.index,
@@ -335,6 +339,7 @@ class EvictionLayer:
             query_statistics=self.query_statistics,
             output_factors=self.output_factors,
             last_logits=logits,
+            calibration=self.calibration,
         )
 
     def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None, logits: Tensor | None) -> None:

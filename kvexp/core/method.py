@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.needs import NOTHING, Needs, output_norms
+from kvexp.core.query_calibration import LayerCalibration
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
@@ -39,7 +40,7 @@ class EvictionContext:
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
     [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
     [H, G, n, Dv]: see `output_norms`; last_logits [B, H, G, n, S]: of the newest queries, newest last, -inf where they
-    do not look. All four are None where the method's `needs` do not declare them.
+    do not look; calibration: of this layer. All five are None where the method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -52,6 +53,7 @@ class EvictionContext:
     query_statistics: QueryStatistics | None = None
     output_factors: Tensor | None = None
     last_logits: Tensor | None = None
+    calibration: LayerCalibration | None = None
 
     @property
     def positions(self) -> Tensor:

@@ -18,12 +18,14 @@ class Needs:
     queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
+    calibration: statistics of the model's queries from a calibration pass (`QueryCalibration`).
     """
 
     newest_attention: bool = False
     queries_after: int | None = None
     output_norms: bool = False
     last_queries: int = 0
+    calibration: bool = False
 
 
 NOTHING = Needs()

@@ -209,8 +209,7 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
 
 def token_bytes(model: Model) -> int:
     """Bytes of one token's keys and values in all layers, if all of them were attention of one shape."""
-    from kvexp.models.families import num_kv_heads, num_layers
-    from kvexp.models.retrieval_calibration import head_dim
+    from kvexp.models.families import head_dim, num_kv_heads, num_layers
 
     config = model.config
     return 2 * num_layers(config) * num_kv_heads(config) * head_dim(config) * int(model.dtype.itemsize)

@@ -135,15 +135,18 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         "failed": None,
         "halved": 0,
         "info": dict(prompt.example.info),
-    } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_weights(settings)}
+    } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_made_of(settings)}
 
 
-def _weights(settings: Settings) -> dict[str, Any]:
-    """Which GGUF file the weights were made from; nothing for other weights."""
-    if settings.model.gguf is None:
-        return {}
-    sha256, quantisation = settings.model.gguf
-    return {"weights": {"gguf_sha256": sha256, "quantisation": quantisation}}
+def _made_of(settings: Settings) -> dict[str, Any]:
+    """Which GGUF file the weights were made from, which calibration the method used; nothing where there was none."""
+    made: dict[str, Any] = {}
+    if settings.model.gguf is not None:
+        sha256, quantisation = settings.model.gguf
+        made["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
+    if settings.cache.calibration is not None:
+        made["calibration"] = settings.cache.calibration.digest
+    return made
 
 
 def skipped_row(settings: Settings, index: int, prompt: TokenizedExample) -> dict[str, Any]:

@@ -75,6 +75,11 @@ class ModelArguments:
         """settings: method.x, budget.x, cache.x and the protocol's switches. ConfigError names what is wrong."""
         groups = parted(settings)
         made = method_of(method, groups["method"])
+        if getattr(made.needs, "calibration", False):  # what declares nothing is told by CacheConfig
+            raise ConfigError(
+                f"method={made.name} needs statistics of the model's queries, which --model_args cannot give: use "
+                f"kvexp run task=lm_eval method={made.name}, or another method"
+            )
         cache = build_cache(made, budget_of(made, kv_ratio, groups["budget"]), groups["cache"])
         how = protocol_from(protocol, groups["protocol"])
         if how.mode == "row_mask":

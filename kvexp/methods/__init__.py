@@ -16,6 +16,7 @@ from kvexp.methods.keyformer import Keyformer
 from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
 from kvexp.methods.lagkv import LagKV
+from kvexp.methods.qfilters import QFilters
 from kvexp.methods.random import Random
 from kvexp.methods.rkv import RKV
 from kvexp.methods.snapkv import SnapKV
@@ -45,6 +46,7 @@ __all__ = [
     "Keyformer",
     "KeyformerA2SF",
     "LagKV",
+    "QFilters",
     "Random",
     "SnapKV",
     "SpAtten",

@@ -32,7 +32,7 @@ from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import LAYER_ATTR, check_patched
-from kvexp.models.families import check_positions, max_positions, num_layers, rope_of
+from kvexp.models.families import check_positions, max_positions, num_layers, query_shape, rope_of
 from kvexp.models.output_projection import output_factors
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
 from kvexp.models.texts import texts_of
@@ -116,6 +116,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
+        if config.calibration is not None and method.needs.calibration:
+            config.calibration.check_shape(*query_shape(model.config))
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
         turns_queries = method.needs.queries_after is not None
         why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns queries back,"
@@ -202,8 +204,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
         # Slots are large: only the wanted rows are copied; everything else is copied whole.
         apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
-        factors = [state.output_factors for state in self.layer_states if isinstance(state, EvictionLayer)]
-        for shared in (self.config, self.layers[0].model_config, *factors):
+        evicting = [state for state in self.layer_states if isinstance(state, EvictionLayer)]
+        fixed = [part for state in evicting for part in (state.output_factors, state.calibration)]
+        for shared in (self.config, self.layers[0].model_config, *fixed):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)

@@ -60,6 +60,17 @@ def num_kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
+def head_dim(config: Any) -> int:
+    """Dimensions D of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def query_shape(config: Any) -> tuple[int, int, int, int]:
+    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
+    heads = num_kv_heads(config)
+    return num_layers(config), heads, config.num_attention_heads // heads, head_dim(config)
+
+
 def check_positions(config: Any, cache: CacheConfig) -> None:
     """ConfigError where the model's kind of positions cannot do what the cache is configured for."""
     family = family_of(config)

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexp.errors import ConfigError
-from kvexp.models.families import max_positions, num_kv_heads, num_layers
+from kvexp.models.families import head_dim, max_positions, num_kv_heads, num_layers
 from kvexp.models.load import parse_dtype
-from kvexp.models.retrieval_calibration import head_dim
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvexp.errors import ConfigError
-from kvexp.models.families import family_of, max_positions, num_kv_heads, num_layers
+from kvexp.models.families import family_of, head_dim, max_positions, num_kv_heads, num_layers
 from kvexp.retrieval.base import Retrieval
 
 _CALIBRATIONS: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDictionary()
-
-
-def head_dim(config: Any) -> int:
-    """Dimensions D of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def check_retrieval(config: Any, method: Retrieval) -> None:

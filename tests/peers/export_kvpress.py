@@ -1,8 +1,9 @@
 """What NVIDIA's kvpress keeps of a prompt, for tests/test_peers.py. Run by `make peers`, in an environment of its own.
 
-Writes .peers/kvpress.npz: tiny Llama models drawn here (weights, config, prompt, logits) and, per press and compression
-ratio, the kept positions as a bool mask [L, B, H, T]. Positions are read off the cache that the press leaves behind, by
-looking each kept key up among the keys of an unpressed run: every kept key must be there exactly once.
+Writes .peers/kvpress.npz: tiny Llama models drawn here (weights, config, prompt, logits), directions for Q-Filters
+[L, H, G, D], and, per press and compression ratio, the kept positions as a bool mask [L, B, H, T]. Positions are read
+off the cache that the press leaves behind, by looking each kept key up among the keys of an unpressed run: every kept
+key must be there exactly once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 OUT = Path(__file__).resolve().parents[2] / ".peers" / "kvpress.npz"
+
+
+class DrawnQFilters(kvpress.QFilterPress):
+    """The press with filters that are set by hand; its own would come from the hub."""
+
+    def post_init_from_model(self, model: Any) -> None:
+        """Leave `q_filters` as they were set."""
+
+
 RATIOS = (0.25, 0.5, 0.75, 0.9)
 PRESSES = {
     "streaming_llm": kvpress.StreamingLLMPress,
@@ -33,6 +43,7 @@ PRESSES = {
     "lagkv": kvpress.LagKVPress,
     "cur": kvpress.CURPress,
     "expected_attention": kvpress.ExpectedAttentionPress,
+    "qfilters": DrawnQFilters,
 }
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding (the two sides'
 # logits differ by some 1e-5 of their spread) does not choose. A seed that comes closer is refused;
@@ -63,7 +74,9 @@ CASES: dict[str, dict[str, Any]] = {
             "lagkv": {"n_sink": 1, "lag_size": 16},
             "cur": {"num_sinks": 4, "local_window_size": 14},
             "expected_attention": {"n_future_positions": 31},
+            "qfilters": {},
         },
+        "directions": 1,
         "ratios": {"lagkv": (0.25, 0.512, 0.77, 0.82)},
     },
     "sdpa": {
@@ -88,7 +101,9 @@ CASES: dict[str, dict[str, Any]] = {
             "lagkv": {"n_sink": 3, "lag_size": 16},
             "cur": {"num_sinks": 2, "local_window_size": 10, "leverage_type": "kv_avg"},
             "expected_attention": {"n_sink": 3, "epsilon": 0.02, "use_covariance": False, "n_future_positions": 3},
+            "qfilters": {},
         },
+        "directions": 1,
         "ratios": {"lagkv": (0.265, 0.53, 0.745, 0.85)},
     },
 }
@@ -107,6 +122,14 @@ def draw(case: dict[str, Any], attention: str) -> tuple[LlamaForCausalLM, Tensor
     rows, columns = case["shape"]
     words = [torch.randperm(case["config"]["vocab_size"], generator=dice)[:columns] for _ in range(rows)]
     return model, torch.stack(words)
+
+
+def drawn_directions(case: dict[str, Any]) -> Tensor:
+    """Unit vectors [L, H, G, D], one for every query head, from the case's own seed for them."""
+    dice, config = torch.Generator().manual_seed(case["directions"]), case["config"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shape = (config["num_hidden_layers"], kv_heads, heads // kv_heads, config["head_dim"])
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=dice), dim=-1)
 
 
 def keys_of(cache: DynamicCache) -> Tensor:
@@ -159,9 +182,15 @@ def main() -> None:
         for key, weight in model.state_dict().items():
             arrays[f"{name}/weights/{key}"] = weight.numpy()
         full = keys_of(cache)
+        directions = drawn_directions(case)
+        arrays[f"{name}/directions"] = directions.numpy()
         for method, options in case["presses"].items():
             for ratio in case["ratios"].get(method, RATIOS):
                 press = PRESSES[method](compression_ratio=ratio, **options)
+                if method == "qfilters":
+                    press.q_filters = -directions.mean(
+                        2
+                    )  # it stores the filters of make_filters.py, which are negative
                 where = f"{name}/{method}/{ratio}"
                 arrays[where] = kept_positions(model, ids, press, full, where).numpy()
     about = {

@@ -1,0 +1,66 @@
+"""kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods that need them (qfilters).
+
+The model reads texts once, at full attention. Settings are those of `kvexp run` for a model, and:
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
+                 without it, the articles that come with kvexp
+  tokens=2048    tokens of a sequence: the texts are joined and cut into sequences (fewer where the model holds fewer)
+  sequences=20   how many of them at most
+The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvexp.errors import CacheError, ConfigError
+from kvexp.pipes import watch_pipes
+from kvexp.terminal import say
+
+OWN = {"data": "", "tokens": "2048", "sequences": "20"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 for what cannot be done, which is told."""
+    from kvexp.config.compose_errors import told
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    if any(word in ("-h", "--help") for word in words):
+        say((__doc__ or "").strip())
+        return 0
+    try:
+        model_words, own = parted(words)
+        with told(model_words):
+            from kvexp.calibrate.model_calibration import calibrate_model
+
+            calibrate_model(model_words, own["data"], number("tokens", own), number("sequences", own))
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parted(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words that choose a model, and the values of the command's own settings; ConfigError for any other word."""
+    own, model_words = dict(OWN), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key in OWN and equals:
+            own[key] = value
+        elif key.lstrip("+").partition(".")[0] == "model" and equals:
+            model_words.append(word)
+        else:
+            raise ConfigError(f"{word}: kvexp calibrate takes model=NAME, model.SETTING=…, {', '.join(OWN)}")
+    return model_words, own
+
+
+def number(key: str, own: dict[str, str]) -> int:
+    """A setting that is a whole number of at least 1; ConfigError for anything else."""
+    if not own[key].isdecimal() or int(own[key]) < 1:
+        raise ConfigError(f"{key} must be a whole number of at least 1, got {own[key]!r}")
+    return int(own[key])
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The calibration of a run's model: what stands for the model, and its file read before any weights."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvexp.config.model_spec import ModelSpec, config_of_spec
+from kvexp.errors import ConfigError
+from kvexp.hub import cached_commit
+
+if TYPE_CHECKING:
+    from kvexp.core import Method, QueryCalibration
+
+
+def calibration_for(
+    method: Method, model: ModelSpec, choices: Mapping[str, str], overrides: Sequence[str]
+) -> QueryCalibration | None:
+    """What the calibration pass of this model left, if the method needs it.
+
+    ConfigError, with the command to run, where there is none that fits. choices, overrides: the command line's, to say
+    that command.
+    """
+    if not getattr(method.needs, "calibration", False):  # needs that are no declaration are told by CacheConfig
+        return None
+    from kvexp.models.calibration_file import read_calibration
+    from kvexp.models.families import query_shape
+
+    words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
+    if "model" in choices and not any(word.startswith("model=") for word in words):
+        words = [f"model={choices['model']}", *words]
+    try:
+        found = read_calibration(model_digest(model))
+        if found is not None:
+            found.check_shape(*query_shape(config_of_spec(model)))
+            return found
+        why = "this model has none yet"
+    except ConfigError as error:
+        why = str(error)
+    raise ConfigError(
+        f"method={method.name} needs statistics of the model's queries from a calibration pass: {why}. Run: "
+        f"kvexp calibrate {shlex.join(words)}"
+    )
+
+
+def model_digest(model: ModelSpec) -> str:
+    """What stands for a model's weights: digest of its folder or GGUF file, its hub id and commit, or its random seed.
+
+    A hub's model without a revision is the commit that was fetched last. dtype and device are left out.
+    """
+    if model.kind == "random":
+        return f"random {model.family} {model.seed} {model.config}"
+    if model.contents[0] is not None:
+        return model.contents[0]
+    assert model.path is not None
+    return f"hub {model.path} {cached_commit(model.path, model.revision) or model.revision}"

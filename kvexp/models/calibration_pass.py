@@ -1,0 +1,41 @@
+"""A calibration pass: a model reads sequences, and the statistics of its queries are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvexp.core.calibration_layer import CalibrationLayer
+from kvexp.core.query_calibration import QueryCalibration
+from kvexp.errors import ConfigError
+from kvexp.models.attention_hook import check_patched
+from kvexp.models.cache import EvictionCacheLayer
+from kvexp.models.families import num_layers, rope_of
+
+
+@torch.no_grad()
+def calibrate_queries(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> QueryCalibration:
+    """Statistics of the queries that a patched model makes of these token ids, for `CacheConfig(calibration=...)`.
+
+    sequences: each is read by itself from position 0, at full attention. done: called after each. ConfigError for no
+    token, and for RoPE whose frequencies change with length.
+    """
+    check_patched(model.config, ConfigError)
+    if not sequences or not all(sequences):
+        raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
+    rope = rope_of(model, "a calibration pass")
+    states = [CalibrationLayer() for _ in range(num_layers(model.config))]
+    cache = Cache(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
+    device = model.get_input_embeddings().weight.device
+    for ids in sequences:
+        model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for state in states:
+            state.reset()
+        done()
+    parts = zip(*(state.sums.statistics() for state in states), strict=True)
+    return QueryCalibration.of(*(torch.stack(part) for part in parts))
