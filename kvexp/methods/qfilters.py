@@ -16,7 +16,7 @@ class QFilters(Method):
     """f = mean over a kv head's query heads of v; s[j] = f.key_j; keep = newest U top k.
 
     v: the first right singular vector of a calibration pass's queries, RoPE applied, pointed to the side of their mean;
-    `kvexp calibrate model=NAME` makes it, once for each model.
+    the command `kvexp calibrate` makes it, once for each model.
     Source: Godey et al., arXiv:2503.02812, equation 1, theorem 3.3 and section 3.2 (average over grouped heads). As in
     kvpress, which stores -f. Departures: v is of all queries of the pass, not of 3,000 drawn ones, and its sign is the
     paper's (of the mean), where the release counts on which side more queries lie; the newest token is protected, else
