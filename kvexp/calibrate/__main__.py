@@ -10,6 +10,7 @@ The result is a small file in the cache folder, known by the digest of the model
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -24,10 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for what cannot be done, which is told."""
     from kvexp.config.compose_errors import told
 
-    words = list(sys.argv[1:] if argv is None else argv)
-    if any(word in ("-h", "--help") for word in words):
-        say((__doc__ or "").strip())
-        return 0
+    _, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
     try:
         model_words, own = parted(words)
         with told(model_words):
@@ -38,6 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="kvexp calibrate",
+        usage="%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] [tokens=N] [sequences=N]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def parted(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
