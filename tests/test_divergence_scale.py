@@ -80,6 +80,8 @@ def test_a_run_without_rows_has_a_scale(tmp_path):
     frame = scale_table(measured(run)).set_index("change")
     assert set(frame["n"]) == {4} and frame.loc["8-bit weights", "kl"] < frame.loc["4-bit weights", "kl"]
     assert 0 < frame.loc[SEEDS, "kl"] < 20 and frame.loc[SEEDS, "tokens"] == 4 * 7, "the prefill's token is left out"
+    first = measured(run, 1)
+    assert {len(lines) for lines in first.values()} == {1} and {line["index"] for line in first[SEEDS]} == {0}
 
 
 def test_a_scale_is_kept_in_its_runs_folder(tmp_path):

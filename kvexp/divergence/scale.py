@@ -106,9 +106,13 @@ def line_of(full: Tensor, changed: Tensor, text: Sequence[int], example: str, in
     return found | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
 
 
-def measured(run: Run) -> dict[str, list[Line]]:
-    """What is changed -> a line per example of the run's own-answer texts; ConfigError where none is measured."""
-    texts = {example: line for (example, text), line in read(run).items() if text == OWN}
+def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
+    """What is changed -> a line per example of the run's own-answer texts; ConfigError where none is measured.
+
+    limit: the first so many of the task's examples.
+    """
+    lines = sorted((line["index"], example, line) for (example, text), line in read(run).items() if text == OWN)
+    texts = {example: line for _, example, line in lines[:limit]}
     if not texts:
         raise ConfigError(f"{run.path} has no divergence yet: run kvexp divergence {run.path.parent}")
     settings = settings_at(run)
@@ -166,11 +170,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where the run has nothing to go by."""
     parser = argparse.ArgumentParser(prog="python -m kvexp.divergence.scale", description=__doc__.split("\n\n")[0])
     parser.add_argument("run", type=Path, help="the folder of a run that kvexp divergence has measured")
+    parser.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        say(f"error: --limit must be at least 1, got {args.limit}", file=sys.stderr)
+        return 2
     try:
         run = Run.load(args.run)
-        frame = scale_table(measured(run))
+        frame = scale_table(measured(run, args.limit))
         write_scale(run, frame)
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
