@@ -84,8 +84,8 @@ ALLOWED: dict[str, set[str]] = {
         *(".record", ".log", ".results", ".console", ".session", "torch", "hydra", "omegaconf"),
     },
     "dry_run": {
-        *(".errors", ".config", ".evaluate", ".sweep", ".core", ".retrieval", ".models", ".generate", ".tasks"),
-        *(".record", ".results", ".session", "torch", "hydra", "omegaconf", "rich"),
+        *(".errors", ".config", ".evaluate", ".sweep", ".core", ".methods", ".retrieval", ".models", ".generate"),
+        *(".tasks", ".record", ".results", ".session", ".cache_folder", "torch", "hydra", "omegaconf", "rich"),
     },
     "yardstick": {
         *(".errors", ".paths", ".config", ".evaluate", ".session", ".sweep", ".tasks", ".record"),

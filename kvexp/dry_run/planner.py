@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from kvexp.config.divergence_options import refusal
 from kvexp.config.model_spec import check_method_fits_model
 from kvexp.config.settings import Settings
-from kvexp.dry_run import cost
+from kvexp.dry_run import cost, speed_files
+from kvexp.dry_run.group_cost import GroupPlan, RunWork
+from kvexp.dry_run.peak_memory import PeakMemory
 from kvexp.dry_run.workload import Workload, Workloads, check_workload, model_config, model_shape
 from kvexp.errors import ConfigError
 from kvexp.evaluate.rows import environment
+from kvexp.models.free_memory import available
 from kvexp.models.model_size import ModelSize
 from kvexp.record import identity
 from kvexp.session import Session
@@ -24,6 +29,7 @@ from kvexp.sweep.sweep_summary import duration
 from kvexp.terminal import say
 
 LISTED = 40  # runs shown one by one; more are told in groups
+MEASURE = "measure"
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """Runs that share prefills, or one alone; seconds: None where the model's size is not known."""
+    """Runs that share prefills, or one alone.
+
+    seconds, peak: bytes at one time; None where the model's size is not known, peak also on a machine that is not this
+    one. start_s: seconds of the command before any group, where they were measured.
+    """
 
     runs: list[Planned]
     shape: ModelSize | None
     seconds: float | None
     basis: str
+    start_s: float = 0.0
+    peak: PeakMemory | None = None
 
     @property
     def prefills(self) -> int:
@@ -103,12 +115,17 @@ def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
 def plan(main: Callable[[], None], option: str, session: Session) -> None:
     """Let Hydra compose the jobs of sys.argv without running one, and print their plan.
 
-    option: --dry-run, or --dry-run=NAME of another machine (`cost.MACHINES`). Nothing is written: Hydra's own notes on
-    a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here, one after the other.
+    option: --dry-run, --dry-run=NAME of another machine (`cost.MACHINES`), or --dry-run=measure, which first loads
+    the models, measures them on this one (`speed_measurement`) and keeps that in the cache folder. Else nothing is
+    written: Hydra's own notes on a sweep go to a folder that is removed. Whatever the launcher, jobs are composed here,
+    one after the other.
     """
     name = option.partition("=")[2] or None
-    if name is not None and name not in cost.MACHINES:
-        raise ConfigError(f"--dry-run may name a machine, one of {', '.join(cost.MACHINES)}, got {name!r}")
+    if name not in (None, MEASURE, *cost.MACHINES):
+        raise ConfigError(
+            f"--dry-run may be {MEASURE} (this machine, from now on) or name a machine, "
+            f"one of {', '.join(cost.MACHINES)}, got {name!r}"
+        )
     words = [word for word in sys.argv[1:] if word.partition("=")[0] != "--dry-run"]
     if any(word.startswith("hydra/sweeper=") and not word.endswith(("=basic", "=once_composed")) for word in words):
         raise ConfigError(
@@ -147,6 +164,9 @@ def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *
     together = prefill_groups(wanted.values()) if shares else []
     taken = {str(settings.identity) for group in together for settings in group}
     alone = [[settings] for settings in wanted.values() if str(settings.identity) not in taken]
+    if machine == MEASURE:
+        _measure(wanted.values(), session)
+        machine = None
     planned = []
     for group in [*together, *alone]:
         try:
@@ -166,18 +186,55 @@ def _group(members: list[Settings], machine: str | None, workloads: Workloads) -
         left = sum(example not in done for example in known) if known else max(0, len(work.examples) - len(done))
         runs.append(Planned(settings, work, 0 if settings.divergence.only else left, _texts(settings, work)))
     lead, work = members[0], runs[0].work
-    shape = model_shape(lead.model)
+    shape, device = model_shape(lead.model), environment()["device"]
     planned = PlannedGroup(runs, shape, None, "not known")
     todo = [(run.settings, run.decodes) for run in runs]
-    rates = cost.measured(lead, environment()["device"]) if machine is None else None
+    if machine is None and shape is not None:
+        planned = _on_this_machine(planned, shape, device)
+        if planned.seconds is not None:
+            return planned
+    rates = cost.measured(lead, device) if machine is None else None
     if rates is not None:
         seconds = cost.measured_seconds(rates, todo, planned.prefills, work.prompt_tokens, work.new_tokens)
         return replace(planned, seconds=seconds, basis=f"measured on {rates.rows} rows")
-    on = cost.machine_here(environment()["device"]) if machine is None else cost.MACHINES[machine]
+    on = cost.machine_here(device) if machine is None else cost.MACHINES[machine]
     if shape is None:
         return planned
     seconds = cost.estimated_seconds(on, shape, todo, planned.prefills, work.prompt_tokens, work.new_tokens)
     return replace(planned, seconds=seconds, basis=f"estimated for {on.name}")
+
+
+def _on_this_machine(planned: PlannedGroup, shape: ModelSize, device: str) -> PlannedGroup:
+    """With the peak of memory here; with the time as well where the model was measured here."""
+    lead, work = planned.runs[0].settings, planned.runs[0].work
+    known = speed_files.kept(speed_files.surroundings(lead.model, device))
+    group = GroupPlan(
+        [RunWork(run.settings, run.left, run.forced) for run in planned.runs],
+        shape,
+        planned.prefills,
+        work.prompt_tokens,
+        work.new_tokens,
+        shared=len(planned.runs) > 1,
+        free=max(0, available() - shape.weight_bytes(lead.model.dtype)),
+        threads=torch.get_num_threads(),
+    )
+    peak = group.peak(known.base_bytes if known else None) if planned.prefills else None
+    if known is None:
+        return replace(planned, peak=peak)
+    seconds = group.seconds(known.of(group.arrangement().processes))
+    return replace(planned, seconds=seconds, basis=f"measured here on {known.date}", start_s=known.start_s, peak=peak)
+
+
+def _measure(wanted: Iterable[Settings], session: Session) -> None:
+    """Measure every model of these runs on this machine, and keep what was found."""
+    from kvexp.dry_run.speed_measurement import measure  # late: it imports what a plan does without
+
+    for spec in dict.fromkeys(settings.model for settings in wanted):
+        try:
+            speed_files.keep(speed_files.surroundings(spec, environment()["device"]), measure(spec))
+        except ConfigError as error:
+            say(f"error: {error}", file=sys.stderr, flush=True)
+            session.add_failure(MEASURE, str(error), told=True)
 
 
 def _texts(settings: Settings, work: Workload) -> dict[str, int]:
@@ -213,7 +270,8 @@ def _show(planned: list[PlannedGroup], jobs: int) -> None:
     prompt, new = sum(group.prompt_tokens for group in planned), sum(group.new_tokens for group in planned)
     say(
         f"total: {states.count('done')} done, {states.count('partly')} partly, {states.count('to do')} to do; "
-        f"{cost.tokens(prompt)} prompt tokens, at most {cost.tokens(new)} new tokens, about {_time(planned)}"
+        f"{cost.tokens(prompt)} prompt tokens, at most {cost.tokens(new)} new tokens, "
+        f"about {_time(planned, start=True)}"
     )
 
 
@@ -228,6 +286,8 @@ def _show_part(groups: list[PlannedGroup]) -> None:
         each = ([run.settings for run in group.runs] for group in groups)
         kv = max(cost.kv_bytes(shape, settings, lead.work.prompt_tokens) for settings in each)
         memory = f"weights {cost.gigabytes(weights)} + KV {cost.gigabytes(kv)}"
+        if peaks := [group.peak.total for group in groups if group.peak is not None]:
+            memory += f", peak about {cost.gigabytes(max(peaks))}"
     prompts, new = sum(group.prefills for group in groups), sum(group.new_tokens for group in groups)
     texts = sum(group.texts for group in groups)
     say(
@@ -237,9 +297,11 @@ def _show_part(groups: list[PlannedGroup]) -> None:
     )
 
 
-def _time(groups: list[PlannedGroup]) -> str:
+def _time(groups: list[PlannedGroup], *, start: bool = False) -> str:
+    """Of these groups; start: with the command's own start, where that was measured and anything is left to do."""
     known = [group.seconds for group in groups if group.seconds is not None]
-    return duration(sum(known)) + ("" if len(known) == len(groups) else " and what is not known")
+    before = max((group.start_s for group in groups if group.prefills), default=0.0) if start else 0.0
+    return duration(sum(known) + before) + ("" if len(known) == len(groups) else " and what is not known")
 
 
 def _title(settings: Settings) -> str:

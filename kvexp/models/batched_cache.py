@@ -159,11 +159,16 @@ def bin_by_length(held: dict[int, Slots]) -> list[list[int]]:
 
     held: this layer's slots of each cache, by index.
     """
+    return bin_by_bytes({member: (slots.length, slots.kv_bytes) for member, slots in held.items()})
+
+
+def bin_by_bytes(held: dict[int, tuple[int, int]]) -> list[list[int]]:
+    """`bin_by_length` from each cache's length and bytes of keys and values alone."""
     groups: list[list[int]] = []
-    for member in sorted(held, key=lambda member: held[member].length, reverse=True):
+    for member in sorted(held, key=lambda member: held[member][0], reverse=True):
         if groups:
-            largest = held[groups[-1][0]]
-            spare = [largest.kv_bytes * (1 - held[i].length / largest.length) for i in (*groups[-1], member)]
+            length, size = held[groups[-1][0]]
+            spare = [size * (1 - held[i][0] / length) for i in (*groups[-1], member)]
             if sum(spare) <= MAX_PAD_BYTES:
                 groups[-1].append(member)
                 continue

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvexp.errors import ConfigError
+from kvexp.models.cpu_linear import MIN_WEIGHTS
 from kvexp.models.families import head_dim, max_positions, num_kv_heads, num_layers
 from kvexp.models.load import parse_dtype
 
@@ -17,11 +18,14 @@ from kvexp.models.load import parse_dtype
 class ModelSize:
     """The size of a model.
 
-    parameters: their number, embeddings included; width: query heads times D; positions: the longest sequence in
+    parameters: their number, embeddings included; linear: those of linear layers that `kvexp.models.pack_linear`
+    copies; vocabulary: tokens that the model knows; width: query heads times D; positions: the longest sequence in
     tokens.
     """
 
     parameters: int
+    linear: int
+    vocabulary: int
     layers: int
     width: int
     kv_heads: int
@@ -47,6 +51,12 @@ def shape_of(config: Any) -> ModelSize:
         raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
     return ModelSize(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        linear=sum(
+            module.weight.numel()
+            for module in model.modules()
+            if type(module) is torch.nn.Linear and module.weight.numel() >= MIN_WEIGHTS
+        ),
+        vocabulary=int(config.vocab_size),
         layers=num_layers(config),
         width=int(config.num_attention_heads) * head_dim(config),
         kv_heads=num_kv_heads(config),

@@ -1,0 +1,175 @@
+"""What a group of runs takes by measured speeds, and holds at most: as `kvexp.sweep` will arrange its prompts."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvexp.config.settings import Settings
+from kvexp.dry_run.cost import slots_of
+from kvexp.dry_run.peak_memory import BASE_BYTES, HeldCaches, PeakMemory, width_of, working_bytes
+from kvexp.dry_run.speed_model import GroupWork, Speed, observes_prompt, work_seconds
+from kvexp.evaluate.limits import SHARE
+from kvexp.models.cpu_linear import MAX_MEMORY_SHARE
+from kvexp.models.load import parse_dtype
+from kvexp.models.model_size import ModelSize
+from kvexp.sweep.prefill_groups import MAX_DECODE_ROWS, MIN_UTILISATION
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """What one run lacks. answers: rows; texts: by kind, those it has still to be forced."""
+
+    settings: Settings
+    answers: int
+    texts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Runs that share prefills (or one run) on prompts of so many tokens, with so many new ones each.
+
+    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory that the runs may
+    use beside the model; threads: processes that a shared sweep may fork.
+    """
+
+    runs: Sequence[RunWork]
+    shape: ModelSize
+    prompts: int
+    prompt: float
+    new: float
+    shared: bool
+    free: int
+    threads: int
+
+    @property
+    def lead(self) -> Settings:
+        return self.runs[0].settings
+
+    @property
+    def device(self) -> str:
+        return self.lead.model.resolved_device().partition(":")[0]
+
+    @property
+    def batches(self) -> int:
+        return math.ceil(self.prompts / self.lead.batch_size)
+
+    @property
+    def active(self) -> list[RunWork]:
+        """The runs that lack anything."""
+        return [run for run in self.runs if run.answers or any(run.texts.values())]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of texts that are forced."""
+        return sorted({kind for run in self.runs for kind, count in run.texts.items() if count})
+
+    def held(self) -> HeldCaches:
+        """The caches of one batch; with a full cache's beside them where texts are forced."""
+        runs = [run.settings for run in self.active]
+        if self.kinds and not any(settings.is_baseline for settings in runs):
+            runs.append(runs[0].baseline())
+        rows = self.lead.batch_size * self.lead.decoding.num_beams
+        stacks = [settings.method.evicts and settings.cache.mode == "overwrite" for settings in runs]
+        return HeldCaches(
+            [
+                rows
+                * (width_of(slots_of(settings, self.prompt), self.device) if on else slots_of(settings, self.prompt))
+                for settings, on in zip(runs, stacks, strict=True)
+            ],
+            stacks,
+            len(self.kinds),
+            any(run.answers for run in self.runs),
+            self.shape.token_bytes(self.lead.model.dtype),
+            self.shape.layers,
+        )
+
+    def arrangement(self) -> Arrangement:
+        """How `kvexp.sweep.prefill_groups` will take the batches, if memory is then as free as now."""
+        if not self.batches or not (self.shared or self.kinds):
+            return Arrangement(1, max(1, self.batches), 1)
+        members, held = len(self.active), self.held()
+        prompt_bytes = int(self.prompt) * self.lead.batch_size * held.token
+        need, room = held.copies * held.bytes + prompt_bytes, self.free * SHARE
+        limited = self.lead.timeout_s is not None
+        several = self.threads if self.device == "cpu" and sys.platform == "linux" and not limited else 1
+        if math.ceil(self.batches / several) * several > MIN_UTILISATION * self.batches or need > room / several:
+            several = 1
+        most = 1 if limited else max(1, MAX_DECODE_ROWS // (members * self.lead.batch_size))
+        groups = min(self.batches, several * math.ceil(self.batches / (several * most)))
+        if math.ceil(self.batches / groups) * need > room / several:
+            groups = self.batches
+        parts = 1 if need <= room / several else math.ceil((need - prompt_bytes) / max(1.0, room - prompt_bytes))
+        return Arrangement(several, groups, min(parts, members))
+
+    def peak(self, base: int | None = None) -> PeakMemory:
+        """Bytes held at the peak by all processes; base: as measured, None: as it was elsewhere."""
+        model, here = self.lead.model, self.arrangement()
+        held, size = self.held(), parse_dtype(self.lead.model.dtype).itemsize
+        together = math.ceil(self.batches / here.groups) if here.groups else 0
+        caches = math.ceil(held.peak(together) / here.parts)
+        rows = together * len(held.slots) * self.lead.batch_size * self.lead.decoding.num_beams
+        working = working_bytes(self.shape, int(self.prompt) * self.lead.batch_size, rows, self.shape.vocabulary, size)
+        packs = model.pack_linear and (self.device, model.dtype) == ("cpu", "float32")
+        packed = min(self.shape.linear * 4, int(MAX_MEMORY_SHARE * self.free)) if packs else 0
+        process = (BASE_BYTES if base is None else base) if self.device == "cpu" else 0
+        weights = self.shape.weight_bytes(model.dtype)
+        return PeakMemory(process, weights, packed, here.processes * caches, here.processes * working)
+
+    def seconds(self, speed: Speed) -> float:
+        """From the loaded model to the last row. speed: of `arrangement().processes` processes."""
+        here = self.arrangement()
+        if self.shared:
+            return work_seconds(speed, self._work(here, self.prompts, answers=True, texts=True))
+        batch = self.lead.batch_size
+        (run,) = self.runs
+        answers = Arrangement(1, math.ceil(run.answers / batch), 1)
+        most = max(run.texts.values(), default=0)
+        return work_seconds(speed, self._work(answers, run.answers, answers=True, texts=False)) + work_seconds(
+            speed, self._work(here, most, answers=False, texts=True)
+        )
+
+    def _work(self, here: Arrangement, prompts: int, *, answers: bool, texts: bool) -> GroupWork:
+        runs = [run.settings for run in self.active]
+        specs = [spec for settings in runs if (spec := settings.method.score_spec) is not None]
+        scores = {spec.sums_key for spec in specs if observes_prompt(spec)}  # runs of equal sums share them
+        beams = self.lead.decoding.num_beams
+        answered = [(run.settings, run.answers * beams) for run in self.active] if answers else []
+        forced = [(run.settings, sum(run.texts.values())) for run in self.active] if texts else []
+        if any(count for _, count in forced):  # the full cache's own rows beside them
+            most = {kind: max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds}
+            forced.append((self.lead.baseline(), sum(most.values())))
+        return GroupWork(
+            prompts=prompts * here.parts,
+            prompt=self.prompt,
+            new=self.new,
+            scores=len(scores),
+            variants=math.ceil(sum(not settings.is_baseline for settings in runs) / here.parts),
+            answers=sum(count for _, count in answered),
+            texts=sum(count for _, count in forced),
+            slots=self._mean_slots(answered),
+            text_slots=self._mean_slots(forced),
+            groups=here.groups * here.parts,
+        )
+
+    def _mean_slots(self, rows: Sequence[tuple[Settings, int]]) -> float:
+        """Slots that a row holds, in the middle of its answer; rows: how many of each run."""
+        total = sum(count for _, count in rows)
+        return sum(count * self._slots(settings) for settings, count in rows) / total if total else 0.0
+
+    def _slots(self, settings: Settings) -> float:
+        """Of a run: all tokens but half the new ones where it evicts nothing."""
+        held = slots_of(settings, self.prompt)
+        return held - self.new / 2 if held >= int(self.prompt) + self.new else held
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """processes: that share the batches; groups: of batches that decode in the same steps; parts: into which the runs
+    of a batch are split where memory does not hold all of them, each with a prefill of its own."""
+
+    processes: int
+    groups: int
+    parts: int
