@@ -14,6 +14,19 @@ Row = dict[int, float]  # key position -> attention of one query, summed over th
 
 
 @dataclass
+class Repeat:
+    """One chunk of the prompt, fed again behind the prompt's end, as one kv head sees it.
+
+    chunk: positions repeated. rows: of every fed query, in each query head of the kv head; fed tokens stand at the
+    positions from the prompt's end on. input_norms: of what the attention layer gets at every fed query.
+    """
+
+    chunk: range
+    rows: list[list[Row]]
+    input_norms: list[float]
+
+
+@dataclass
 class Past:
     """rows[q]: the row of query q. room: how many may stay. budget: k. held: candidates, newest last.
 
@@ -22,7 +35,8 @@ class Past:
     newest query's row in each query head of the kv head. queries: all so far, before RoPE, of the same query heads.
     pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
     projection, slopes: of ALiBi (0: none), both in the same query heads. evictions: the newest position at each earlier
-    eviction. directions: the main one of a calibration pass's queries, in the same query heads.
+    eviction. directions: the main one of a calibration pass's queries, in the same query heads. repeats: of the whole
+    prompt.
     """
 
     rows: list[Row]
@@ -44,6 +58,7 @@ class Past:
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
     directions: list[list[float]] = field(default_factory=list)
+    repeats: list[Repeat] = field(default_factory=list)
 
     @property
     def newest(self) -> int:
@@ -297,6 +312,36 @@ def expected_attention_paper(past: Past) -> set[int]:
         return set(past.held)
     each = list(zip(expected_shares(past), past.output_norms, strict=True))
     return top(past, lambda p: sum((math.exp(share[p]) + 0.02) * norm[p] for share, norm in each), sinks=1)
+
+
+def repeated(past: Past, sinks: int, weight: Callable[[Repeat, int, int, int], float]) -> Row:
+    """The largest of each repeated token's shares of the sinks, its chunk and what is fed, in all heads, weighed.
+
+    weight: of a repeat, a query head, a fed query and a position.
+    """
+    best: Row = {}
+    for repeat in past.repeats:
+        for head, rows in enumerate(repeat.rows):
+            for q, row in enumerate(rows):
+                near = sum(a for p, a in row.items() if p < sinks or p in repeat.chunk or p >= past.prompt)
+                for p in repeat.chunk:
+                    best[p] = max(best.get(p, 0.0), row[p] / near * weight(repeat, head, q, p))
+    return best
+
+
+def kvzip(past: Past) -> set[int]:
+    """One sink, which is not repeated."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    best = repeated(past, 1, lambda *_: 1.0)
+    return top(past, lambda p: best.get(p, 0.0), sinks=1)
+
+
+def kvzip_plus(past: Past) -> set[int]:
+    if past.newest >= past.prompt:
+        return set(past.held)
+    best = repeated(past, 1, lambda repeat, head, q, p: past.output_norms[head][p] / repeat.input_norms[q])
+    return top(past, lambda p: best.get(p, 0.0), sinks=1)
 
 
 def vatp(past: Past) -> set[int]:

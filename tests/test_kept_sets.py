@@ -16,7 +16,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from oracles import Oracle, Past, Row
+from oracles import Oracle, Past, Repeat, Row
 from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
@@ -45,6 +45,8 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    KVzip,
+    KVzipPlus,
     LagKV,
     QFilters,
     Random,
@@ -87,6 +89,8 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "rkv_release": (RKV(window=3, kernel=3, importance=0.07, form="release"), oracles.rkv_release),
     "vatp": (VATP(n_sinks=2), oracles.vatp),
     "qfilters": (QFilters(), oracles.qfilters),
+    "kvzip": (KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip),
+    "kvzip_plus": (KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -105,10 +109,12 @@ class Truth:
 
 
 @contextmanager
-def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor], queries: list[Tensor]) -> Iterator[None]:
+def masks_by_hand(
+    model: Any, visible: Tensor, seen: list[Tensor], queries: list[Tensor], norms: list[Tensor] | None = None
+) -> Iterator[None]:
     """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`.
 
-    The queries before RoPE [heads, N, D] go to `queries`.
+    The queries before RoPE [heads, N, D] go to `queries`, the norms [N] of what each layer gets to `norms`.
     """
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     assert len(attentions) == visible.shape[0]
@@ -117,9 +123,10 @@ def masks_by_hand(model: Any, visible: Tensor, seen: list[Tensor], queries: list
 
         def before(module: Any, args: Any, kwargs: Any, mask: Tensor = visible[i]) -> Any:
             assert "attention_mask" in kwargs
-            queries.append(
-                queries_of(module, visible.shape[1], kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-            )
+            states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            queries.append(queries_of(module, visible.shape[1], states))
+            if norms is not None:
+                norms.append(states[0].double().norm(dim=-1))
             as_bool = model.config.model_type == "mpt"
             hidden = ~mask[None] if as_bool else torch.zeros(mask.shape)[None].masked_fill(~mask[None], -1e30)
             return args, kwargs | {"attention_mask": hidden}
@@ -191,6 +198,7 @@ class Witness:
     @torch.inference_mode()
     def run(self) -> Truth:
         kept, logits = [], []
+        repeats = self.repeats() if isinstance(self.method, KVzip) else [[[] for _ in range(self.kv_heads)]] * LAYERS
         for end in range(self.prompt, len(self.ids) + 1):
             probabilities: list[Tensor] = []
             self.queries: list[Tensor] = []
@@ -201,11 +209,40 @@ class Witness:
             fresh = range(0 if end == self.prompt else end - 1, end)
             for layer in range(LAYERS):
                 stored = cache.layers[layer]
-                self.layer(layer, fresh, probabilities[layer], stored.keys[0], stored.values[0])
+                self.layer(layer, fresh, probabilities[layer], stored.keys[0], stored.values[0], repeats[layer])
             kept.append([[list(head) for head in heads] for heads in self.held])
         return Truth(kept, logits)
 
-    def layer(self, layer: int, fresh: range, probabilities: Tensor, keys: Tensor, values: Tensor) -> None:
+    def repeats(self) -> list[list[list[Repeat]]]:
+        """By layer and kv head: what is seen of the prompt behind its first token, fed again by fives.
+
+        Each time behind the prompt alone, and behind the five tokens before it.
+        """
+        found: list[list[list[Repeat]]] = [[[] for _ in range(self.kv_heads)] for _ in range(LAYERS)]
+        prompt = self.ids[: self.prompt]
+        for start in range(1, self.prompt, 5):
+            ids = [*prompt, *(prompt[start - 5 : start] if start > 1 else []), *prompt[start : start + 5]]
+            seen: list[Tensor] = []
+            norms: list[Tensor] = []
+            causal = torch.ones(len(ids), len(ids)).tril().bool().expand(*self.visible.shape[:2], -1, -1)
+            with masks_by_hand(self.model, causal, seen, [], norms):
+                self.model(torch.tensor([ids]))
+            fed, chunk = slice(self.prompt, None), range(start, min(start + 5, self.prompt))
+            for layer, h in product(range(LAYERS), range(self.kv_heads)):
+                heads = seen[layer][h * self.group : (h + 1) * self.group, fed].tolist()
+                rows = [[dict(enumerate(row)) for row in head] for head in heads]
+                found[layer][h].append(Repeat(chunk, rows, norms[layer][fed].tolist()))
+        return found
+
+    def layer(
+        self,
+        layer: int,
+        fresh: range,
+        probabilities: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        repeats: list[list[Repeat]],
+    ) -> None:
         noise = self.noise(layer, fresh)
         for h in range(self.kv_heads):
             self.held[layer][h] += fresh
@@ -223,6 +260,7 @@ class Witness:
                 output_norms=self.output_norms(layer, h, values[h].double()),
                 directions=self.directions[layer][h * self.group : (h + 1) * self.group] if self.directions else [],
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
+                repeats=repeats[h],
             )  # fmt: skip
             decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
         for h, stay in enumerate(decided):

@@ -31,6 +31,8 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    KVzip,
+    KVzipPlus,
     LagKV,
     QFilters,
     Random,
@@ -120,6 +122,12 @@ TABLE: dict[str, tuple[Method, str]] = {
     # and the crowd (0.2 or more). Eight mentions of 96 turn it by 0.056 to the needle, to a fact told later not at all.
     # The newest is protected.
     "qfilters": (QFilters(), "++ ----- -- ++ - -"),
+    # The prompt from the fifth token on is fed again, 40 tokens at a time, each beside its own slots. One mention that
+    # stands in the needle's 40 is enough, 0.5 (the fed needle has the other half) against a P's 0.06; mentions that
+    # stand later (a while ago, just now) read another part. Else the newest win by a smaller crowd. Once.
+    "kvzip": (KVzip(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
+    # Of one length are all values but the sink's, and all that attention gets.
+    "kvzip_plus": (KVzipPlus(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
     "keydiff": (KeyDiff(), "++ +++++ ++ ++ + +"),

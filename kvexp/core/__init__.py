@@ -17,6 +17,7 @@ from kvexp.core.needs import Needs
 from kvexp.core.observe.noise import Noise
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.second_pass import SecondPass
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 from kvexp.deprecation import deprecated_names
@@ -36,6 +37,7 @@ __all__ = [
     "Noise",
     "QueryCalibration",
     "RoPE",
+    "SecondPass",
     "SequenceState",
     "Slots",
 ]

@@ -105,6 +105,11 @@ class CacheConfig:
                 f"method {method.name} compares earlier queries with the slots, which cache.positions=renumbered moves "
                 "from step to step: set cache.positions=original"
             )
+        if method.needs.second_pass is not None and method.evicts_while_decoding:
+            raise ConfigError(
+                f"method {method.name} needs a second pass over the prompt, which decoded tokens have none of: let "
+                f"{type(method).__qualname__}.evicts_while_decoding be False"
+            )
         if method.simulation_only and self.mode != "mask":
             raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
         if simulated and self.mode != "mask":

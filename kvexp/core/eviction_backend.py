@@ -106,6 +106,15 @@ def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: 
         granted(config.method, config.budget, lengths, padded, new, layer, layers)
 
 
+def may_evict(config: CacheConfig, lengths: Sequence[int], padded: int, new: int | None, layers: int) -> bool:
+    """Whether some layer's budget is smaller than one of these prompts; arguments as of `check_budget`."""
+    if config.budget is None or not config.method.evicts:
+        return False
+    itself = 1 if config.budget.counts_self else 0
+    budgets = (granted(config.method, config.budget, lengths, padded, new, layer, layers) for layer in range(layers))
+    return any(n > k - itself for slots in budgets for n, k in zip(lengths, slots, strict=True))
+
+
 def window(method: Method, slots: int, *, counts_self: bool) -> int:
     """How many of the newest tokens are protected where a kv head has `slots` slots: the method's `recent`.
 

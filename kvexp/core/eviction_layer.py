@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,19 @@ from kvexp.errors import CacheError, ConfigError
 PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
 
 
+@dataclass(frozen=True)
+class DueEviction:
+    """What an eviction goes by besides the slots: tensors of the forward that it follows, None where not needed.
+
+    params: of that forward; newest_attention, last_logits: as in `EvictionContext`; before: None while decoding.
+    """
+
+    params: AttentionParams
+    newest_attention: Tensor | None
+    last_logits: Tensor | None
+    before: RetainedAttention | None
+
+
 class EvictionLayer:
     """The eviction cache of one attention layer, a `RowsCache`.
 
@@ -41,6 +56,7 @@ class EvictionLayer:
     of `layers`; sequence, memory_tracker, shared, buffers: common to all layers of the cache. first_eviction: per row,
     decode tokens seen when the first slot was lost; None: not yet. retained_attention [B]: see `RetainedAttention`;
     None until there was an eviction at the end of the prompt. output_factors: of this layer, as in `EvictionContext`.
+    due_eviction: the eviction at the end of the prompt while it waits for a second pass; None: none waits.
     """
 
     _stack: fast_step.StackedLayer | None
@@ -77,6 +93,7 @@ class EvictionLayer:
         self.retained_attention: Tensor | None = None  # [B], see RetainedAttention
         self.query_statistics: QueryStatistics | None = None  # of the prompt, until the last eviction that needs it
         self.last_queries: LastQueries | None = None  # where the method needs them
+        self.due_eviction: DueEviction | None = None  # see above
         self.backend = make_backend(self.config.mode, self.config.evict_every)
         self.memory_tracker.set_resident(self.index, 0)
 
@@ -128,16 +145,30 @@ class EvictionLayer:
                 self.last_queries = LastQueries(needs.last_queries, inputs)
             self.last_queries.add(inputs)
         if self._should_evict():
-            before = RetainedAttention.before(inputs, slots) if sequence.in_prompt else None
-            attention = newest_attention(inputs, probabilities) if needs.newest_attention else None
-            logits = None if self.last_queries is None else self.last_queries.logits(inputs)
-            self._evict(slots, inputs.params, attention, logits)
-            if before is not None:
-                self.retained_attention = before.after(slots)
-            if not self.config.method.evicts_while_decoding:
-                self.query_statistics = None
+            due = DueEviction(
+                inputs.params,
+                newest_attention(inputs, probabilities) if needs.newest_attention else None,
+                None if self.last_queries is None else self.last_queries.logits(inputs),
+                RetainedAttention.before(inputs, slots) if sequence.in_prompt else None,
+            )
+            if needs.second_pass is None:
+                self._evict(slots, due, None)
+            else:
+                self.due_eviction = due
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
         sequence.layer_done()
+
+    def evict_after_second_pass(self, attention: Tensor, peak_bytes: int) -> None:
+        """Carry out the eviction that waited for a second pass over the prompt.
+
+        attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: the pass's, beside the slots.
+        """
+        slots, due = self.require_slots(), self.due_eviction
+        assert due is not None
+        self.due_eviction = None
+        self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.kv_bytes + peak_bytes)
+        self._evict(slots, due, attention)
+        self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
@@ -146,6 +177,11 @@ class EvictionLayer:
 
         key [B, H, Q, D]; padding as of `forward`.
         """
+        if self.due_eviction is not None:
+            raise CacheError(
+                f"method {self.config.method.name} evicts after a second pass over the prompt, and there was none: "
+                "feed the prompt as token ids (input_ids) to a model patched by kvexp.models.patch_model"
+            )
         sequence = self.sequence
         positions = sequence.advance(self.seq_len, key.shape[0], key.shape[2], padding, key.device, self.layers)
         self.seq_len = sequence.seq_len
@@ -321,7 +357,7 @@ class EvictionLayer:
         )
 
     def _context(
-        self, slots: Slots, newest: Tensor, attention: Tensor | None = None, logits: Tensor | None = None
+        self, slots: Slots, newest: Tensor, due: DueEviction | None = None, second: Tensor | None = None
     ) -> EvictionContext:
         """The `EvictionContext` of these slots; newest [B]: position id of the newest token; see `_evict`."""
         resolved = self.resolved_budget
@@ -335,24 +371,25 @@ class EvictionLayer:
             resolved.recent_t,
             newest,
             self.sequence.seeds.to(newest.device),
-            newest_attention=attention,
+            newest_attention=None if due is None else due.newest_attention,
             query_statistics=self.query_statistics,
             output_factors=self.output_factors,
-            last_logits=logits,
+            last_logits=None if due is None else due.last_logits,
             calibration=self.calibration,
+            second_pass_attention=second,
         )
 
-    def _evict(self, slots: Slots, params: AttentionParams, attention: Tensor | None, logits: Tensor | None) -> None:
+    def _evict(self, slots: Slots, due: DueEviction, second: Tensor | None) -> None:
         """Evict by the method's priority, and record the first eviction of each row.
 
-        attention [B, H, G, S]: of the newest query; logits [B, H, G, n, S]: of the last n; where the method needs them.
+        second [B, H, G, S]: attention of the second pass, where the method needs it.
         """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         newest = self.sequence.num_real.to(slots.keys.device) - 1
-        ctx = self._context(slots, newest, attention, logits)
+        ctx = self._context(slots, newest, due, second)
         method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
-        window = params.sliding_window if self.config.positions == "original" else None
+        window = due.params.sliding_window if self.config.positions == "original" else None
         priority = masked_priority(method, ctx, window)
         hidden = method.hidden_next_step(ctx)
         if hidden is not None:
@@ -377,6 +414,10 @@ class EvictionLayer:
             self.config.evict_every or 0
         )
         self.note_first_eviction()
+        if due.before is not None:
+            self.retained_attention = due.before.after(slots)
+        if not method.evicts_while_decoding:
+            self.query_statistics = None
 
     def _all_at_budget(self) -> bool:
         """Whether every row holds as many tokens as its budget allows."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
+from kvexp.core.second_pass import SecondPass
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Needs:
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
     calibration: statistics of the model's queries from a calibration pass (`QueryCalibration`).
+    second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
+    slot is observed, each query head by itself; None: not needed.
     """
 
     newest_attention: bool = False
@@ -26,6 +29,7 @@ class Needs:
     output_norms: bool = False
     last_queries: int = 0
     calibration: bool = False
+    second_pass: SecondPass | None = None
 
 
 NOTHING = Needs()

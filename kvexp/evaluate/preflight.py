@@ -10,11 +10,13 @@ from kvexp.config.group_checks import batch_budget
 from kvexp.config.model_spec import max_positions
 from kvexp.config.settings import Settings
 from kvexp.core import Budget
-from kvexp.core.eviction_backend import check_budget
+from kvexp.core.eviction_backend import check_budget, may_evict
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_to_come
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, in_template, tokenize
+from kvexp.models.families import max_positions as positions_of
 from kvexp.models.families import num_layers
+from kvexp.models.repeated_prompt import check_second_pass
 from kvexp.tasks import Example, LMEval, Task
 
 if TYPE_CHECKING:
@@ -103,11 +105,18 @@ def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt:
 
 
 def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> str | None:
-    """Why some layer's budget cannot hold what the method protects, and what to change; None where all can."""
+    """Why some layer's budget cannot hold what the method protects, and what to change; None where all can.
+
+    Also why a second pass over the prompt does not fit the model.
+    """
     if settings.budget is None or isinstance(settings.task, LMEval):
         return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
     try:
-        check_length(settings, settings.budget, config, len(prompt.ids), _fed(settings, tokenizer, prompt))
+        size, fed = len(prompt.ids), _fed(settings, tokenizer, prompt)
+        check_length(settings, settings.budget, config, size, fed)
+        cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
+        if not cache.beyond_context and any(may_evict(cache, [size], size, new, num_layers(config)) for new in fed):
+            check_second_pass(cache, tokenizer, size, positions_of(config))
     except ConfigError as error:
         return str(error)
     return None

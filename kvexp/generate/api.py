@@ -56,7 +56,7 @@ def generate(
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
         ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams)
+        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer)
         if prepare is not None:
             prepare(cache)
         start = time.perf_counter()

@@ -7,7 +7,7 @@ from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
@@ -36,6 +36,7 @@ def continuation_logprobs(
     questions: Sequence[Sequence[int]] | None = None,
     seeds: int | Sequence[int] = 0,
     max_new_tokens: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Unpack[CacheOptions],
 ) -> list[list[float]]:
     """Natural-log probability of every token of given continuations: prefill, evict, feed the tokens one by one.
@@ -51,7 +52,7 @@ def continuation_logprobs(
     lengths = _lengths(model, len(prompts), continuations, questions)
     length = _schedule(config, max_new_tokens, lengths)
     check_length(model, max(len(p) for p in prompts), max(lengths), config.beyond_context)
-    context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds)
+    context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds, tokenizer=tokenizer)
     return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
 

@@ -96,9 +96,8 @@ def prefill(
     check_prompts(model, prompts)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     # 2. An empty cache, whose budget is known to hold these prompts.
-    cache = new_cache(
-        model, prompts, config, ids.shape[1], max_new_tokens, seeds_per_row(seeds, len(prompts)), num_beams
-    )
+    row_seeds = seeds_per_row(seeds, len(prompts))
+    cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds, num_beams, tokenizer)
     if prepare is not None:
         prepare(cache)
     # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
@@ -122,13 +121,20 @@ def new_cache(
     max_new_tokens: int | None,
     seeds: Sequence[int],
     num_beams: int = 1,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> EvictionCache:
     """An empty cache for these prompts, padded to `columns` columns; other arguments as of `prefill`.
 
-    ConfigError where a prompt's budget cannot hold what the method protects.
+    ConfigError where a prompt's budget cannot hold what the method protects, or a second pass does not fit the model.
     """
     cache = EvictionCache(
-        model, config, num_beams=num_beams, prompt_tokens=columns, max_new_tokens=max_new_tokens, seeds=seeds
+        model,
+        config,
+        num_beams=num_beams,
+        prompt_tokens=columns,
+        max_new_tokens=max_new_tokens,
+        seeds=seeds,
+        tokenizer=tokenizer,
     )
     cache.check_budget([len(prompt) for prompt in prompts], columns)
     cache.prompts = [list(prompt) for prompt in prompts]

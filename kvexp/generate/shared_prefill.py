@@ -33,7 +33,10 @@ def prefill_together(
     check_prompts(model, prompts)
     check_length(model, max(map(len, prompts)), max_new_tokens, all(config.beyond_context for config in configs))
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-    caches = [new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds) for config in configs]
+    caches = [
+        new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds, tokenizer=tokenizer)
+        for config in configs
+    ]
     start = time.perf_counter()
     logits = forward_last(model, ids, mask, MultiMethodCache(caches, len(prompts)))
     if logits.device.type == "cuda":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvexp.core import CacheConfig
-from kvexp.core.eviction_backend import check_budget
+from kvexp.core.eviction_backend import check_budget, may_evict
 from kvexp.errors import ConfigError
 from kvexp.generate import Generation, GenerationParams, generate
 from kvexp.lm_eval.encode import Encoder
@@ -18,6 +18,7 @@ from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.lm_eval.row_mask_requests import Masked
 from kvexp.lm_eval.stepwise import Stepwise, of_whole
 from kvexp.models.families import check_positions, max_positions, num_layers
+from kvexp.models.repeated_prompt import check_second_pass
 from kvexp.tasks.lm_eval import Protocol
 
 
@@ -78,7 +79,7 @@ class Bench:
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
         """One judgement per ask, in order."""
         if not self.masked:
-            return Stepwise(self.model, self.cache, self.batch_size).measure(asks)
+            return Stepwise(self.model, self.cache, self.batch_size, self.tokenizer).measure(asks)
         how = self.protocol
         dtype = {"float32": torch.float32, "float16": torch.float16}[how.score_dtype]
         return Masked(self.model, self.cache, how.mask, how.whole_text, dtype).measure(asks)
@@ -97,6 +98,8 @@ class Bench:
             cache = of_whole(self.cache) if whole else self.cache
             try:
                 check_budget(cache, [length], length, ahead, layers)
+                if may_evict(cache, [length], length, ahead, layers):
+                    check_second_pass(cache, self.tokenizer, length, self.holds)
             except ConfigError as error:
                 return str(error)
         return None

@@ -15,11 +15,12 @@ from kvexp.lm_eval.requests import Ask, Judged
 
 @dataclass(frozen=True)
 class Stepwise:
-    """A model and what its caches do; at most `batch_size` rows in a forward."""
+    """A model and what its caches do; at most `batch_size` rows in a forward. tokenizer: the model's."""
 
     model: Any
     cache: CacheConfig
     batch_size: int
+    tokenizer: Any = None
 
     def measure(self, asks: Sequence[Ask]) -> list[Judged]:
         """One per ask, in order: what it would be alone, whatever is measured beside it.
@@ -40,7 +41,9 @@ class Stepwise:
                 longest = max(ahead[place] for _, place in rows)
                 cache = of_whole(self.cache) if whole else self.cache
                 seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
-                context = prefill(self.model, prompts, cache, max_new_tokens=longest, seeds=seeds)
+                context = prefill(
+                    self.model, prompts, cache, max_new_tokens=longest, seeds=seeds, tokenizer=self.tokenizer
+                )
                 made |= self._judge(asks, context, rows, longest)
         return [made[place] for place in range(len(asks))]
 

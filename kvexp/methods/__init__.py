@@ -15,6 +15,8 @@ from kvexp.methods.keydiff import KeyDiff
 from kvexp.methods.keyformer import Keyformer
 from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
+from kvexp.methods.kvzip import KVzip
+from kvexp.methods.kvzip_plus import KVzipPlus
 from kvexp.methods.lagkv import LagKV
 from kvexp.methods.qfilters import QFilters
 from kvexp.methods.random import Random
@@ -41,6 +43,8 @@ __all__ = [
     "H2ODamping",
     "Ideal",
     "KNorm",
+    "KVzip",
+    "KVzipPlus",
     "KeyAttention",
     "KeyDiff",
     "Keyformer",

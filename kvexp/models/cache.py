@@ -26,7 +26,7 @@ from kvexp.core import (
 )
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.eviction_backend import check_budget
+from kvexp.core.eviction_backend import check_budget, may_evict
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
@@ -34,6 +34,7 @@ from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import LAYER_ATTR, check_patched
 from kvexp.models.families import check_positions, max_positions, num_layers, query_shape, rope_of
 from kvexp.models.output_projection import output_factors
+from kvexp.models.repeated_prompt import RepeatedPrompt
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
 from kvexp.models.texts import texts_of
 from kvexp.retrieval.base import Retrieval
@@ -96,6 +97,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
     prompt_tokens: prompt columns, padding included; needed when the prompt is fed in chunks.
     max_new_tokens: needed by tau schedules and budget.of=sequence; else only spares allocations.
     seeds: of the noise; one, or one per sample.
+    tokenizer: the model's, for methods that repeat the prompt behind an instruction (kvzip).
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         seeds: int | Sequence[int] = 0,
+        tokenizer: Any = None,
         **options: Unpack[CacheOptions],
     ) -> None:
         check_patched(model.config, ConfigError)
@@ -144,6 +147,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
+        second = method.needs.second_pass
+        self.repeated_prompt = None if second is None else RepeatedPrompt.of(second, tokenizer, method.name)
         if spec is not None:
             spec.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
 
@@ -169,6 +174,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         self.memory_tracker.reset()
         self.prompts = None
         self.logits_nan_flag = 0.0
+        if self.repeated_prompt is not None:
+            self.repeated_prompt.fed.clear()
         if self.cross_layer_score is not None:
             self.cross_layer_score.reset()
         super().reset()
@@ -233,12 +240,22 @@ class EvictionCache(Cache):  # type: ignore[misc]
     def check_budget(self, prompt_lengths: Sequence[int], padded: int) -> None:
         """ConfigError where a layer's budget cannot hold what the method protects, for prompts of these lengths.
 
-        prompt_lengths: real tokens per row; padded: columns. To be called before the model runs.
+        Also where a second pass over them is too long for the model. prompt_lengths: real tokens per row; padded:
+        columns. To be called before the model runs.
         """
         method = self.config.method
         if method.evicts and method.score_spec is not None:
             method.score_spec.check_lengths(prompt_lengths)
-        check_budget(self.config, prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        new, layers = self.sequence.max_new_tokens, len(self.layers)
+        check_budget(self.config, prompt_lengths, padded, new, layers)
+        if may_evict(self.config, prompt_lengths, padded, new, layers):
+            self.check_second_pass(prompt_lengths)
+
+    def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:
+        """ConfigError where the method's second pass over prompts of so many tokens is too long for the model."""
+        if self.repeated_prompt is not None and self.sequence.max_positions is not None:
+            for length in prompt_lengths:
+                self.repeated_prompt.check_room(length, self.sequence.max_positions, self.config.method.name)
 
     def logits_were_finite(self) -> bool:
         """Whether the logits of all forwards through this cache were finite. Waits for the device."""

@@ -18,6 +18,7 @@ from kvexp.models.attention_hook import ATTN_IMPLEMENTATION, kvexp_attention, pa
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
 from kvexp.models.mpt import KvexpMptAttention
+from kvexp.models.second_pass_hook import second_pass_hook
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
@@ -56,6 +57,7 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
         model.eval()
         record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
         record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
+        record.hooks.append(model.register_forward_hook(second_pass_hook, with_kwargs=True))
     except BaseException:
         record.undo()
         raise

@@ -1,0 +1,166 @@
+"""A second pass over the prompt, before its eviction: it is fed again, and what those queries look at is observed.
+
+The model attends as always: to the whole prompt in the cache and to what is fed. What is observed is KVzip's attention
+(arXiv:2505.23416, algorithm 1): a softmax over the slots of the chunk being repeated, the tokens before `start`, and
+the fed tokens, so that a long context does not thin it. Nothing that is fed stays in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.core.observe.blocked import BLOCK_ELEMENTS
+from kvexp.core.slots import Slots
+from kvexp.errors import CacheError, ConfigError
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """How a prompt is repeated: its tokens from position `start` on, `chunk` at a time, each chunk in one forward.
+
+    instruction: text fed ahead of the first chunk; next_instruction: ahead of every later one, followed by the
+    `overlap` tokens before the chunk. end_turn: where the tokenizer has a chat template, its end of the user's turn
+    stands between instruction and chunk, else a newline. instruction="": chunks are fed behind the `overlap` tokens
+    alone, which takes no tokenizer. over_input: each query's attention is divided by the 2-norm of the attention
+    layer's input at that query.
+    """
+
+    start: int = 0
+    chunk: int = 2000
+    overlap: int = 8
+    instruction: str = ""
+    next_instruction: str = ""
+    end_turn: bool = True
+    over_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.overlap < 0:
+            raise ConfigError(f"start and overlap must be at least 0, got {self.start} and {self.overlap}")
+        if self.chunk < 1:
+            raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
+
+
+@dataclass
+class RepeatedChunk:
+    """One forward of the second pass, of the n batch rows that have such a chunk; the fed tokens padded on the left.
+
+    rows [n]: indices of these batch rows. positions [n, Q]: position ids of the fed tokens, -1 for padding.
+    before [n, K], repeated [n, C]: columns of the prompt that hold the tokens before `start` and the chunk's; -1 where
+    a row has fewer. input_norms [n, Q] float32: of the attention layer's input, set before each layer; None: unused.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    before: Tensor
+    repeated: Tensor
+    input_norms: Tensor | None = None
+
+
+class SecondPassLayer:
+    """One layer's slots as a second pass sees them, a `LayerCache` whose forwards store nothing.
+
+    slots: of the prompt, none evicted, slot i holding column i. group: query heads per kv head. observes: whether this
+    layer's attention is wanted. chunk: the one in progress. attention [B, H, G, S] float32: the largest attention of
+    any fed query to each slot so far, 0 where no chunk held it. peak_bytes: of keys and values copied for one forward.
+    """
+
+    def __init__(self, slots: Slots, group: int, *, observes: bool) -> None:
+        if not slots.same_order:
+            raise CacheError("a second pass needs the prompt as it came, and slots of it were evicted")
+        self.slots, self.observes = slots, observes
+        self.chunk: RepeatedChunk | None = None
+        b, h = slots.keys.shape[:2]
+        self.attention = torch.zeros(b, h, group if observes else 0, slots.length, device=slots.keys.device)
+        self.peak_bytes = 0
+
+    @property
+    def seq_len(self) -> int:
+        """Columns of the prompt, padding included."""
+        return self.slots.length
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """As `LayerCache.forward`, for the rows of the chunk in progress; padding is known from its positions."""
+        assert self.chunk is not None
+        rows, fed = self.chunk.rows.to(key.device), self.chunk.positions.to(key.device)
+        held = [states[:, :, : self.seq_len] for states in (self.slots.keys, self.slots.values)]
+        places = self.slots.positions[:, :1, : self.seq_len]
+        if len(rows) < len(places):
+            held, places = [states[rows] for states in held], places[rows]
+        inputs = AttentionInputs(
+            query=query.unflatten(1, (key.shape[1], -1)),
+            keys=torch.cat([held[0], key], dim=2),
+            values=torch.cat([held[1], value], dim=2),
+            positions=torch.cat([places, fed[:, None]], dim=-1),
+            query_positions=fed,
+            params=params,
+            in_column_order=True,
+        )
+        self.peak_bytes = max(self.peak_bytes, inputs.keys.nbytes + inputs.values.nbytes)
+        if self.observes:
+            self._observe(inputs, key, rows)
+        return sdpa_attention(inputs).flatten(1, 2)
+
+    def _observe(self, inputs: AttentionInputs, key: Tensor, rows: Tensor) -> None:
+        """Take the chunk's attention into the largest; inputs: of the whole prompt; key [n, H, Q, D]: of the fed."""
+        assert self.chunk is not None
+        before, repeated = (columns.to(key.device) for columns in (self.chunk.before, self.chunk.repeated))
+        near = inputs_near(inputs, torch.cat([before, repeated], dim=1), key)
+        norms = self.chunk.input_norms
+        largest = largest_attention(near, before.shape[1], repeated.shape[1], norms)
+        # Columns that a row lacks (-1) are given a place of their own behind the last, which is thrown away.
+        index = torch.where(repeated < 0, self.seq_len, repeated)[:, None, None].expand_as(largest)
+        found = torch.zeros(*largest.shape[:3], self.seq_len + 1, device=key.device).scatter(-1, index, largest)
+        self.attention[rows] = torch.maximum(self.attention[rows], found[..., :-1])
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Always a CacheError: the rows are those of the cache whose prompt is repeated."""
+        raise CacheError("a second pass over a prompt keeps its rows")
+
+    def reset(self) -> None:
+        """Always a CacheError: the slots belong to the cache whose prompt is repeated."""
+        raise CacheError("a second pass over a prompt empties nothing")
+
+
+def inputs_near(inputs: AttentionInputs, columns: Tensor, key: Tensor) -> AttentionInputs:
+    """The same queries with the slots at columns [n, K] of the prompt (-1: none) and the fed tokens in place of all.
+
+    key [n, H, Q, D]: of the fed tokens, the last Q of `inputs`. Values are left out.
+    """
+    index = columns.clamp_min(0)
+    picked = inputs.keys.gather(2, index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1]))
+    places = inputs.positions[:, 0].gather(1, index).masked_fill(columns < 0, -1)
+    return AttentionInputs(
+        query=inputs.query,
+        keys=torch.cat([picked, key], dim=2),
+        values=key[:, :, :0],
+        positions=torch.cat([places, inputs.query_positions], dim=1)[:, None],
+        query_positions=inputs.query_positions,
+        params=inputs.params,
+        in_column_order=True,
+    )
+
+
+def largest_attention(inputs: AttentionInputs, first: int, number: int, norms: Tensor | None) -> Tensor:
+    """The largest attention [n, H, G, number] float32 of any query to slots `first` to `first + number` - 1.
+
+    norms [n, Q]: what each query's attention is divided by; None: 1. Computed in blocks of query rows, so that memory
+    is O(block * slots); a maximum does not depend on them.
+    """
+    n, h, g, count, _ = inputs.query.shape
+    block = max(16, BLOCK_ELEMENTS // (n * h * g * inputs.keys.shape[2]))
+    largest = torch.zeros(n, h, g, number, device=inputs.keys.device)
+    weights = (inputs.query_positions >= 0).float()
+    if norms is not None:
+        weights = weights / norms.to(weights.device).clamp_min(torch.finfo(torch.float32).tiny)
+    for start in range(0, count, block):
+        rows = slice(start, min(start + block, count))
+        probabilities = torch.softmax(inputs.logits(rows, inputs.kv_len(rows)), dim=-1)[..., first : first + number]
+        weighted = probabilities.float() * weights[:, None, None, rows, None]
+        largest = torch.maximum(largest, weighted.amax(3))
+    return largest

@@ -1,0 +1,63 @@
+"""KVzip: what the model looks at while it repeats the prompt is kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvexp.core import EvictionContext, Method, Needs, SecondPass
+from kvexp.errors import ConfigError
+
+FIRST = "\n\nRepeat the previous context exactly."
+LATER = "\n\nRepeat the part of the previous context exactly, starting with"
+
+
+@dataclass(frozen=True)
+class KVzip(Method):
+    """s[j] = max over queries q and query heads of softmax(x_q)[j], q of a second pass that repeats the prompt;
+    keep = sinks U top of s. Chosen once, after prefill; nothing is evicted while decoding.
+
+    The prompt from the sinks on is fed again, `chunk` tokens at a time behind an instruction to repeat it, on the full
+    cache; the softmax is over the sinks, the chunk's slots and what is fed. Source: Kim et al., arXiv:2505.23416,
+    algorithm 1, and the authors' code, which takes 2000 tokens at a time. The words are kvpress's; `instruct=false`
+    feeds none, `end_turn` puts the chat template's end of the user's turn behind them, a newline without a template.
+    Departures: each kv head has the same budget (the authors' "uniform"; the paper's default is one threshold for all
+    layers and heads); the authors keep the whole system prompt outside the budget, here `n_sinks` tokens inside it; a
+    question in the prompt is repeated with it.
+    """
+
+    name: ClassVar[str] = "kvzip"
+    evicts_while_decoding: ClassVar[bool] = False
+    n_sinks: int = 4
+    chunk: int = 2000
+    instruct: bool = True
+    end_turn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.n_sinks < 0:
+            raise ConfigError(f"n_sinks must be at least 0, got {self.n_sinks}")
+        if self.chunk < 1:
+            raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(second_pass=self._second_pass())
+
+    def _second_pass(self, *, over_input: bool = False) -> SecondPass:
+        first, later = (FIRST, LATER) if self.instruct else ("", "")
+        return SecondPass(
+            start=self.n_sinks,
+            chunk=self.chunk,
+            instruction=first,
+            next_instruction=later,
+            end_turn=self.end_turn,
+            over_input=over_input,
+        )
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        assert ctx.second_pass_attention is not None
+        return ctx.second_pass_attention.amax(2)
