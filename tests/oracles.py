@@ -5,6 +5,7 @@ Each takes a `Past` (everything one kv head has seen) and returns the positions 
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class Past:
     newest query's row in each query head of the kv head. queries: all so far, before RoPE, of the same query heads.
     pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
     projection, slopes: of ALiBi (0: none), both in the same query heads. evictions: the newest position at each earlier
-    eviction. directions: the main one of a calibration pass's queries, in the same query heads. repeats: of the whole
-    prompt.
+    eviction. directions, query_means, pair_sizes: of a calibration pass's queries in the same query heads, the main
+    direction, the mean before RoPE and the mean length of each pair. repeats: of the whole prompt.
     """
 
     rows: list[Row]
@@ -58,6 +59,8 @@ class Past:
     noise: Row = field(default_factory=dict)
     evictions: list[int] = field(default_factory=list)
     directions: list[list[float]] = field(default_factory=list)
+    query_means: list[list[float]] = field(default_factory=list)
+    pair_sizes: list[list[float]] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
 
     @property
@@ -432,6 +435,29 @@ def main_direction(vectors: list[list[float]]) -> list[float]:
 def qfilters(past: Past) -> set[int]:
     filters = [sum(column) / len(past.directions) for column in zip(*past.directions, strict=True)]
     return top(past, lambda p: sum(a * b for a, b in zip(filters, past.keys[p], strict=True)), recent=2)
+
+
+def series(past: Past, p: int, mean: list[float], sizes: list[float]) -> float:
+    """TriAttention's score of one key in one query head, from the key before RoPE, over four distances to come."""
+    key = rotated(past.keys[p], -p, past.pairs)
+    turned = {d for a, b, _ in past.pairs for d in (a, b)}
+    result = sum(mean[d] * key[d] for d in range(len(key)) if d not in turned)
+    for (a, b, turn), size in zip(past.pairs, sizes, strict=True):
+        q, k = complex(mean[a], mean[b]), complex(key[a], key[b])
+        phase = cmath.phase(q * k.conjugate())
+        waves = [math.cos(turn * (past.newest + 1 - p + d) + phase) for d in (1, 2, 4, 8)]
+        result += abs(q) * abs(k) * sum(waves) / 4 + (size - abs(q)) * abs(k)
+    return result
+
+
+def triattention(past: Past) -> set[int]:
+    best = dict.fromkeys(past.held, -math.inf)
+    for mean, sizes in zip(past.query_means, past.pair_sizes, strict=True):
+        score = {p: series(past, p, mean, sizes) for p in past.held}
+        centre = sum(score.values()) / len(score)
+        spread = math.sqrt(sum((s - centre) ** 2 for s in score.values()) / len(score))
+        best = {p: max(best[p], (score[p] - centre) / spread) for p in past.held}
+    return top(past, lambda p: best[p], recent=2)
 
 
 def random(past: Past) -> set[int]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,12 @@ from test_kept_sets import (
     CALIBRATION,
     CONFIGS,
     FAMILIES,
-    LAYERS,
     calibration,
     main_directions,
-    masks_by_hand,
+    mean_queries,
     rope_pairs,
 )
-from tiny import stock, tiny
+from tiny import tiny
 
 from kvexp.calibrate.__main__ import main
 from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
@@ -33,7 +30,7 @@ from kvexp.core.calibration_layer import CalibrationLayer
 from kvexp.errors import CacheError, ConfigError
 from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.lm_eval.arguments import ModelArguments
-from kvexp.methods import KNorm, QFilters
+from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.models import EvictionCache, calibrate_queries, calibration_file
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.models.calibration_file import read_calibration, write_calibration
@@ -57,24 +54,10 @@ def test_the_main_direction_is_that_of_plain_python(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mean_and_size_are_of_queries_before_rope(family: str) -> None:
-    heads, pairs = CONFIGS[family].get("num_attention_heads", 3), rope_pairs(family)
-    before: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
-    for ids in CALIBRATION:
-        queries: list[torch.Tensor] = []
-        visible = torch.ones(LAYERS, heads, len(ids), len(ids)).tril().bool()
-        with torch.inference_mode(), masks_by_hand(stock(family), visible, [], queries):
-            stock(family)(torch.tensor([ids]))
-        for layer, each in enumerate(queries):
-            before[layer].append(each)
-    made = calibration(family)
-    for layer in range(LAYERS):
-        rows = torch.cat(before[layer], dim=1)  # [heads, n, D]
-        torch.testing.assert_close(made.mean[layer].flatten(0, 1).double(), rows.mean(1), rtol=1e-4, atol=1e-5)
-        assert made.size.shape[-1] == len(pairs)
-        for head, (f, (a, b, _)) in product(range(heads), enumerate(pairs)):
-            lengths = [math.hypot(row[a], row[b]) for row in rows[head].tolist()]
-            got = float(made.size[layer].flatten(0, 1)[head, f])
-            assert got == pytest.approx(sum(lengths) / len(lengths), rel=1e-4)
+    made, (means, sizes) = calibration(family), mean_queries(family)
+    torch.testing.assert_close(made.mean.flatten(1, 2), torch.tensor(means), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made.size.flatten(1, 2), torch.tensor(sizes), rtol=1e-4, atol=1e-5)
+    assert made.size.shape[-1] == len(rope_pairs(family))
 
 
 def test_a_pass_does_not_depend_on_blocks_and_counts_every_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +94,13 @@ def test_a_method_that_needs_one_is_refused_without_and_with_another_models() ->
         CacheConfig(QFilters(), Budget(tokens=9))
     with pytest.raises(ConfigError, match=r"\[2, 3, 5, 12\], the model's are \[2, 3, 5, 14\]: it is of another model"):
         EvictionCache(tiny("llama"), QFilters(), Budget(tokens=9), calibration=drawn(1, 2, 3, 5, 12))
+    for wrong, why in (
+        ({"protect_recent": -1}, "protect_recent must be at least 0, got -1"),
+        ({"max_offset": 0}, r"max_offset must be in \[1, 1048576\] positions, got 0"),
+        ({"group": "sum"}, "group must be max or mean, got 'sum'"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            TriAttention(**wrong)
     with pytest.raises(ConfigError, match="protect_recent must be at least 0, got -1"):
         QFilters(protect_recent=-1)
 

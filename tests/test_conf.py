@@ -30,7 +30,7 @@ def composed(*overrides):
 
 @pytest.mark.parametrize("method", GROUPS["method"])
 def test_methods(method, request):
-    if method == "qfilters":
+    if method in ("qfilters", "triattention"):
         request.getfixturevalue("tiny_calibration")
     extra = ["cache.positions=original"] if method == "streaming_llm" else []
     settings = settings_of(*composed(f"method={method}", *extra))

@@ -7,6 +7,7 @@ has evicted. So its rows, its hidden states and its logits are those of a model 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from kvexp.methods import (
     SnapKV,
     SpAtten,
     StreamingLLM,
+    TriAttention,
     Window,
 )
 from kvexp.models import EvictionCache, calibrate_queries
@@ -91,6 +93,7 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "qfilters": (QFilters(), oracles.qfilters),
     "kvzip": (KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip),
     "kvzip_plus": (KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus),
+    "triattention": (TriAttention(max_offset=9), oracles.triattention),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
@@ -160,19 +163,41 @@ CALIBRATION = distinct(23, 3, 19).tolist()  # what a calibration pass reads
 
 
 @functools.cache
-def main_directions(family: str) -> list[list[list[float]]]:
-    """[L][query heads][D]: of the queries that a stock model makes of `CALIBRATION`, turned by hand."""
-    model, pairs, heads = stock(family), rope_pairs(family), CONFIGS[family].get("num_attention_heads", 3)
-    rows: list[list[list[list[float]]]] = [[[] for _ in range(heads)] for _ in range(LAYERS)]
+def calibration_queries(family: str) -> list[list[list[tuple[int, list[float]]]]]:
+    """[L][query heads]: position and query before RoPE, of all that a stock model makes of `CALIBRATION`."""
+    model, heads = stock(family), CONFIGS[family].get("num_attention_heads", 3)
+    rows: list[list[list[tuple[int, list[float]]]]] = [[[] for _ in range(heads)] for _ in range(LAYERS)]
     for ids in CALIBRATION:
         visible = torch.ones(LAYERS, heads, len(ids), len(ids)).tril().bool()
         queries: list[Tensor] = []
         with torch.inference_mode(), masks_by_hand(model, visible, [], queries):
             model(torch.tensor([ids]))
         for layer, head in product(range(LAYERS), range(heads)):
-            each = enumerate(queries[layer][head].tolist())
-            rows[layer][head] += [oracles.rotated(query, place, pairs) for place, query in each]
-    return [[oracles.main_direction(vectors) for vectors in layer] for layer in rows]
+            rows[layer][head] += enumerate(queries[layer][head].tolist())
+    return rows
+
+
+@functools.cache
+def main_directions(family: str) -> list[list[list[float]]]:
+    """[L][query heads][D]: of these queries, turned by hand."""
+    pairs = rope_pairs(family)
+    turned = [
+        [[oracles.rotated(query, place, pairs) for place, query in head] for head in layer]
+        for layer in calibration_queries(family)
+    ]
+    return [[oracles.main_direction(vectors) for vectors in layer] for layer in turned]
+
+
+@functools.cache
+def mean_queries(family: str) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
+    """[L][query heads][D], [L][query heads][n]: the mean of these queries, and the mean length of each pair."""
+    heads = [[[query for _, query in head] for head in layer] for layer in calibration_queries(family)]
+    means = [[[sum(column) / len(rows) for column in zip(*rows, strict=True)] for rows in layer] for layer in heads]
+    sizes = [
+        [[sum(math.hypot(q[a], q[b]) for q in rows) / len(rows) for a, b, _ in rope_pairs(family)] for rows in layer]
+        for layer in heads
+    ]
+    return means, sizes
 
 
 class Witness:
@@ -181,7 +206,9 @@ class Witness:
     def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
         self.model, (self.method, self.oracle), self.pairs = stock(family), METHODS[name], rope_pairs(family)
         self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
-        self.directions = main_directions(family) if self.method.needs.calibration else []
+        calibrated = self.method.needs.calibration
+        self.directions = main_directions(family) if calibrated else []
+        self.query_means, self.pair_sizes = mean_queries(family) if calibrated else ([], [])
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
@@ -258,7 +285,9 @@ class Witness:
                 newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
                 slopes=self.slopes[h * self.group : (h + 1) * self.group],
                 output_norms=self.output_norms(layer, h, values[h].double()),
-                directions=self.directions[layer][h * self.group : (h + 1) * self.group] if self.directions else [],
+                directions=self.of_heads(self.directions, layer, h),
+                query_means=self.of_heads(self.query_means, layer, h),
+                pair_sizes=self.of_heads(self.pair_sizes, layer, h),
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
                 repeats=repeats[h],
             )  # fmt: skip
@@ -269,6 +298,10 @@ class Witness:
             gone = [p for p in range(fresh[-1] + 1) if p not in stay]
             self.visible[layer, h * self.group : (h + 1) * self.group, fresh[-1] + 1 :, gone] = False
             self.held[layer][h] = stay
+
+    def of_heads(self, each: list[list[list[float]]], layer: int, h: int) -> list[list[float]]:
+        """What belongs to a kv head's query heads; nothing where nothing was calibrated."""
+        return each[layer][h * self.group : (h + 1) * self.group] if each else []
 
     def row(self, layer: int, h: int, q: int, probabilities: Tensor, noise: Tensor | None) -> Row:
         """One row, summed over the query heads of a kv head, as the method's score sees it."""

@@ -42,6 +42,7 @@ from kvexp.methods import (
     SnapKV,
     SpAtten,
     StreamingLLM,
+    TriAttention,
     Window,
 )
 from kvexp.models import EvictionCache, calibrate_queries
@@ -73,6 +74,7 @@ METHODS: dict[str, Method] = {
     "rkv": RKV(window=2, kernel=3),
     "vatp": VATP(n_sinks=1),
     "qfilters": QFilters(),
+    "triattention": TriAttention(max_offset=64),
     "random": Random(),
     "spatten": SpAtten(),
 }
@@ -125,8 +127,8 @@ def core(
 def drawn_calibration() -> QueryCalibration:
     """Of two layers of the streams' shape, drawn: queries of Streams.random have no direction of their own."""
     dice = torch.Generator().manual_seed(29)
-    direction = torch.nn.functional.normalize(torch.randn(2, 2, 3, 7, generator=dice), dim=-1)
-    return QueryCalibration.of(direction, torch.zeros(2, 2, 3, 7), torch.zeros(2, 2, 3, 0))
+    mean = torch.randn(2, 2, 3, 7, generator=dice)
+    return QueryCalibration.of(torch.nn.functional.normalize(mean, dim=-1), mean, torch.zeros(2, 2, 3, 0))
 
 
 CALIBRATION = drawn_calibration()

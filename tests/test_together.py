@@ -45,6 +45,7 @@ from kvexp.methods import (
     Random,
     SnapKV,
     StreamingLLM,
+    TriAttention,
     Window,
 )
 from kvexp.models import calibrate_queries
@@ -110,8 +111,8 @@ def same(one, other):
 @pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt", "mistral"])
 def test_every_method_is_what_it_is_alone(family):
     model, decoding = tiny(family), GenerationParams(12, eos=None)
-    calibrated = CacheConfig(QFilters(), HALF, calibration=calibrate_queries(model, PROMPTS[:1]))
-    variants = [*VARIANTS, calibrated]
+    made = calibrate_queries(model, PROMPTS[:1])
+    variants = [*VARIANTS, *(CacheConfig(method, HALF, calibration=made) for method in (QFilters(), TriAttention()))]
     for variant, joint in zip(variants, together(model, variants, decoding), strict=True):
         same(alone(model, variant, decoding), joint)
 

@@ -1,4 +1,4 @@
-"""kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods that need them (qfilters).
+"""kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods that need them.
 
 The model reads texts once, at full attention. Settings are those of `kvexp run` for a model, and:
   data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;

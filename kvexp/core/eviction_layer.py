@@ -376,6 +376,7 @@ class EvictionLayer:
             output_factors=self.output_factors,
             last_logits=None if due is None else due.last_logits,
             calibration=self.calibration,
+            rope=None if due is None or self.calibration is None else due.params.rope,
             second_pass_attention=second,
         )
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvexp.core.attention import RoPE
 from kvexp.core.needs import NOTHING, Needs, output_norms
 from kvexp.core.query_calibration import LayerCalibration
 from kvexp.core.query_statistics import QueryStatistics
@@ -40,9 +41,9 @@ class EvictionContext:
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
     [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
     [H, G, n, Dv]: see `output_norms`; last_logits [B, H, G, n, S]: of the newest queries, newest last, -inf where they
-    do not look; calibration: of this layer; second_pass_attention [B, H, G, S]: of the queries that repeat the prompt,
-    the largest to every slot, 0 for slots that were not repeated. All six are None where the method's `needs` do not
-    declare them.
+    do not look; calibration: of this layer, with the model's rope (None: it has none); second_pass_attention
+    [B, H, G, S]: of the queries that repeat the prompt, the largest to every slot, 0 for slots that were not repeated.
+    All are None where the method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -56,6 +57,7 @@ class EvictionContext:
     output_factors: Tensor | None = None
     last_logits: Tensor | None = None
     calibration: LayerCalibration | None = None
+    rope: RoPE | None = None
     second_pass_attention: Tensor | None = None
 
     @property

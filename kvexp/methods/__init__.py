@@ -25,6 +25,7 @@ from kvexp.methods.snapkv import SnapKV
 from kvexp.methods.spatten import SpAtten
 from kvexp.methods.streaming_llm import StreamingLLM
 from kvexp.methods.tova import TOVA
+from kvexp.methods.triattention import TriAttention
 from kvexp.methods.vatp import VATP
 from kvexp.methods.window import Window
 
@@ -55,5 +56,6 @@ __all__ = [
     "SnapKV",
     "SpAtten",
     "StreamingLLM",
+    "TriAttention",
     "Window",
 ]

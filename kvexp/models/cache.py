@@ -122,7 +122,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if config.calibration is not None and method.needs.calibration:
             config.calibration.check_shape(*query_shape(model.config))
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
-        turns_queries = method.needs.queries_after is not None
+        turns_queries = method.needs.queries_after is not None or method.needs.calibration
         why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns queries back,"
         rope = rope_of(model, why) if moves_keys or turns_queries else None
         self.sequence = SequenceState(

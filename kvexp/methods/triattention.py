@@ -1,0 +1,68 @@
+"""TriAttention: keys that the model's mean query will look at from the distances to come, and long keys, are kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvexp.core import EvictionContext, Method, Needs
+from kvexp.core.query_statistics import mean_rotation
+from kvexp.errors import ConfigError
+
+LARGEST = 1 << 20  # of max_offset: angles in float32 say little beyond
+
+
+@dataclass(frozen=True)
+class TriAttention(Method):
+    """s[j] = mean over d of sum_f |E q_f| |k_f| cos(w_f (t + d - p_j) + phi_f) + sum_f (E|q_f| - |E q_f|) |k_f| in each
+    query head, d = 1, 2, 4 ... `max_offset`; keep = newest U top k of the largest z-score of s over query heads.
+
+    f: RoPE's pairs of dimensions as complex numbers, before RoPE; E: over a calibration pass's queries, which the
+    command `kvexp calibrate` leaves; phi_f = arg(E q_f conj k_f), t: the next position, p_j: of slot j.
+    Source: Mao et al., arXiv:2604.04921, equations 6 to 13, as in its release (`per_layer_perhead_pruning`, scores
+    normalised over the slots held). The first sum is E q, turned by the mean of RoPE's matrices over t + d, times
+    key_j as cached. `group="mean"` takes the mean over query heads, an option of the release. Departures: the prompt is
+    evicted too (the release keeps it unless `allow_prefill_compression`); eviction comes at every step
+    (`cache.evict_every` sets the release's 128); the newest token is protected (`protect_recent=0` protects none, as
+    the release; the number counts the token being generated); no noise of 1e-6 is added. Our reading: dimensions that
+    RoPE does not turn count as E q times key.
+    """
+
+    name: ClassVar[str] = "triattention"
+    max_offset: int = 65536
+    group: Literal["max", "mean"] = "max"
+    protect_recent: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_offset <= LARGEST:
+            raise ConfigError(f"max_offset must be in [1, {LARGEST}] positions, got {self.max_offset}")
+        if self.group not in ("max", "mean"):
+            raise ConfigError(f"group must be max or mean, got {self.group!r}")
+        if self.protect_recent < 0:
+            raise ConfigError(f"protect_recent must be at least 0, got {self.protect_recent}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(calibration=True)
+
+    def recent(self, budget: int) -> int:
+        return self.protect_recent
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        assert ctx.calibration is not None
+        keys, mean = ctx.slots.keys[:, :, : ctx.slots.length].float(), ctx.calibration.mean[None]
+        if ctx.rope is None:
+            score = mean @ keys.transpose(-1, -2)
+        else:
+            offsets = 2 ** torch.arange(self.max_offset.bit_length(), device=keys.device)
+            turn = mean_rotation(ctx.rope, ctx.newest[:, None] + 1 + offsets, keys.shape[-1])[:, None]
+            spread = ctx.calibration.size - torch.linalg.vector_norm(ctx.rope.pairs(mean), dim=-1)
+            lengths = torch.linalg.vector_norm(ctx.rope.pairs(keys), dim=-1)
+            score = mean @ turn.transpose(-1, -2) @ keys.transpose(-1, -2) + spread @ lengths.transpose(-1, -2)
+        held = ctx.held()[:, :, None]  # [B, H, 1, S]
+        count = held.sum(-1, keepdim=True)
+        score = score.masked_fill(~held, 0.0)
+        apart = (score - score.sum(-1, keepdim=True) / count).masked_fill(~held, 0.0)
+        deviation = (apart.square().sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)
+        return (apart / deviation).amax(2) if self.group == "max" else (apart / deviation).mean(2)
