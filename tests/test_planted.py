@@ -129,8 +129,8 @@ TABLE: dict[str, tuple[Method, str]] = {
     "kvzip": (KVzip(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
     # Of one length are all values but the sink's, and all that attention gets.
     "kvzip_plus": (KVzipPlus(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
-    # The mean query times the key: 5 for the sink, 4 for a P, 8 * 14 / 96 = 1.2 for a needle mentioned eight times. That
-    # is more than the fillers' 0 and less than the thirteen.
+    # The mean query times the key: 5 for the sink, 4 for a P; 8 * 14 / 96 = 1.2 for a needle mentioned eight times is
+    # more than the fillers' 0 and less than the thirteen.
     "triattention": (TriAttention(), "++ ----- -- ++ - -"),
     # Rare words, whoever looks: the filler is the mean key. One needle beside one sink, eight mentions and the crowd's
     # 12, one told fact, one blue. A phrase said five times is 20 slots besides the sink, of which the newest ten stay.
