@@ -93,11 +93,7 @@ audit: $(VENV)/.stamp ## known vulnerabilities of the pinned packages (one line 
 
 # Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.3.
 peers: $(PEERS)/.stamp ## export what kvpress computes, for the tests marked peers
-	@if [ -f tests/peers/export_kvpress.py ]; then \
-	    $(TEST_ENV) $(PEERS)/bin/python tests/peers/export_kvpress.py; \
-	else \
-	    echo 'tests/peers/export_kvpress.py does not exist yet: nothing to export'; \
-	fi
+	@for script in tests/peers/export_*.py; do $(TEST_ENV) $(PEERS)/bin/python $$script || exit 1; done
 
 $(PEERS)/.stamp: constraints.txt
 	@test -x $(PEERS)/bin/pip || { echo 'creating $(PEERS)'; $(PYTHON) -m venv --clear $(PEERS); }
