@@ -13,6 +13,7 @@ from kvexp.core.eviction_backend import granted
 from kvexp.errors import ConfigError
 from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
+from kvexp.models import calibrate_queries
 from kvexp.record import refusals, runs
 from kvexp.results import table
 
@@ -158,6 +159,8 @@ def test_what_is_granted_can_be_generated_with(cls):
     method, prompt, allowed = cls(), [list(range(3, 40))], []
     mask = method.simulation_only or getattr(method.score_spec, "over", "") == "full"
     plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions}
+    if method.needs.calibration:
+        plan["calibration"] = calibrate_queries(tiny("llama"), prompt)
     for slots in (1, 4, 5, 33):
         budget = Budget(tokens=slots)
         try:
