@@ -4,7 +4,7 @@ import json
 
 import pytest
 from commands import run_py
-from tiny import tiny
+from tiny import LETTERS, tiny
 
 import kvexp.methods
 import kvexp.retrieval
@@ -158,7 +158,7 @@ def test_what_is_granted_can_be_generated_with(cls):
     """The check beforehand and the cache itself say the same of each budget: 33 slots hold all that any protects."""
     method, prompt, allowed = cls(), [list(range(3, 40))], []
     mask = method.simulation_only or getattr(method.score_spec, "over", "") == "full"
-    plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions}
+    plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions, "tokenizer": LETTERS}
     if method.needs.calibration:
         plan["calibration"] = calibrate_queries(tiny("llama"), prompt)
     for slots in (1, 4, 5, 33):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import Streams, prompts_of, run_core, stock, tiny
+from tiny import LETTERS, Streams, prompts_of, run_core, stock, tiny
 from torch import Tensor
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, SecondPass, second_pass
@@ -24,20 +23,6 @@ from kvexp.models.repeated_prompt import RepeatedPrompt, end_of_user_turn
 
 HALF = Budget(kv_ratio=0.5)
 FOUR = GenerationParams(4, eos=None)
-
-
-class Letters:
-    """A tokenizer of one token per character, for models of 61 tokens."""
-
-    chat_template = None
-    pad_token_id = 0
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
-        assert not add_special_tokens
-        return SimpleNamespace(input_ids=[ord(letter) % 61 for letter in text])
-
-
-LETTERS: Any = Letters()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,6 +74,20 @@ def stock(family: str, **changes: Any) -> PreTrainedModel:
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     """The same weights as `stock`, attending through kvexp."""
     return patch_model(copy.deepcopy(stock(family, **changes)))
+
+
+class Letters:
+    """A tokenizer of one token per character, for what a method feeds in words."""
+
+    chat_template = None
+    pad_token_id = 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        assert not add_special_tokens
+        return SimpleNamespace(input_ids=[ord(letter) % VOCAB for letter in text])
+
+
+LETTERS: Any = Letters()
 
 
 def tokens(seed: int, *shape: int) -> Tensor:
