@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from tiny import tiny
 
 from kvexp.calibrate.__main__ import main
 from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
+from kvexp.config import calibration_of_model
 from kvexp.config.calibration_of_model import model_digest
+from kvexp.config.model_spec import ModelSpec
 from kvexp.config.settings import settings_of
 from kvexp.core import Budget, CacheConfig, QueryCalibration, query_calibration
 from kvexp.core.calibration_layer import CalibrationLayer
@@ -212,6 +215,17 @@ def test_a_calibration_is_known_by_the_weights_whatever_their_dtype(cache: Path)
               ([], ["model.dtype=bfloat16"], ["model.seed=3"])]  # fmt: skip
     first, cast, other = (model_digest(model) for model in models)
     assert first == cast != other
+
+
+def test_a_hub_model_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {("org/name", None): "abc", ("org/name", "v1"): None}
+    monkeypatch.setattr(calibration_of_model, "cached_commit", lambda *asked: commits[asked])
+    newest = ModelSpec("pretrained", path="org/name")
+    assert model_digest(newest) == "hub org/name abc"
+    assert model_digest(replace(newest, revision="v1")) == "hub org/name v1"  # not fetched yet
+    commits["org/name", None] = "def"
+    assert model_digest(newest) == "hub org/name def"
+    assert model_digest(replace(newest, contents=("0123456789abcdef", None))) == "0123456789abcdef"
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,11 @@ def calibration_for(
     words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
     if "model" in choices and not any(word.startswith("model=") for word in words):
         words = [f"model={choices['model']}", *words]
+    shape = query_shape(config_of_spec(model))  # first, for a hub may have a newer commit, and this asks it
     try:
         found = read_calibration(model_digest(model))
         if found is not None:
-            found.check_shape(*query_shape(config_of_spec(model)))
+            found.check_shape(*shape)
             return found
         why = "this model has none yet"
     except ConfigError as error:
