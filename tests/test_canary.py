@@ -32,6 +32,7 @@ OURS = {
     "_select",
     "caches",
     "logits_nan_flag",
+    "repeated_prompt",
     "prompts",
 }
 

@@ -155,20 +155,20 @@ METHODS = [
 
 @pytest.mark.parametrize("cls", METHODS, ids=lambda cls: cls.name)
 def test_what_is_granted_can_be_generated_with(cls):
-    """The check beforehand and the cache itself say the same of each budget: 33 slots hold all that any protects."""
-    method, prompt, allowed = cls(), [list(range(3, 40))], []
+    """The check beforehand and the cache itself say the same of each budget: 41 slots hold all that any protects."""
+    method, prompt, allowed = cls(), [list(range(3, 53))], []
     mask = method.simulation_only or getattr(method.score_spec, "over", "") == "full"
     plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions, "tokenizer": LETTERS}
     if method.needs.calibration:
         plan["calibration"] = calibrate_queries(tiny("llama"), prompt)
-    for slots in (1, 4, 5, 33):
+    for slots in (1, 4, 5, 41):
         budget = Budget(tokens=slots)
         try:
-            granted(method, budget, [37], 37, 3, 0, 2)
+            granted(method, budget, [50], 50, 3, 0, 2)
             allowed.append(slots)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):
                 generate(tiny("llama"), prompt, method, budget, decoding=GenerationParams(3), **plan)
             continue
         generate(tiny("llama"), prompt, method, budget, decoding=GenerationParams(3), **plan)
-    assert allowed[-1] == 33
+    assert allowed[-1] == 41
