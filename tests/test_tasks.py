@@ -313,7 +313,10 @@ BAD_OPTIONS = [
     ({"max_prompt_tokens": -5}, "task.max_prompt_tokens must be at least 1"),
     ({"pad_to": 4096}, "task.pad_to=4096 is above task.max_prompt_tokens=1920"),
     ({"streaming": "no"}, "task.streaming must be true or false, got 'no'"),
-    ({"template": "alpacca"}, "task.template must be null, one of alpaca, helm, plain or a text with {input} once"),
+    (
+        {"template": "alpacca"},
+        "task.template must be null, one of alpaca, helm, plain, alpaca_last, plain_last or a text with {input} once",
+    ),
     ({"template": "{input} {input}"}, "task.template"),
     ({"stop": ""}, "task.stop must be null or a text"),
     ({"split": None}, "task.split must be a text, got None"),

@@ -89,7 +89,10 @@ class Settings:
         """Fill in labels and identity. Settings that cannot matter are left out, so that equal runs are one run."""
         identity: dict[str, Any] = {
             "model": self.model.identity(),
-            "task": {"name": self.task.name, **_plain(self.task, without=_NOT_THE_TASK)},
+            "task": {
+                "name": self.task.name,
+                **_plain(self.task, without=(*_NOT_THE_TASK, *self.task.not_identifying())),
+            },
             "data": self.task.pinned,
             "generation": _plain(self.decoding),
             "method": {"name": self.method.name, **_plain(self.method)},

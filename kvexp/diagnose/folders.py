@@ -8,6 +8,7 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.record import Run
+from kvexp.results.question_place import question_of, titled
 from kvexp.results.read import chosen as labelled
 from kvexp.results.read import folders
 from kvexp.results.stats import lower_is_better
@@ -82,6 +83,7 @@ def short_title(run: Run) -> str:
 
 
 def title_of(run: Run) -> str:
-    """The run's `short_title`, its model, and what else was set by hand."""
+    """The run's `short_title`, its model, what else was set by hand, and whether eviction has seen the question."""
     labels = run.asked[-1]
-    return ", ".join(word for word in (short_title(run), labels.get("model"), labels.get("setting")) if word)
+    known = ", ".join(word for word in (short_title(run), labels.get("model"), labels.get("setting")) if word)
+    return titled(known, [question_of(run.config)])

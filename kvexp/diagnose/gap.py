@@ -14,6 +14,7 @@ from rich.table import Table
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.results import intervals, stats
+from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, chosen, folders, number
 from kvexp.results.units import TOO_FEW, absent
 
@@ -80,7 +81,12 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
     sign = -1.0 if stats.lower_is_better(name) else 1.0
     losses = sign * (scores[:, :2] - scores[:, 1:])
     labels = folder.labels
-    row = {key: labels.get(key) for key in KEYS} | {"metric": name, "n": len(shared), "hash": folder.run.hash}
+    row = {key: labels.get(key) for key in KEYS} | {
+        "question": folder.question,
+        "metric": name,
+        "n": len(shared),
+        "hash": folder.run.hash,
+    }
     row |= dict(zip(("full", "ideal", "score"), scores.mean(0).tolist(), strict=True))
     enough = len(shared) >= stats.MIN_PAIRS
     for place, part in enumerate(PARTS):
@@ -96,7 +102,8 @@ def _row(folder: Folder, ideal: Folder, full: Folder, metric: str | None) -> dic
 def show(frame: pd.DataFrame, console: Console) -> None:
     """One table per model and task."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False):
-        title = f"{model} / {task}: points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
+        points = f"points of {part['metric'].iloc[0]} (n = {part['n'].min()})"
+        title = f"{titled(f'{model} / {task}', part['question'])}: {points}"
         console.print(title, style="bold", highlight=False, markup=False)
         table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
         for head in ("method", "budget", "full", "ideal", "score", "lost to\nthe budget", "lost to\nselection"):
@@ -133,7 +140,7 @@ def draw(frame: pd.DataFrame) -> Figure:
     every = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
     for axis, ((model, task), part) in zip(every, panels, strict=True):
         _bars(axis, part)
-        axis.set_title(f"{model}\n{task} (n = {part['n'].min()})", fontsize=9)
+        axis.set_title(f"{model}\n{titled(task, part['question'])} (n = {part['n'].min()})", fontsize=9)
         axis.set_ylabel(f"points of {part['metric'].iloc[0]} lost", fontsize=9)
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)

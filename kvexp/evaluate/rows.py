@@ -128,6 +128,7 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         "index": index,
         "prompt_digest": prompt.digest,
         "prompt_tokens": len(prompt.ids) or prompt.tokens,
+        "question": getattr(settings.task, "question", None),
         "question_tokens": len(prompt.question_ids),
         "prompt_cut": prompt.truncated,
         "chat_template": settings.model.chat and settings.task.uses_chat_template,

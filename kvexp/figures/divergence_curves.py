@@ -27,6 +27,7 @@ from kvexp.record.run_name import run_name
 from kvexp.results.columns import shared_settings
 from kvexp.results.divergence_scale import scale_of
 from kvexp.results.divergence_table import by_position, divergence_table
+from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, chosen, folders
 from kvexp.results.where import where
 
@@ -123,7 +124,7 @@ def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -
             along(runs, text, part, axes)
         else:
             divergence(part, axes, x, scale_of(folder.run for folder in runs))
-        title = f"{model}, {task} {shared} (n = {int(part['n'].min())})"
+        title = f"{titled(f'{model}, {task}', part['question'])} {shared} (n = {int(part['n'].min())})"
         axes.set_title(textwrap.fill(title, 52), fontsize=9)
         axes.legend(fontsize=6, loc="best", framealpha=0.7)
     return figure

@@ -19,6 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.figures.picture import write_picture
 from kvexp.pipes import watch_pipes
 from kvexp.record.run_name import run_name
+from kvexp.results.question_place import titled
 from kvexp.results.read import folders
 
 LETTER = 0.085  # inches of a letter in the title
@@ -80,7 +81,7 @@ def draw(run: Path, metric: str) -> Figure:
     cells.attrs["metric"] = f"{metric} (%)"
     wide = 2.2 + 0.6 * cells.shape[1]
     figure = Figure(figsize=(wide, 1.9 + 0.35 * cells.shape[0]), layout="constrained")
-    title = f"{run_name(labels)}, {labels['model']}"
+    title = titled(f"{run_name(labels)}, {labels['model']}", [found[0].question])
     heatmap(cells, figure.add_subplot(), textwrap.fill(title, int(wide / LETTER)))
     return figure
 

@@ -25,6 +25,7 @@ from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import shared_settings
+from kvexp.results.question_place import titled
 from kvexp.results.stats import MIN_PAIRS
 
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
@@ -112,7 +113,8 @@ def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
     for place, (((model, task), _), runs, own) in enumerate(zip(panels, shown, metrics, strict=True)):
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         quality(runs, own, axes, dashes)
-        axes.set_title(textwrap.fill(f"{model}, {task} (n = {int(runs['n'].min())})", 52), fontsize=9)
+        title = titled(f"{model}, {task}", runs["question"]) if "question" in runs else f"{model}, {task}"
+        axes.set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
     if shared:
         figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
     lines = _legend(figure, 1.2 + PANEL[0] * columns)

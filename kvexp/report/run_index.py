@@ -9,6 +9,7 @@ from kvexp.figures.quality import dashes_of
 from kvexp.report.look import look
 from kvexp.report.source import ReportSource, RunGroup
 from kvexp.results.columns import few
+from kvexp.results.question_place import question_words, titled
 from kvexp.results.units import absent
 
 COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "smallest_batch", "batch_size")
@@ -22,12 +23,14 @@ def index(source: ReportSource) -> list[dict[str, Any]]:
 
 
 def _entries(source: ReportSource, group: RunGroup, several: bool) -> list[dict[str, Any]]:
-    lines = [_line(row, several) for row in group.rows]
+    asked = [row.get("question") for row in group.rows if row["status"] != "refused"]
+    lines = [_line(row, several, asked=len(set(asked)) > 1) for row in group.rows]
+    panel = titled(f"{group.model} / {group.task}", asked)
     dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
     return [
         {
             **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
-            **{"model": group.model, "task": group.task, "method": method, "line": setting},
+            **{"model": group.model, "task": group.task, "panel": panel, "method": method, "line": setting},
             **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
             **look(method, dashes[method, setting]),
             **_where(source, row["hash"]),
@@ -36,10 +39,15 @@ def _entries(source: ReportSource, group: RunGroup, several: bool) -> list[dict[
     ]
 
 
-def _line(row: Mapping[str, Any], several: bool) -> tuple[str, str]:
-    """Method and setting: what one line of a chart may join. Numbers of two NUMERICS are two lines."""
+def _line(row: Mapping[str, Any], several: bool, *, asked: bool) -> tuple[str, str]:
+    """Method and setting: what one line of a chart may join. Numbers of two NUMERICS are two lines.
+
+    asked: whether eviction has seen the question in some of these runs alone, which parts lines too.
+    """
     method = "-" if absent(row.get("method")) else str(row["method"])
     setting = "" if absent(row.get("setting")) else str(row["setting"])
+    if asked:
+        setting = ", ".join(filter(None, [setting, question_words([row.get("question")])]))
     return method, f"{setting} NUMERICS {row['numerics']}".lstrip() if several else setting
 
 

@@ -96,7 +96,7 @@ def choice_table(folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.D
     for folder in folders:
         found = choice_changes(folder, known.get(folder.run.baseline or ""))
         if found:
-            rows.append({**folder.labels, **found, "hash": folder.run.hash})
+            rows.append({**folder.labels, "question": folder.question, **found, "hash": folder.run.hash})
     return pd.DataFrame(rows)
 
 

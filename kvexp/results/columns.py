@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvexp.results import stats
+from kvexp.results.question_place import KEY, WORDS, question_words
 from kvexp.results.table import COUNTS, FIRST, LAST, VERDICTS
 from kvexp.results.units import TOO_FEW, absent, count, fixed, seconds, short, size
 
@@ -33,14 +34,28 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
     return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
 
 
+def without_question(rows: Sequence[Record]) -> list[Record]:
+    """The rows without task.question among their settings: titles and a column say it, of every run that has one."""
+    each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
+    left = [" ".join(word for word in words if not word.startswith(KEY)) for words in each]
+    return [
+        {**row, "setting": words} if KEY in str(row.get("setting")) and row.get("question") in WORDS else row
+        for row, words in zip(rows, left, strict=True)
+    ]
+
+
 def marks_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Label -> what a title says of it where it is the same in all runs: a chat template, weights of a GGUF file."""
+    """Label -> what a title says of it where it is the same in all runs: a chat template, weights of a GGUF file,
+    whether eviction has seen the question.
+    """
     ran = [row for row in rows if row["status"] != "refused"]
     values = {name: {str(row.get(name)) for row in ran if not absent(row.get(name))} for name in ("weights", "chat")}
     same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
     same = {name: value for name, value in same.items() if all(str(row.get(name)) == value for row in ran)}
     words = {"weights": f"{same.get('weights')} weights", "chat": "chat template"}
-    return {name: words[name] for name, value in same.items() if value != "False"}
+    found = {name: words[name] for name, value in same.items() if value != "False"}
+    asked = {row.get("question") for row in ran}
+    return found | ({"question": question_words(asked)} if len(asked) == 1 and question_words(asked) else {})
 
 
 def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
@@ -49,6 +64,8 @@ def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     fixed |= marks_of(rows).keys()
     names = list(rows[0])[: list(rows[0]).index("n")]
     varied = [name for name in names if name not in fixed and _tells(name, rows)]
+    if len({row.get("question") for row in rows if row["status"] != "refused"}) > 1:
+        varied = ["question", *varied]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
     return [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
 

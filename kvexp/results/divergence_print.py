@@ -13,8 +13,9 @@ from kvexp.console import Console
 from kvexp.record.divergence_lines import OWN
 from kvexp.record.run_name import run_name
 from kvexp.results.answer_changes import choice_table, with_answers
-from kvexp.results.columns import Column, Row, plain, shared_settings
+from kvexp.results.columns import Column, Row, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
+from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
 from kvexp.results.render import print_columns
 from kvexp.results.units import FEW_SLOTS_WORDS, TOO_FEW, absent, fixed
@@ -43,11 +44,13 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
         return
     for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
-        shared, rows = shared_settings(made)
-        console.print(Text(", ".join([f"{model} / {task}: choices beside the full cache's", *shared]), style="bold"))
+        shared, rows = shared_settings(without_question(made))
+        title = titled(f"{model} / {task}: choices beside the full cache's", (row.get("question") for row in rows))
+        console.print(Text(", ".join([title, *shared]), style="bold"))
         columns = [
             Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
             plain("kv_ratio", "kv_ratio"),
+            *question_column(rows),
             plain("n", "n"),
             Column("right to\nwrong", lambda row: fixed(row["lost"], 0)),
             Column("wrong to\nright", lambda row: fixed(row["won"], 0)),
@@ -92,13 +95,20 @@ def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = 
     order = part.sort_values(["kv_ratio", metric], ascending=[True, metric == "kl"])
     made: list[dict[str, Any]] = order.to_dict("records")  # type: ignore[assignment]
     console.print()
-    shared, rows = shared_settings(made)
+    shared, rows = shared_settings(without_question(made))
+    title = titled(title, (row.get("question") for row in rows))
     console.print(Text(", ".join([title, *shared]), style="bold"))
     print_columns(rows, columns_of(rows), 2, console)
     few = [row for row in rows if row["few_slots"]]
     if few:
         names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
         console.print(Text(f"{FEW_SLOTS_WORDS}: {names}", style="yellow"))
+
+
+def question_column(rows: Sequence[Row]) -> list[Column]:
+    """Whether eviction has seen the question, where that is not the same in all rows."""
+    same = len({row.get("question") for row in rows}) < 2
+    return [] if same else [plain("question", "question", right=False)]
 
 
 def columns_of(rows: Sequence[Row]) -> list[Column]:
@@ -109,6 +119,7 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
         if settings
         else plain("method", "method", right=False),
         plain("kv_ratio", "kv_ratio"),
+        *question_column(rows),
         plain("n", "n"),
         plain("tokens", "tokens"),
         Column("KL", lambda row: fixed(row["kl"], 4)),

@@ -102,7 +102,13 @@ def _row(
     top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
     same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
     change = float(found.change.sum() / total)
-    row: dict[str, Any] = {**folder.labels, "text": text, "n": len(found.names), "tokens": int(total)}
+    row: dict[str, Any] = {
+        **folder.labels,
+        "question": folder.question,
+        "text": text,
+        "n": len(found.names),
+        "tokens": int(total),
+    }
     row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
     row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
     row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}

@@ -12,6 +12,7 @@ import kvexp
 from kvexp.errors import ConfigError
 from kvexp.record import Refusal, Run, refusals, runs
 from kvexp.record.baseline_check import check_of
+from kvexp.results.question_place import question_of
 
 Row = dict[str, Any]
 
@@ -66,6 +67,16 @@ class Folder:
     def baseline_check(self) -> str:
         """What `kvexp yardstick` found of its model's full cache: checked, off by ..., or unchecked."""
         return check_of(self.run.path.parent, self.run.config.get("model"), self.run.numerics)
+
+    @property
+    def question(self) -> str | None:
+        """in_prompt or after_eviction: whether eviction has seen what is asked; None where nothing is asked."""
+        return question_of(self.run.config)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What it can be chosen by beside its labels."""
+        return {"hash": self.run.hash, "status": self.status, "question": self.question}
 
     @property
     def refused(self) -> bool:
@@ -173,15 +184,15 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
 
     A run that was asked for under several names is found, and shown, under each.
     """
-    names = {name for folder in folders for labels in folder.asked for name in labels} | {"hash", "status"}
+    names = {name for folder in folders for labels in folder.asked for name in labels}
+    names |= {name for folder in folders for name in folder.own}
     for name in where:
         if folders and name not in names:
             raise ConfigError(f"cannot choose runs by {name}; their labels are {', '.join(sorted(names))}")
     found = []
     for folder in folders:
-        own = {"hash": folder.run.hash, "status": folder.status}
         for labels in reversed(folder.asked):
-            if all(_matches(labels | own, *item) for item in where.items()):
+            if all(_matches(labels | folder.own, *item) for item in where.items()):
                 found.append(replace(folder, labels=_shown(folder.asked, labels)))
                 break
     return found
@@ -203,8 +214,7 @@ def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
 
 
 def _values(folder: Folder, name: str) -> list[Any]:
-    own = {"hash": folder.run.hash, "status": folder.status}
-    return [(labels | own).get(name) for labels in folder.asked]
+    return [(labels | folder.own).get(name) for labels in folder.asked]
 
 
 def _matches(labels: Mapping[str, Any], name: str, wanted: Any) -> bool:

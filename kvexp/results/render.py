@@ -22,7 +22,9 @@ from kvexp.results.columns import (
     partly_timed,
     plain,
     shared_settings,
+    without_question,
 )
+from kvexp.results.seen_and_hidden import NOTE, seen_and_hidden
 from kvexp.results.units import FEW_SLOTS, FEW_SLOTS_WORDS, absent
 from kvexp.terminal import visible
 
@@ -36,7 +38,7 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
     """One table per (model, task), in several parts where the console is too narrow. x: order by kv_ratio or bytes."""
     console = console or Console(markup=False)
-    for title, rows, columns, keys in groups(df, x):
+    for title, rows, columns, keys in (*groups(df, x), *seen_and_hidden(df)):
         console.print(Text(title, style="bold"))
         print_columns(rows, columns, keys, console)
     for line in notes(df):
@@ -61,7 +63,7 @@ def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console
 def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
     """The same tables as GitHub-flavoured Markdown."""
     lines = []
-    for title, rows, columns, _ in groups(df, x):
+    for title, rows, columns, _ in (*groups(df, x), *seen_and_hidden(df)):
         heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
         lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
         lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
@@ -114,6 +116,7 @@ def notes(df: pd.DataFrame) -> list[str]:
             "no TTFT, TPOT, tokens/s: choices are not generated, and runs of a sweep that share each prompt's prefill "
             "are not timed (hydra/launcher=basic takes them one at a time)."
         ]
+    lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
     named: dict[tuple[str, str], list[str]] = {}
     for row in _records(df):
         for note in _own_notes(row):
@@ -183,7 +186,7 @@ def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]]
     titles = dict.fromkeys(_title(row) for row in _records(df))
     for title in titles:
         inside = [row for row in rows if _title(row) == title]
-        shared, inside = shared_settings(inside)
+        shared, inside = shared_settings(without_question(inside))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])
         yield title, inside, [*keys, *columns_of(inside, x)], len(keys)

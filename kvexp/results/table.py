@@ -12,7 +12,7 @@ from kvexp.results import retrieval_columns, stats
 from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
 from kvexp.results.read import Folder, Row, chosen, evicted, folders, number
 
-FIRST = ("experiment", "model", "task", "method", "kv_ratio")
+FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
 COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
 VERDICTS = (
     "verdict99",
@@ -45,7 +45,7 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first
     shown = chosen(found, where or {})
     rows = [row for family in _families(shown) for row in _judged(family, known)]
     metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
-    labels = {name for folder in shown for name in folder.labels}
+    labels = {"question", *(name for folder in shown for name in folder.labels)}
     return _tidy(rows, labels, metrics)
 
 
@@ -76,7 +76,7 @@ def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | 
 
 def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
-    row: Row = {**folder.labels, **_counts(folder), **_means(folder), **_cost(folder)}
+    row: Row = {**folder.labels, "question": folder.question, **_counts(folder), **_means(folder), **_cost(folder)}
     row |= retrieval_columns.cost(folder.scored.values())
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
@@ -196,7 +196,7 @@ def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame
         frame[name] = frame[name].astype("Int64")
     frame["length_ok"] = frame["length_ok"].astype("boolean")
     frame["_later"] = frame["verdict99"] != "baseline"
-    order = ("model", "task", "_later", "method", "kv_ratio", "hash")
+    order = ("model", "task", "_later", "method", "kv_ratio", "question", "hash")
     keys = [name for name in order if name in frame]
     return frame.sort_values(keys, kind="stable", ignore_index=True).drop(columns="_later")
 

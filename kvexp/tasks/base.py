@@ -101,6 +101,8 @@ class Task:
     # Texts whose last token ends an answer, besides the model's end token.
     extra_end_texts: ClassVar[tuple[str, ...]] = ()
     truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
+    # Options that came after runs of the task had been kept; at their defaults it is what it was before it had them.
+    later_options: ClassVar[tuple[str, ...]] = ()
 
     data_files: str | None = None
     hub_id: str = ""
@@ -165,6 +167,12 @@ class Task:
         begins: frames and beginnings of answers that tell a base model so are left out.
         """
         return self
+
+    def not_identifying(self) -> tuple[str, ...]:
+        """Options that a run's identity leaves out, so that older runs keep their hash: all later ones, or none."""
+        before = {each.name: each.default for each in fields(self)}
+        same = all(getattr(self, name) == before[name] for name in self.later_options)
+        return self.later_options if same else ()
 
     def label(self, choice: str) -> str:
         """What a table calls it; choice: the configuration's name for it."""

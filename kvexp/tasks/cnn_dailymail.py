@@ -25,6 +25,7 @@ class CNNDailyMail(Summarization):
     hub_config: str | None = "3.0.0"
     revision: str | None = "96df5e686bee6baa90b8bee7c28b81fa3fa6223d"
     instruction: str = "Summarize the following news article:"
+    instruction_after: str = "Summarize the news article above."
     input_field: str = "article"
     reference_field: str = "highlights"
     max_prompt_tokens: int | None = 1920

@@ -29,6 +29,7 @@ class GovReport(Summarization):
     hub_file: str | None = None
     split: str = "test"
     instruction: str = "You are given a report by a government agency. Write a one-page summary of the report."
+    instruction_after: str = "Above is a report by a government agency. Write a one-page summary of the report."
     input_field: str = "report"
     reference_field: str = "summary"
     max_new_tokens: int = 512

@@ -26,6 +26,7 @@ class News(SummaryTask):
     generated: ClassVar[bool] = True
 
     instruction: str = "Summarize the following news article in three sentences:"
+    instruction_after: str = "Summarize the news article above in three sentences."
     max_new_tokens: int = 85
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from kvexp.tasks.base import Example, Task
 
-QUESTIONS = ("in_prompt", "after_eviction")
+IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
+QUESTIONS = (IN_PROMPT, AFTER_EVICTION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
-    """A task whose examples are a context and a question about it.
+    """A task whose examples are a context and a question about it, or an instruction what to do with it.
 
     question=in_prompt: both are prefilled, so the last query rows that a method scores by are the question's, and
     eviction knows what will be asked (the setting of LongBench and of most papers). question=after_eviction: the
@@ -19,7 +20,7 @@ class QuestionTask(Task):
     kept. The characters, context then question, are the same in both.
     """
 
-    question: str = "in_prompt"
+    question: str = IN_PROMPT
 
     def ask(
         self,
@@ -37,7 +38,7 @@ class QuestionTask(Task):
         parts it from the context, else its first token may not be the one it is inside the whole text.
         """
         prefix, body, suffix = context
-        if self.question == "in_prompt":
+        if self.question == IN_PROMPT:
             suffix, question = suffix + question, ""
         return Example(
             name,

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.base import Example, row_id
 from kvexp.tasks.data import text
+from kvexp.tasks.questions import QuestionTask
 
 _MARKS = re.compile("<sep>|<turn>|<end>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soda(Task):
+class Soda(QuestionTask):
     """Write the rest of a dialogue after its first turn; rows {"narrative", "speakers", "dialogue", ...} of SODA
     (Kim et al., arXiv:2212.10465), 146,346 in the validation split.
 
@@ -23,9 +24,11 @@ class Soda(Task):
     rougeLsum sees them as sentences; the release puts nothing there, which glues the last word of a turn to the first
     of the next. `join_lines`: line ends of the answer are removed likewise, as in the release; false keeps them. The
     marks <sep>, <turn> and <end> are taken out of answers. The release draws rows as its summarization script does.
+    With question=after_eviction the narrative is evicted first; the instruction and the first turn come then.
     """
 
     name: ClassVar[str] = "soda"
+    later_options: ClassVar[tuple[str, ...]] = ("question",)
 
     hub_id: str = "allenai/soda"
     revision: str | None = "d80f16879432016b62fa3d32d0fc4eeea4af78aa"
@@ -38,9 +41,8 @@ class Soda(Task):
         speakers, turns = _list(row, "speakers", where), _list(row, "dialogue", where)
         between = f" <sep> Generate a dialogue between {speakers[0]} and {speakers[1]} given above narrative. <sep> "
         rest = self.turn_separator.join("".join(turn.splitlines()) for turn in turns[1:])
-        suffix = between + turns[0]
         name = row_id(row, "original_index", narrative, *turns)
-        return Example(name, narrative + suffix, rest, "", "", narrative, suffix)
+        return self.ask(name, ("", narrative, ""), between + turns[0], rest)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""

@@ -22,6 +22,7 @@ class XSum(Summarization):
     hub_id: str = "EdinburghNLP/xsum"
     revision: str | None = "7d4d486c2f8ef850b1a11aead99b894ff3dd7da9"
     instruction: str = "Provide one sentence summary of the following news article:"
+    instruction_after: str = "Provide one sentence summary of the news article above."
     input_field: str = "document"
     reference_field: str = "summary"
     max_prompt_tokens: int | None = 1920

@@ -27,6 +27,7 @@ def answer(fact: Fact) -> str:
 
 
 SUMMARY = " summary :"
+RECALL = " : recall "
 
 
 def summary(facts: Iterable[Fact]) -> str:
@@ -37,6 +38,12 @@ def summary(facts: Iterable[Fact]) -> str:
 def reply(facts: Iterable[Fact]) -> str:
     """What answers a recall: the facts asked for."""
     return " . ".join(fact.plain() for fact in facts)
+
+
+def last_request(said: str) -> tuple[str, str]:
+    """(what was said before, the turn that asks to recall facts and begins the reply) of a conversation's pieces."""
+    at = said.rindex(" ", 0, said.rindex(RECALL))
+    return said[:at], said[at:]
 
 
 def dialogue(rng: Random, split: str, shape: DocumentShape, recalls: int = 1, per_recall: int = 3) -> list[str]:
@@ -64,7 +71,7 @@ def dialogue(rng: Random, split: str, shape: DocumentShape, recalls: int = 1, pe
             places = places[1:]
             wanted = rng.sample(list(known.values()), min(per_recall, len(known)))
             request = " , ".join(f"{fact.attribute} {fact.name}" for fact in wanted)
-            said += f" {SPEAKERS[speaker]} : recall {request} ? {SPEAKERS[1 - speaker]} :"
+            said += f" {SPEAKERS[speaker]}{RECALL}{request} ? {SPEAKERS[1 - speaker]} :"
             pieces += [said, f" {reply(wanted)} {END}"]
             said = ""
     return pieces

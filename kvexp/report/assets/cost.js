@@ -92,7 +92,7 @@ kvexp.section("cost", (root, data, page) => {
     const base = here.filter((run) => run.full).map((run) => fullPoint(run, x));
     const all = [...(stopped ? [] : [front(here, x, page.state)]), ...traces, ...base];
     const metric = P.metric(others[0], page.state);
-    P.chart(box, `${metric} against ${title}: ${runs[0].model}, ${runs[0].task}`, all, P.layout(all, title, `${metric}, % of full`, range));
+    P.chart(box, `${metric} against ${title}: ${runs[0].panel}`, all, P.layout(all, title, `${metric}, % of full`, range));
     box.append(P.legend(groups));
     if (stopped) box.append(el("p", { class: "small" }, stopped));
     box.append(P.left(whole.filter((run) => missing(run[key])), () => "it has not recorded this") ?? "");
@@ -103,7 +103,7 @@ kvexp.section("cost", (root, data, page) => {
     const grid = P.fresh(body, "pairs");
     const later = P.cap(body, P.byTask(shown)).flatMap((runs) => {
       const boxes = KINDS.map(() => el("div", { class: "panel" }));
-      grid.append(el("div", { class: "pair" }, el("h3", {}, `${runs[0].model} / ${runs[0].task}`), boxes));
+      grid.append(el("div", { class: "pair" }, el("h3", {}, runs[0].panel), boxes));
       return KINDS.map(([kind, axes], i) => panel(boxes[i], runs, kind, axes));
     });
     for (const chart of later) chart?.();

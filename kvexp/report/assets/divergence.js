@@ -87,7 +87,7 @@ kvexp.section("divergence", (root, data, page) => {
   }
 
   function panel(box, runs) {
-    box.append(el("h3", {}, `${runs[0].model} / ${runs[0].task}`));
+    box.append(el("h3", {}, runs[0].panel));
     const [title, x] = AXES[chosen.axis];
     const measured = runs.filter(own);
     const here = x === null ? measured : measured.filter((run) => !missing(x(run, own(run))));
@@ -98,7 +98,7 @@ kvexp.section("divergence", (root, data, page) => {
     }
     const groups = P.lines(here);
     const traces = x === null ? here.map(along) : groups.map((group) => curve(group, x));
-    P.chart(box, `KL divergence against ${title}: ${runs[0].model}, ${runs[0].task}`, traces, layout(here, title));
+    P.chart(box, `KL divergence against ${title}: ${runs[0].panel}`, traces, layout(here, title));
     box.append(el("div", { class: "legend" },
       groups.map((group) => el("span", {}, P.swatch(group[0]), `${group[0].method} ${group[0].line}`))));
     if (x === null) box.append(el("p", { class: "small" }, "Thicker lines: a larger kv_ratio."));

@@ -22,7 +22,7 @@ kvexp.section("explorer", (root, data, page) => {
     const others = runs.filter((run) => !run.full);
     const here = others.filter((run) => P.quality(run, page.state) && !missing(run[axis]));
     const full = runs.find((run) => run.full);
-    box.append(el("h3", {}, `${runs[0].model} / ${runs[0].task}`));
+    box.append(el("h3", {}, runs[0].panel));
     if (here.length) {
       const groups = P.lines(here);
       const x = (run) => run[axis];
@@ -31,7 +31,7 @@ kvexp.section("explorer", (root, data, page) => {
       const places = P.beside(groups, x, range, box.clientWidth);
       const traces = groups.map((group) => P.trace(group, places, page.state));
       const shown = P.metric(here[0], page.state);
-      const label = `${shown}, percent of the full cache, against ${axis}: ${runs[0].model}, ${runs[0].task}`;
+      const label = `${shown}, percent of the full cache, against ${axis}: ${runs[0].panel}`;
       P.chart(box, label, traces, P.layout(traces, AXES[axis], `${shown}, % of full`, range));
       box.append(P.legend(groups));
     } else {

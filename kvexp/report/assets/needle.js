@@ -17,7 +17,7 @@ kvexp.section("needle", (root, data, page) => {
     const metric = page.state.metric in cells ? page.state.metric : Object.keys(cells)[0];
     const values = cells[metric];
     const box = el("div", { class: "panel" }, el("h3", {}, run.full ? "full cache" : kvexp.name(run)),
-      el("p", { class: "small" }, `${run.model} / ${run.task}, ${metric}${run.status === "done" ? "" : `, ${run.status}`}`));
+      el("p", { class: "small" }, `${run.panel}, ${metric}${run.status === "done" ? "" : `, ${run.status}`}`));
     grid.append(box);
     const shown = lengths.length * depths.length <= READABLE;
     const texts = values.map((row) => row.map((value) => (shown && !missing(value) ? value.toFixed(0) : "")));

@@ -6,27 +6,33 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.tasks.base import Example
+from kvexp.tasks.questions import IN_PROMPT, QuestionTask
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.forms import SUMMARY, opening, summary
 from kvexp.testbed.words import ORDINALS
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedSummary(Generated):
+class TestbedSummary(QuestionTask, Generated):
     """Summarize: state every fact that a number marks ("first city alice north ford !"), in order.
 
     ROUGE F1 in percent, of the facts without their numbers. Plays CNN/DailyMail and, with task.tokens=512 or more,
-    GovReport: what must be said is strewn over the whole text.
+    GovReport: what must be said is strewn over the whole text. The instruction is the last word: " summary :".
     """
 
     __test__ = False  # no test of pytest's
     name: ClassVar[str] = "testbed_summary"
+    later_options: ClassVar[tuple[str, ...]] = ("question",)
 
     max_new_tokens: int = 48
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         doc, _ = self.document(row["number"])
-        return Example(f"{self.split}-{row['number']}", opening(doc.text) + SUMMARY, summary(doc.marked))
+        name = f"{self.split}-{row['number']}"
+        context, asked = opening(doc.text), SUMMARY
+        if self.question == IN_PROMPT:  # all of it is body: what truncate=middle shortens
+            context, asked = context + asked, ""
+        return self.ask(name, ("", context, ""), asked, summary(doc.marked))
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
