@@ -29,6 +29,7 @@ KINDS: dict[str, Any] = {
     "timeout_s": float | None,
     "retry": bool,
 }
+QUESTIONS = ("each", "all")
 
 
 def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
@@ -44,6 +45,8 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         raise ConfigError(f"batch_size must be at least 1, got {config['batch_size']}")
     if timeout is not None and not 0 < timeout < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {timeout:g}")
+    if config.get("questions", "each") not in QUESTIONS:  # a run of before has no such key
+        raise ConfigError(f"questions must be one of {', '.join(QUESTIONS)}, got {config['questions']!r}")
     budget = config.get("budget")
     if isinstance(budget, Mapping):
         _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))

@@ -22,6 +22,7 @@ from kvexp.methods import Full
 from kvexp.models.half_precision import batch_size_identifies_run, one_row_per_forward
 from kvexp.paths import path_of
 from kvexp.tasks import LMEval, Task
+from kvexp.tasks.questions import with_shared_context
 from kvexp.user_methods import admitted, source_of
 
 # Known by the data's fingerprint, by the generation settings, or unable to change a number.
@@ -124,8 +125,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
             raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
     check_values(config, choices)
     _check_protocol(config.get("protocol"), choices.get("task", ""))
-    if "limit" in config["task"]:
-        raise ConfigError("task.limit is set by limit=N, without task. in front")
+    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
+        if name in config["task"]:
+            raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
     budget: Budget | None = None
@@ -137,6 +139,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     task: Task = build(
         {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
     )
+    if config.get("questions") == "all":
+        task = with_shared_context(task, choices.get("task", task.name))
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
     calibration = calibration_for(method, model, choices, overrides)
@@ -189,6 +193,8 @@ def _check(settings: Settings) -> None:
             f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
             "of all prompts of a batch"
         )
+    if getattr(settings.task, "shared_context", False) and settings.budget is not None:
+        _check_shared_budget(settings.budget)
     if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
         raise ConfigError(f"divergence=only would measure nothing: {why}")
     check_padding(settings)
@@ -197,6 +203,15 @@ def _check(settings: Settings) -> None:
         from kvexp.config.group_checks import check_item_settings
 
         check_item_settings(settings)
+
+
+def _check_shared_budget(budget: Budget) -> None:
+    """ConfigError for a budget that goes by what each question adds: there would be as many evictions as lengths."""
+    if budget.of == "sequence":
+        raise ConfigError(
+            "questions=all evicts a context once for all of its questions, and budget.of=sequence counts each "
+            "question's tokens: set budget.of=prompt, or questions=each"
+        )
 
 
 def _check_protocol(protocol: Any, task: str) -> None:

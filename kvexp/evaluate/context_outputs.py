@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,9 +58,12 @@ def outputs_from_context_shared(
                 rows = [place_of[i] for i, _ in some]
                 copies = forced.copies(each, rows, keep=True) if forced is not None else []
                 if answering:
+                    start = time.perf_counter()
                     forks = [each[place].fork(rows) for place in answering]
+                    copying = (time.perf_counter() - start) / len(answering)
                     for place, more in zip(answering, _answered(first, model, tokenizer, some, forks), strict=True):
-                        made[place] |= more
+                        shared = {"prefill": each[place].seconds, "copy": copying}
+                        made[place] |= _with_shared_times(more, some, shared)
                 if forced is not None:
                     seeds = [sampling_seed(first, prompt.example) for _, prompt in some]
                     answers = made[forced.full]
@@ -103,7 +107,10 @@ def _prefilled(
     place_of = {}
     for index, prompt in part:
         seed = noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))
-        key = (seed, tuple(prompt.ids), index if shares_score_across_batch(settings) else None)
+        # Where scores are added up over a batch, prompts are prefilled one by one: batch_size is 1, and all
+        # prompts of the part are one context's.
+        alone = shares_score_across_batch(settings) and not prompt.example.questions
+        key = (seed, tuple(prompt.ids), index if alone else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
     # Not of the longest question: what is allocated shall not depend on the company.
@@ -143,6 +150,17 @@ def _answered(
     )
     indices = [index for index, _ in some]
     return [dict(zip(indices, outputs_of(result, tokenizer), strict=True)) for result in results]
+
+
+def _with_shared_times(
+    answers: dict[int, ModelOutput], some: Items, seconds: dict[str, float | None]
+) -> dict[int, ModelOutput]:
+    """The answers, of questions that share a context by request (`questions`) with the seconds of what they share."""
+    shared = {index for index, prompt in some if prompt.example.questions}
+    return {
+        index: dataclasses.replace(answer, seconds={**answer.seconds, **seconds}) if index in shared else answer
+        for index, answer in answers.items()
+    }
 
 
 def _pick_choice(settings: Settings, model: Model, prompt: TokenizedExample, contexts: Any, place: int) -> ModelOutput:

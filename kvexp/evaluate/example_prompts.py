@@ -45,11 +45,15 @@ def pending_batches(
 
 
 def batches(todo: Sequence[tuple[int, Example]], size: int, shared: int) -> Iterator[Batch]:
-    """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow."""
+    """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow.
+
+    Examples that are to share a context (`questions`) are never parted.
+    """
     batch: Batch = []
     for item in todo:
         same = bool(batch) and bool(item[1].question) and item[1].prompt == batch[-1][1].prompt
-        if len(batch) >= (max(size, shared) if same else size):
+        together = same and bool(item[1].questions) and item[1].number > 0
+        if not together and len(batch) >= (max(size, shared) if same else size):
             yield batch
             batch = []
         batch.append(item)

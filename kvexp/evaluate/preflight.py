@@ -65,7 +65,12 @@ def fit_examples(
         return tokenize(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
 
     room = 1 << 40 if settings.cache.beyond_context else max_positions(settings.model)
-    return [(index, task.fit(example, count, room)) for index, example in todo]
+
+    def fitted(example: Example) -> Example:
+        made = task.fit(example, count, room)
+        return dataclasses.replace(made, questions=example.questions, number=example.number)
+
+    return [(index, fitted(example)) for index, example in todo]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> list[int]:

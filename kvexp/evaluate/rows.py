@@ -136,7 +136,17 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         "failed": None,
         "halved": 0,
         "info": dict(prompt.example.info),
+        **_context(prompt),
     } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_made_of(settings)}
+
+
+def _context(prompt: TokenizedExample) -> dict[str, Any]:
+    """Of a question that shares an evicted context: which one, the question's place in it and how many there are."""
+    example = prompt.example
+    if not example.questions:
+        return {}
+    asked = {"question": example.number, "questions": len(example.questions)}
+    return {"context": {"digest": prompt.context_digest if prompt.ids else None, **asked}}
 
 
 def _made_of(settings: Settings) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from kvexp.tasks import Example, Task
 if TYPE_CHECKING:
     from kvexp.models.types import Tokenizer
 
+SLACK = 4  # tokens
 TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the clock's, and prompts change every day
 
 
@@ -47,6 +48,11 @@ class TokenizedExample:
         return hashlib.sha256(fed).hexdigest()[:16] if self.ids else None
 
     @property
+    def context_digest(self) -> str:
+        """16 hex digits of the prompt's token ids, without the question: equal for questions about one context."""
+        return hashlib.sha256(json.dumps(list(self.ids)).encode()).hexdigest()[:16]
+
+    @property
     def size(self) -> int:
         """Tokens to be fed before an answer."""
         return len(self.ids) + len(self.question_ids)
@@ -58,6 +64,7 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
     task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
     of the tokens (`_truncate_middle`); "right" cuts the end of the prompt's tokens, and where a template goes around
     the prompt, whose end must stay, does what "middle" does; "skip" keeps a skipped row. A question is never cut.
+    Of an example with `questions` the longest of them counts, so that a context that is cut is the same for all.
     With `chat`, and unless the task says otherwise, prompt and question go through the tokenizer's chat template (or
     the task's frame) as one message, which is then parted where the question starts.
     """
@@ -81,9 +88,13 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
         return of(example.prefix + example.body[:kept] + example.suffix)
 
     whole = made(len(example.body))
-    count = whole.size
+    count, more = whole.size, 0
+    if example.questions:
+        frame = task.frame if wrapped else "{prompt}"
+        more = _longest_question(example, tokenizer, frame) - len(whole.question_ids)
     if task.truncate == "halves":
-        return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room, tokenizer), tokens=count)
+        return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room - more, tokenizer), tokens=count)
+    limit -= more
     if count <= limit:
         return replace(whole, tokens=count)
     if task.truncate == "right" and not wrapped and limit > len(whole.question_ids):
@@ -118,6 +129,14 @@ def _truncate_middle(
             return made
         keep -= made.size - room
     return TokenizedExample(whole.example, "", [], skipped="too long")
+
+
+def _longest_question(example: Example, tokenizer: Tokenizer, frame: str | None) -> int:
+    """Tokens that the longest of an example's `questions` may have, what follows it in the template included."""
+    each = [replace(example, question=asked, questions=(), number=0) for asked in dict.fromkeys(example.questions)]
+    asked = [_apply_template(other, "A text.", tokenizer, frame)[1] for other in each]
+    # Behind a context a question may have other tokens than alone: one or two more, at its beginning.
+    return SLACK + max(len(tokenizer(words, add_special_tokens=False, verbose=False).input_ids) for words in asked)
 
 
 def continuation(prompt: TokenizedExample, tokenizer: Tokenizer, *, chat: bool, words: str | None = None) -> list[int]:

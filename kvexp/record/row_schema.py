@@ -14,6 +14,7 @@ ROW: dict[str, Any] = {
     **dict.fromkeys(("calibration", "question"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
     "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
+    "context": {"digest": TEXT, "question": WHOLE, "questions": WHOLE},
     "output_tokens": [WHOLE],
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {

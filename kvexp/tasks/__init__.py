@@ -2,7 +2,9 @@
 
 from kvexp.tasks.base import SAMPLES, TRUNCATIONS, Example, Task
 from kvexp.tasks.cnn_dailymail import CNNDailyMail
+from kvexp.tasks.context_qa import ContextQA
 from kvexp.tasks.govreport import GovReport
+from kvexp.tasks.govreport_sections import GovReportSections
 from kvexp.tasks.gsm8k import GSM8K
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
@@ -25,8 +27,10 @@ __all__ = [
     "TEMPLATES",
     "TRUNCATIONS",
     "CNNDailyMail",
+    "ContextQA",
     "Example",
     "GovReport",
+    "GovReportSections",
     "LMEval",
     "LongBench",
     "Needle",

@@ -32,6 +32,9 @@ class Example:
     are compared instead of generating (Task.score_choices); like a continuation, each brings the white space it
     starts with, and so does a question, or the same characters become other tokens than they are inside one text.
 
+    `questions`: all that are asked of copies of one evicted cache of this prompt, `question` at the place `number`;
+    none where each question has a prefill of its own, or may have.
+
     `skipped`: why it cannot be asked ("" where it can), such as a text too short for the task; its row says so.
 
     `info`: plain values of this example for its row ("info"), such as a length and a depth to draw it by.
@@ -49,6 +52,8 @@ class Example:
     suffix: str = ""
     question: str = ""
     choices: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()
+    number: int = 0
     skipped: str = ""
     info: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -59,6 +64,8 @@ class Example:
             raise ValueError(f"example {self.id}: prompt is not prefix + body + suffix")
         if self.question and not self.question.strip():
             raise ValueError(f"example {self.id}: the question is white space alone")
+        if self.questions and self.questions[self.number] != self.question:
+            raise ValueError(f"example {self.id}: question {self.number} of its context is another one")
         if not all(self.choices):
             raise ValueError(f"example {self.id}: choice {self.choices.index('')} is empty")
         if self.choices and self.continuation:

@@ -12,13 +12,13 @@ from kvexp.tasks.data import text
 from kvexp.tasks.longbench_metrics import check_jieba, classification
 from kvexp.tasks.longbench_subsets import CHINESE_WORDS, SUBSETS, Subset
 from kvexp.tasks.members import Members
-from kvexp.tasks.questions import QuestionTask
+from kvexp.tasks.questions import SharedContextTask
 
 WRAPS = ("official", "always", "never")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongBench(QuestionTask):
+class LongBench(SharedContextTask):
     """One of the 21 data sets of LongBench (Bai et al., arXiv:2308.14508) or, `extended`, its LongBench-E version.
 
     Rows {"input", "context", "answers", "length", "dataset", "language", "all_classes", "_id"}. `data_files`: the

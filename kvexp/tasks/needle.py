@@ -15,13 +15,13 @@ from kvexp.tasks import haystack
 from kvexp.tasks.base import Example
 from kvexp.tasks.lengths import longest_fit
 from kvexp.tasks.metrics import contains, word_recall
-from kvexp.tasks.questions import QuestionTask
+from kvexp.tasks.questions import SharedContextTask
 
 CHARACTERS_PER_TOKEN = 4  # of a first draft only: `fit` counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(QuestionTask):
+class Needle(SharedContextTask):
     """Find needles in a text: a grid of `lengths` (tokens, all of prompt and question) and `depths` (percent), with
     `repeats` examples per cell and question. After Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 

@@ -33,6 +33,9 @@ class NewsNeedle(NewsQuestions):
     length; the last article ends whole. An article that shares a word with the needle is left out, unless more than 4
     articles hold that word. The needle goes in front of the sentence found at its depth.
 
+    With questions=all a text holds the needles of all depths of its length and repeat, and each is asked for; the
+    filler shares no word with any of them.
+
     Scores in percent: `word_recall` and `exact`, those of the task needle. `length` tokens are met, or undershot by
     less than one more word would add. A length beyond what the model holds is a skipped row.
     """
@@ -56,10 +59,12 @@ class NewsNeedle(NewsQuestions):
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
         row = example.info
-        length, most = row["length"], len(self._filler(row)[1])
+        length, most = row["length"], len(self._filler(row))
+        # One text for all of its questions: the longest is counted.
+        widest = max(self._hidden(row), key=lambda cell: count(self._needle(cell).question))
 
         def tokens(words: int) -> int:
-            made = self._made(row, words)
+            made = self._made(widest, words)
             return count(made.prompt + made.question)
 
         words = longest_fit(tokens, length, most)
@@ -75,18 +80,27 @@ class NewsNeedle(NewsQuestions):
             )
         return replace(self._made(row, words), id=example.id)
 
-    def _filler(self, row: Mapping[str, Any]) -> tuple[NeedleSentence, list[str]]:
-        """The needle of a cell, and the words of the articles to hide it in, each with the white space behind it."""
-        length, depth = row["length"], row["depth"]
+    def _hidden(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The cells whose needles are in this cell's text: itself, or those of all depths."""
+        return [{**row, "depth": depth} for depth in self.depths] if self.shared_context else [row]
+
+    def _needle(self, row: Mapping[str, Any]) -> NeedleSentence:
+        """The needle of a cell."""
         # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
-        first = np.random.RandomState([self.seed, length]).randint(len(needles()))
-        needle = needles()[(first + round(depth) + 5 * row["repeat"]) % len(needles())]
-        return needle, _shuffled(needle, (self.seed, length, round(1000 * depth), row["repeat"]))
+        first = np.random.RandomState([self.seed, row["length"]]).randint(len(needles()))
+        return needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
+
+    def _filler(self, row: Mapping[str, Any]) -> list[str]:
+        """The words of the articles to hide a cell's needles in, each with the white space behind it."""
+        hidden = tuple(map(self._needle, self._hidden(row)))
+        place = () if self.shared_context else (round(1000 * row["depth"]),)
+        return _shuffled(hidden, (self.seed, row["length"], *place, row["repeat"]))
 
     def _made(self, row: Mapping[str, Any], words: int) -> Example:
         """The example of a cell with the last so many words of its filler."""
-        needle, filler = self._filler(row)
-        text = haystack.insert("".join(filler[len(filler) - words :]), [(row["depth"], needle.needle)])
+        needle, filler = self._needle(row), self._filler(row)
+        hidden = [(cell["depth"], self._needle(cell).needle) for cell in self._hidden(row)]
+        text = haystack.insert("".join(filler[len(filler) - words :]), hidden)
         name = f"length {row['length']} depth {row['depth']:g} repeat {row['repeat']}"
         made = self.about(name, text, needle.question, needle.answer)
         return replace(made, info={**row, "needle": needle.id})
@@ -108,6 +122,12 @@ class NewsNeedle(NewsQuestions):
             )
         if self.repeats < 1:
             raise ConfigError(f"task.repeats must be at least 1, got {self.repeats}")
+        if self.shared_context and len({round(depth) % len(needles()) for depth in self.depths}) < len(self.depths):
+            raise ConfigError(
+                f"task.depths={list(self.depths)} with questions=all would hide a needle twice in one text: the "
+                f"{len(needles())} needles go by the depth in whole percent, so leave out depths that are "
+                f"{len(needles())} percent apart, or equal"
+            )
         if self.truncate != "skip":
             raise ConfigError(
                 f"task.truncate must be skip for news_needle, got {self.truncate!r}: a shortened text may have lost "
@@ -116,9 +136,10 @@ class NewsNeedle(NewsQuestions):
 
 
 @lru_cache(maxsize=4)  # the same cell is made at many lengths until it has its own
-def _shuffled(needle: NeedleSentence, seeds: tuple[int, ...]) -> list[str]:
-    """The words of all articles that may hide the needle, in an order drawn by the seeds."""
-    fitting = [article for article in articles() if article.id not in related(needle)]
+def _shuffled(hidden: tuple[NeedleSentence, ...], seeds: tuple[int, ...]) -> list[str]:
+    """The words of all articles that may hide these needles, in an order drawn by the seeds."""
+    unfit = frozenset().union(*map(related, hidden))
+    fitting = [article for article in articles() if article.id not in unfit]
     order = np.random.RandomState(list(seeds)).permutation(len(fitting))
     return re.findall(r"\S+\s*", "\n\n".join(fitting[place].text for place in order))
 

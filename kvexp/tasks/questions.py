@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import ClassVar
 
+from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example, Task
 
 IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
@@ -55,3 +59,55 @@ class QuestionTask(Task):
     def check_options(self) -> None:
         super().check_options()
         self.choice("question", QUESTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedContextTask(QuestionTask):
+    """A task that may have several questions about one context.
+
+    shared_context (questions=all on the command line): every context is prefilled and evicted once and each of its
+    questions is asked of a copy of that cache. The examples of a context then stand together, in the order of its
+    first question, each with all `questions` of its context: a context too long is cut so that the longest of them
+    fits, and is the same text for all, whatever `limit` leaves out.
+    """
+
+    later_options: ClassVar[tuple[str, ...]] = ("shared_context",)
+
+    shared_context: bool = False
+
+    def examples(self) -> Iterator[Example]:
+        if not self.shared_context:
+            yield from super().examples()
+            return
+        before = self._pinned_stamps()
+        whole = replace(self, limit=None) if self.sample == "first" else self
+        contexts: dict[tuple[str, str], list[Example]] = {}
+        for example in Task.examples(whole):
+            key = ("asked", example.prompt) if example.question else ("skipped", example.id)
+            contexts.setdefault(key, []).append(example)
+        self._check_unchanged(before)
+        each = (
+            replace(example, questions=tuple(other.question for other in asked), number=number)
+            for asked in contexts.values()
+            for number, example in enumerate(asked)
+        )
+        yield from islice(each, self.limit)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.shared_context and self.question != AFTER_EVICTION:
+            raise ConfigError(
+                "questions=all asks all questions of a context that was evicted once, so that none of them can be in "
+                f"the prompt, got task.question={self.question}: set task.question=after_eviction, or questions=each"
+            )
+
+
+def with_shared_context(task: Task, name: str) -> Task:
+    """The task as questions=all asks it; ConfigError where it has one question per context. name: as it was chosen."""
+    if not isinstance(task, SharedContextTask):
+        raise ConfigError(
+            f"questions=all is for tasks with several questions per context, and task={name} has one: take news_qa, "
+            "news_needle, needle_multi, longbench, govreport_sections, testbed_qa, or context_qa for a file of your "
+            "own; or set questions=each"
+        )
+    return replace(task, shared_context=True)

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 from kvexp.tasks.base import Example
 from kvexp.tasks.metrics import exact_match, qa_f1
-from kvexp.tasks.questions import QuestionTask
+from kvexp.tasks.questions import SharedContextTask
 from kvexp.tasks.testbed.base import Generated
 from kvexp.testbed.forms import ask, opening
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedQA(QuestionTask, Generated):
+class TestbedQA(SharedContextTask, Generated):
     """Answer `per_document` questions about each document, one example each. Word F1 and exact match, in percent.
 
     An updated fact is asked for its latest value. Plays LongBench's question answering. Asked with
