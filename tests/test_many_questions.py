@@ -10,12 +10,16 @@ import pytest
 from test_conf import composed
 
 import kvexp.generate
+import kvexp.record
 from kvexp.config.settings import settings_of
+from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.example_prompts import batches
 from kvexp.evaluate.tokenized_examples import tokenize
+from kvexp.figures.many_questions import draw
 from kvexp.models.byte_tokenizer import byte_tokenizer
+from kvexp.results.many_questions import print_questions, read_questions
 from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, NewsNeedle, NewsQA
 from kvexp.tasks.questions import with_shared_context
 
@@ -76,6 +80,31 @@ def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefi
     for row in shared.rows():
         assert 0 < row["seconds"]["prefill"] < row["seconds"]["ttft"] and row["seconds"]["copy"] > 0
     assert not any("context" in row or "prefill" in row["seconds"] for row in alone.rows())
+    _check_table(tmp_path / "all", shared)
+
+
+def _check_table(outputs, record) -> None:
+    """The table of a run of twelve questions, two of them about a second document, against sums made here."""
+    full = {run.hash: run for run in kvexp.record.runs(outputs)}[record.baseline]
+    frame = read_questions(outputs, {}).set_index("asked")
+    assert list(frame.index) == list(range(1, 11)) and set(frame["question"]) == {AFTER}
+    of_run = [run.rows() for run in (record, full)]
+    for asked, documents in ((1, 2), (2, 2), (3, 1), (10, 1)):
+        docs = [[row["index"] // 10 == n and row["index"] % 10 < asked for row in of_run[0]] for n in range(documents)]
+        pairs = [[(a, b) for a, b, in_it in zip(*of_run, doc, strict=True) if in_it] for doc in docs]
+        each = [[(a["metrics"]["f1"], b["metrics"]["f1"]) for a, b in pair] for pair in pairs]
+        assert frame.loc[asked, "contexts"] == documents and sum(map(len, each)) == asked * documents
+        assert frame.loc[asked, "score"] == pytest.approx(sum(a for one in each for a, _ in one) / asked / documents)
+        assert frame.loc[asked, "full"] == pytest.approx(sum(b for one in each for _, b in one) / asked / documents)
+        kept = [all(a >= b for a, b in one) for one in each]
+        assert frame.loc[asked, "none_lost"] == 100 * sum(kept) / documents
+    last = frame.loc[10]
+    assert frame.loc[1, "shared_s"] > frame.loc[1, "one_by_one_s"]  # a copy that nobody else needs
+    assert last["shared_s"] < last["one_by_one_s"]
+    console = Console(markup=False, width=200, record=True)
+    print_questions(read_questions(outputs, {}), console)
+    assert "by number of questions asked of one evicted cache, question after eviction" in console.export_text()
+    assert len(draw(read_questions(outputs, {})).axes) == 2
 
 
 def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_path) -> None:

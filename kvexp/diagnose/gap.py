@@ -140,7 +140,7 @@ def draw(frame: pd.DataFrame) -> Figure:
     every = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
     for axis, ((model, task), part) in zip(every, panels, strict=True):
         _bars(axis, part)
-        axis.set_title(f"{model}\n{titled(task, part['question'])} (n = {part['n'].min()})", fontsize=9)
+        axis.set_title(f"{model}\n{titled(str(task), part['question'])} (n = {part['n'].min()})", fontsize=9)
         axis.set_ylabel(f"points of {part['metric'].iloc[0]} lost", fontsize=9)
     handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8)

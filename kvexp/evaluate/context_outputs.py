@@ -58,9 +58,9 @@ def outputs_from_context_shared(
                 rows = [place_of[i] for i, _ in some]
                 copies = forced.copies(each, rows, keep=True) if forced is not None else []
                 if answering:
-                    start = time.perf_counter()
+                    before = time.perf_counter()
                     forks = [each[place].fork(rows) for place in answering]
-                    copying = (time.perf_counter() - start) / len(answering)
+                    copying = (time.perf_counter() - before) / len(answering)
                     for place, more in zip(answering, _answered(first, model, tokenizer, some, forks), strict=True):
                         shared = {"prefill": each[place].seconds, "copy": copying}
                         made[place] |= _with_shared_times(more, some, shared)

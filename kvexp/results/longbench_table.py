@@ -26,7 +26,7 @@ FOURTEEN = (
     *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
     *("multi_news", "trec", "triviaqa", "samsum", "passage_count", "passage_retrieval_en"),
 )
-KEYS = ("model", "method", "kv_ratio", "tokens", "setting", "numerics")
+KEYS = ("model", "question", "method", "kv_ratio", "tokens", "setting", "numerics")
 
 
 def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFrame:

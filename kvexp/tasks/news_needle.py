@@ -88,7 +88,8 @@ class NewsNeedle(NewsQuestions):
         """The needle of a cell."""
         # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
         first = np.random.RandomState([self.seed, row["length"]]).randint(len(needles()))
-        return needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
+        needle: NeedleSentence = needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
+        return needle
 
     def _filler(self, row: Mapping[str, Any]) -> list[str]:
         """The words of the articles to hide a cell's needles in, each with the white space behind it."""
