@@ -34,7 +34,7 @@ from kvexp.terminal import say
 LEGEND = (
     "asked: the first so many questions of every context of which as many were asked; % of full: of their mean score, "
     "with its 95 % interval over contexts, for questions of one are not independent; none lost: share of contexts with "
-    "no answer below the full cache's; one prefill, one by one: mean seconds per context, the second from the same rows "
+    "no answer below the full cache's; one prefill, one by one: mean seconds per context, the second of the same rows "
     "with a prefill for each question; of runs that were timed by themselves (hydra/launcher=basic, batch_size=1)"
 )
 
@@ -43,8 +43,8 @@ LEGEND = (
 class Context:
     """A context's questions in order, as a run and its baseline answered them; those that do not count are left out.
 
-    questions: how many the run asked of it; numbers, scores, full, seconds [n]: of each answer its place among them, both
-    scores, and (prefill, copy, rest) in seconds.
+    questions: how many the run asked of it. numbers, scores, full, seconds [n]: of each answer its place among them,
+    the run's and the full cache's score, and seconds of prefill, copy and the rest.
     """
 
     questions: int
