@@ -111,6 +111,7 @@ class EvictionLayer:
 
     def _single_stack(self) -> fast_step.StackedLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
+        self.require_slots().own()  # it is about to overwrite a slot
         if self._stack is None or self._stack.keys is not self.require_slots().keys:
             self._stack = fast_step.StackedLayer([self], self.cross_layer_buffers)
         return self._stack

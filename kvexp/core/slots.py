@@ -16,6 +16,8 @@ class Slots:
     length: slots in use, from the left; the other C - length are room to grow. visible [B, H, C] bool: in mask mode
     the slots not evicted; None: every live slot is attended. same_order: every head holds the same position in the same
     slot, in the order of the columns, as after a prompt from which nothing was evicted.
+
+    Copies (`index_rows`) share keys and values with these slots until either side overwrites one.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, visible: Tensor | None = None):
@@ -23,6 +25,7 @@ class Slots:
         self.length = keys.shape[2]
         self.same_order = False
         self._borrowed = False
+        self._shared = False  # whether a copy, or what this is a copy of, reads the same keys and values
         self._peak_bytes = 0
 
     @classmethod
@@ -107,12 +110,21 @@ class Slots:
             if name == "positions":
                 new[:, :, self.length :] = -1
             self._replace(name, new)
+        self._shared = False
+
+    def own(self) -> None:
+        """Copy keys and values that are shared with a copy, before one of them is overwritten."""
+        if self._shared:  # not by `_replace`: a copy counts its bytes from the start, and no more when it is made
+            self.keys = self.keys.clone(memory_format=torch.contiguous_format)
+            self.values = self.values.clone(memory_format=torch.contiguous_format)
+            self._shared = False
 
     def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Overwrite the key and value of one slot per head.
 
         index [B, H, 1]: of the slots; keys [B, H, 1, D]; values [B, H, 1, Dv].
         """
+        self.own()
         self.keys.scatter_(2, index[..., None].expand(-1, -1, -1, self.keys.shape[-1]), keys)
         self.values.scatter_(2, index[..., None].expand(-1, -1, -1, self.values.shape[-1]), values)
 
@@ -141,6 +153,7 @@ class Slots:
             _fill_invalid(name, new[:, :, n:])
             self._replace(name, new)
         self.positions[:, :, :n].masked_fill_(~keep, -1)
+        self._shared = False
         self.length, self.same_order = n + reserve, False
 
     def select_rows(self, rows: Tensor) -> None:
@@ -149,10 +162,13 @@ class Slots:
         frozen = self._borrowed or (self.keys.is_inference() and not torch.is_inference_mode_enabled())
         for name, tensor in self.tensors.items():
             chosen = tensor.index_select(0, rows)
-            if rows.shape[0] == tensor.shape[0] and not frozen:
-                tensor.copy_(chosen)  # in place: buffers keep their addresses
-            else:
+            if rows.shape[0] != tensor.shape[0] or frozen:
                 self._replace(name, chosen)
+            elif self._shared and name in ("keys", "values"):
+                setattr(self, name, chosen)
+            else:
+                tensor.copy_(chosen)  # in place: buffers keep their addresses
+        self._shared = False
 
     @classmethod
     def stacked(cls, parts: list[Slots]) -> Slots:
@@ -170,14 +186,48 @@ class Slots:
                 _fill_invalid(name, rows[:, :, count:])
                 setattr(part, name, rows[:, :, :count])
             whole.append(buffer)
+        for part in parts:
+            part._shared = False
         return cls(*whole)
 
     def index_rows(self, rows: Tensor) -> Slots:
-        """The batch rows `rows` [n], which may repeat, copied into slots of their own without room to grow."""
-        rows = rows.to(self.keys.device)
-        other = Slots(*(tensor[:, :, : self.length].index_select(0, rows) for tensor in self.tensors.values()))
+        """A copy of the batch rows `rows` [n], which may repeat, without room to grow.
+
+        Where the rows lie side by side, or are one, keys and values are shared until one of both sides overwrites them.
+        Tokens that are appended to these slots lie behind the copy's.
+        """
+        there = rows.to(self.keys.device)
+        shared = self._view_of(rows) if self._can_share() else None
+        copied = {
+            name: tensor[:, :, : self.length].index_select(0, there)
+            for name, tensor in self.tensors.items()
+            if shared is None or name not in shared
+        }
+        other = Slots(**copied, **(shared or {}))
         other.same_order = self.same_order
+        if shared is not None:
+            self._shared = other._shared = True
         return other
+
+    def _can_share(self) -> bool:
+        """Whether keys and values are buffers of these slots alone, and no part of a stack's, which writes to it."""
+        whole = all(each.untyped_storage().nbytes() == each.nbytes for each in (self.keys, self.values))
+        return whole and not self._borrowed
+
+    def _view_of(self, rows: Tensor) -> dict[str, Tensor] | None:
+        """Keys and values in use of these batch rows as views; None where views cannot hold them."""
+        chosen = rows.tolist()
+        first, count = chosen[0] if chosen else 0, len(chosen)
+        if chosen == list(range(first, first + count)):
+            views = {name: self.tensors[name][first : first + count, :, : self.length] for name in ("keys", "values")}
+        elif chosen == [first] * count:
+            views = {
+                name: self.tensors[name][first : first + 1, :, : self.length].expand(count, -1, -1, -1)
+                for name in ("keys", "values")
+            }
+        else:
+            return None
+        return views
 
 
 def _fill_invalid(name: str, dead: Tensor) -> None:

@@ -205,11 +205,12 @@ class EvictionCache(Cache):  # type: ignore[misc]
     def fork(self, samples: Sequence[int]) -> EvictionCache:
         """A copy of this cache for these samples, which may repeat; this cache stays as it is.
 
+        Neighbouring samples, or one that repeats, share keys and values with this cache until a slot is overwritten.
         Its peak of bytes is the samples' share of this cache's, so that a sample costs the same in any company.
         """
         beams = self.sequence.num_beams
         rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
-        # Slots are large: only the wanted rows are copied; everything else is copied whole.
+        # Slots are large: only the wanted rows are copied, or shared; everything else is copied whole.
         apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
         evicting = [state for state in self.layer_states if isinstance(state, EvictionLayer)]
         fixed = [part for state in evicting for part in (state.output_factors, state.calibration)]
