@@ -61,7 +61,8 @@ class Planned:
     def prefills(self, shared: bool) -> int:
         """Prompts that it reads; one that shares its prefill with no other run reads them once more for the texts."""
         again = max(self.forced.values(), default=0)
-        return max(self.left, again) if shared else self.left + again
+        examples = max(self.left, again) if shared else self.left + again
+        return -(-examples * self.work.prefills // max(1, self.total))
 
     @property
     def decodes(self) -> int:

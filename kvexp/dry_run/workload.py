@@ -36,6 +36,13 @@ class Workload:
     source: str
     asked: tuple[Example, ...] = ()
 
+    @property
+    def prefills(self) -> int:
+        """How many all examples take: one each, or one per context where its questions share it (questions=all)."""
+        alone = sum(not example.questions for example in self.asked)
+        contexts = {example.prompt for example in self.asked if example.questions}
+        return alone + len(contexts) if self.asked else len(self.examples)
+
 
 @functools.lru_cache
 def model_config(spec: ModelSpec) -> tuple[Any, str]:

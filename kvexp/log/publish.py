@@ -12,6 +12,7 @@ from kvexp.log.mode import PROJECT, check
 from kvexp.record import Run
 from kvexp.results import table
 from kvexp.results.divergence_print import divergence_frames
+from kvexp.results.question_place import titled
 
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it
@@ -114,15 +115,15 @@ def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: st
             metric = rows[0]["headline"]
             for axis in ("kv_ratio", "kv_bytes"):
                 data = wandb.Table(["line", axis, f"{metric}_of_full"], _points(rows, axis, metric))
-                chart = wandb.plot.line(
-                    data, axis, f"{metric}_of_full", stroke="line", title=f"{title}: {metric}, % of full"
-                )
+                words = f"{titled(title, (row.get('question') for row in rows))}: {metric}, % of full"
+                chart = wandb.plot.line(data, axis, f"{metric}_of_full", stroke="line", title=words)
                 published.log({chart_key(axis, title): chart})
         for title, rows in divergence_charts(divergence).items():
             for axis in ("kv_ratio", "kv_bytes"):
                 points = sorted(_along(rows, axis, "kl"), key=lambda point: point[1])
                 data = wandb.Table(["line", axis, "log10_kl"], [[line, x, math.log10(kl)] for line, x, kl in points])
-                chart = wandb.plot.line(data, axis, "log10_kl", stroke="line", title=f"{title}: log10 of KL, nats")
+                words = f"{titled(title, (row.get('question') for row in rows))}: log10 of KL, nats"
+                chart = wandb.plot.line(data, axis, "log10_kl", stroke="line", title=words)
                 published.log({divergence_key(axis, title): chart})
         published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
         return Path(published.dir).parent
