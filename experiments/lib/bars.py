@@ -43,9 +43,8 @@ def bars(
         if full.any() and not full_as_bar:
             levels(axes, float(part[full]["value"].iloc[0]))
         _bars(part if full_as_bar else part[~full], axes, known)
-        axes.set_title(
-            f"{textwrap.fill(panel_title(model, task), int(17.5 * width))}\n(n = {int(part['n'].min())})", fontsize=8
-        )
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), int(17.5 * width))
+        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
         axes.set_ylabel(METRICS.get(metric, metric) if place % columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.set_ylim(bottom=0)

@@ -115,6 +115,7 @@ def _baseline(full: pd.DataFrame, run: Any) -> Any:
 
 def _point(run: Any, base: Any, metric: str) -> dict[str, Any]:
     row: dict[str, Any] = {key: run[key] for key in KEYS} | {"metric": metric, "n": int(run["n"])}
+    row["question"] = run.get("question")
     row |= {"value": float(run[metric])}
     if run["verdict99"] == "baseline":
         low, high = mean_interval([each[metric] for each in run["scores"].values() if metric in each])

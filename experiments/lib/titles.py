@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 from experiments.lib.exhibits import load, module_of
+from kvexp.results.question_place import titled
 
 MODELS = {
     "gptj_6b": "GPT-J 6B",
@@ -57,8 +60,11 @@ def model_words(name: str) -> str:
     return MODELS.get(name, name.replace("_", " "))
 
 
-def panel_title(model: str, task: str = "") -> str:
-    """ "GPT-J 6B: CNN/DailyMail"; a name that is not known has its underscores taken out."""
+def panel_title(model: str, task: str = "", asked: Iterable[Any] = ()) -> str:
+    """ "GPT-J 6B: CNN/DailyMail, question in prompt"; a name that is not known has its underscores taken out.
+
+    asked: where the question was, of the runs shown.
+    """
     task, _, rest = task.partition(" ")
     known = TASKS.get(task, (task.partition("/")[2] or task).replace("_", " "))
-    return ": ".join(filter(None, (model_words(model), f"{known} {rest.replace('_', ' ')}".strip())))
+    return titled(": ".join(filter(None, (model_words(model), f"{known} {rest.replace('_', ' ')}".strip()))), asked)
