@@ -17,7 +17,7 @@ from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.example_prompts import batches
 from kvexp.evaluate.tokenized_examples import tokenize
-from kvexp.figures.many_questions import draw
+from kvexp.figures.question_curves import draw
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.results.many_questions import print_questions, read_questions
 from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, NewsNeedle, NewsQA

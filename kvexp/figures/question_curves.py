@@ -1,6 +1,6 @@
 """Percent of full against the number of questions asked of one evicted cache, a line per method and budget.
 
-python -m kvexp.figures.many_questions outputs/ questions.png
+python -m kvexp.figures.question_curves outputs/ questions.png
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def _lines(runs: pd.DataFrame, column: str, axes: Axes) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what runs of questions=all answered."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.many_questions", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kvexp.figures.question_curves", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
