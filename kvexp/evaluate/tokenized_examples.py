@@ -91,7 +91,7 @@ def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, c
     count, more = whole.size, 0
     if example.questions:
         frame = task.frame if wrapped else "{prompt}"
-        more = _longest_question(example, tokenizer, frame) - len(whole.question_ids)
+        more = max(0, _longest_question(example, tokenizer, frame) - len(whole.question_ids))
     if task.truncate == "halves":
         return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room - more, tokenizer), tokens=count)
     limit -= more
