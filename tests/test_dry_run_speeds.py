@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from commands import run_py
@@ -11,6 +12,7 @@ from tiny import tiny
 from kvexp.config.model_spec import ModelSpec
 from kvexp.core import AttentionScoreSpec
 from kvexp.dry_run import speed_files
+from kvexp.dry_run.cost import second_passes
 from kvexp.dry_run.peak_memory import HeldCaches
 from kvexp.dry_run.speed_files import KeptSpeed
 from kvexp.dry_run.speed_model import (
@@ -23,7 +25,7 @@ from kvexp.dry_run.speed_model import (
 )
 from kvexp.errors import ConfigError
 from kvexp.evaluate.rows import environment
-from kvexp.methods import A2SF, H2O, TOVA, Keyformer, Window
+from kvexp.methods import A2SF, H2O, TOVA, Keyformer, KVzip, KVzipPlus, Window
 
 FEW = small("limit=4", "task.max_new_tokens=5", "task.nll=false", "batch_size=2")
 SPEED = Speed(
@@ -102,6 +104,16 @@ def test_a_group_costs_its_prefills_steps_and_texts():
     three = dataclasses.replace(SPEED, processes=3)
     assert work_seconds(three, WORK) == pytest.approx((prefills + apart) / 2), "one of three takes two of the groups"
     assert work_seconds(SPEED, dataclasses.replace(WORK, prompts=0)) == 0
+    repeated = dataclasses.replace(WORK, second_passes=2)
+    again = 4 * 2 * (SPEED.prefill(200, 0, 0) - SPEED.prefill(100, 0, 0))
+    assert work_seconds(SPEED, repeated) == pytest.approx(prefills + apart + again)
+
+
+def test_runs_that_declare_the_same_second_pass_share_it():
+    methods = (KVzip(), KVzip(), KVzip(chunk=500), KVzipPlus(), H2O())
+    runs = [SimpleNamespace(method=method) for method in methods]
+    assert [second_passes(runs[:count]) for count in range(1, 6)] == [1, 1, 2, 3, 3]
+    assert second_passes(runs[4:]) == 0
 
 
 def test_the_peak_holds_every_copy_and_the_padding_of_stacks():

@@ -66,6 +66,17 @@ def test_a_prompt_too_short_for_its_budget_is_a_skipped_row(command, tmp_path, l
     assert "without a score: the budget of layer 0 is 0 slots" in out
 
 
+def test_a_prompt_too_long_to_be_repeated_is_a_skipped_row(command, tmp_path):
+    """The words and the prompt behind the prompt are more than the model holds; in pieces it can be repeated."""
+    words = ("-m", "method=kvzip", "method.chunk=2000,20", "kv_ratio=0.5", "model.config.max_position_embeddings=350")
+    code, _, err = command([TEXTS[0], " ".join(TEXTS)], *words, *STORIES)
+    assert code == 0, err
+    found = {run.config["method"].get("chunk"): run for run in runs(tmp_path / "out")}  # full has none
+    whole, pieces = ({row["example"]: row["skipped"] for row in found[chunk].rows()} for chunk in (2000, 20))
+    assert whole["t0"] is None and pieces == {"t0": None, "t1": None}
+    assert "the model holds 350: lower method.chunk (now 2000)" in whole["t1"]
+
+
 def test_rows_do_not_depend_on_skipped_neighbours(command, tmp_path):
     words = ("method=streaming_llm", "kv_ratio=0.2", "batch_size=4", *STORIES)
     assert command([*TEXTS, SHORT], *words)[0] == 0
@@ -112,6 +123,7 @@ IMPOSSIBLE = [  # words, why no example can be run
     (("method=h2o", "kv_ratio=0.001"), "is 0 slots for a prompt"),
     (("method=pqcache", "kv_ratio=0.05"), "cannot hold sink="),
     (("method=h2o", "task.max_prompt_tokens=8"), "too long"),
+    (("method=kvzip", "kv_ratio=0.5", "model.config.max_position_embeddings=128"), "tokens behind the prompt of"),
 ]
 
 

@@ -78,10 +78,13 @@ def estimated_seconds(
 ) -> float:
     """2 operations per parameter and token and 4 per query, key and component; a step reads weights and held slots.
 
+    A second pass over a prompt takes what twice the prompt takes beyond the prompt.
     runs: with the answers and forced texts of each, which go side by side; prefills: of the whole group.
     """
     lead = runs[0][0]
-    operations = 2 * shape.parameters * prompt + 4 * shape.layers * shape.width * prompt**2
+    passes = second_passes([settings for settings, rows in runs if rows])
+    attention = 4 * shape.layers * shape.width * prompt**2
+    operations = 2 * shape.parameters * prompt * (1 + passes) + attention * (1 + 3 * passes)
     batch = lead.batch_size * lead.decoding.num_beams
     token = shape.token_bytes(lead.model.dtype)
     slots = sum(slots_of(settings, prompt) for settings, rows in runs if rows)
@@ -90,6 +93,11 @@ def estimated_seconds(
     step = max(reading, 2 * shape.parameters * many / machine.flops) + shape.layers * machine.layer_s
     most = max(rows for _, rows in runs)
     return prefills * operations / machine.flops + math.ceil(most / lead.batch_size) * new * step
+
+
+def second_passes(runs: Sequence[Settings]) -> int:
+    """How often a prompt is fed once more before its evictions: runs that declare the same pass share it."""
+    return len({settings.method.needs.second_pass for settings in runs} - {None})
 
 
 def slots_of(settings: Settings, prompt: float) -> int:

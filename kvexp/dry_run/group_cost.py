@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvexp.config.settings import Settings
-from kvexp.dry_run.cost import slots_of
+from kvexp.dry_run.cost import second_passes, slots_of
 from kvexp.dry_run.peak_memory import BASE_BYTES, HeldCaches, PeakMemory, width_of, working_bytes
 from kvexp.dry_run.speed_model import GroupWork, Speed, observes_prompt, work_seconds
 from kvexp.evaluate.limits import SHARE
@@ -152,6 +152,7 @@ class GroupPlan:
             slots=self._mean_slots(answered),
             text_slots=self._mean_slots(forced),
             groups=here.groups * here.parts,
+            second_passes=second_passes(runs),
         )
 
     def _mean_slots(self, rows: Sequence[tuple[Settings, int]]) -> float:

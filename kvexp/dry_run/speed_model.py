@@ -96,7 +96,7 @@ class GroupWork:
     prompts: that are read; prompt, new: mean tokens of a prompt, and of those that are fed for an answer or a text.
     scores: that a prefill observes; variants: runs that evict. answers: rows that are generated; texts: rows that are
     fed a text, the full cache's beside them included. slots, text_slots: mean number of slots that such a row holds.
-    groups: of prompts that are decoded in the same steps.
+    groups: of prompts that are decoded in the same steps. second_passes: over each prompt, before it is evicted.
     """
 
     prompts: int
@@ -109,6 +109,7 @@ class GroupWork:
     slots: float
     text_slots: float
     groups: int
+    second_passes: int = 0
 
 
 def work_seconds(speed: Speed, work: GroupWork) -> float:
@@ -116,6 +117,9 @@ def work_seconds(speed: Speed, work: GroupWork) -> float:
     if not work.prompts or not work.groups:
         return 0.0
     total = work.prompts * speed.prefill(work.prompt, work.scores, work.variants)
+    # The prompt behind itself: what twice the prompt takes beyond the prompt.
+    again = speed.prefill(2 * work.prompt, 0, 0) - speed.prefill(work.prompt, 0, 0)
+    total += work.prompts * work.second_passes * again
     for rows, slots, more in ((work.answers, work.slots, 0.0), (work.texts, work.text_slots, speed.forced_s)):
         each = rows / work.groups
         total += work.groups * work.new * (speed.step(each, each * slots) + each * more) if rows else 0.0

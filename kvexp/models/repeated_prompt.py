@@ -75,45 +75,31 @@ class RepeatedPrompt:
         ids = torch.cat([part.cpu() for part in self.fed], dim=1)
         columns = ids.shape[1]
         rows = [row[columns - length :] for row, length in zip(ids.tolist(), lengths, strict=True)]
-        how, made = self.how, []
-        for number, start in enumerate(range(how.start, max(lengths), how.chunk)):
-            members = [row for row, length in enumerate(lengths) if length > start]
-            ahead = self.first if number == 0 else self.later
-            overlap = min(how.overlap, how.chunk) if number else 0
-            texts = [
-                [*ahead, *rows[row][start - overlap : start], *self.turn, *rows[row][start : start + how.chunk]]
-                for row in members
-            ]
-            made.append(_chunk(texts, members, lengths, columns, (start, start + how.chunk), how.start, pad))
-        return made
+        starts = range(self.how.start, max(lengths), self.how.chunk)
+        return [self._chunk(start, rows, columns, pad) for start in starts]
 
+    def _chunk(self, start: int, rows: Sequence[list[int]], columns: int, pad: int) -> tuple[Tensor, RepeatedChunk]:
+        """The forward that repeats what begins at position `start`; rows: of real tokens; else as of `chunks`."""
+        how = self.how
+        members = [row for row, ids in enumerate(rows) if len(ids) > start]
+        ahead, overlap = (self.first, 0) if start == how.start else (self.later, min(how.overlap, how.chunk))
+        texts = [
+            [*ahead, *rows[row][start - overlap : start], *self.turn, *rows[row][start : start + how.chunk]]
+            for row in members
+        ]
+        width, lengths = max(map(len, texts)), torch.tensor([[len(rows[row])] for row in members])
+        place = torch.arange(width) - torch.tensor([[width - len(text)] for text in texts])
 
-def _chunk(
-    texts: Sequence[Sequence[int]],
-    members: Sequence[int],
-    lengths: Sequence[int],
-    columns: int,
-    part: tuple[int, int],
-    start: int,
-    pad: int,
-) -> tuple[Tensor, RepeatedChunk]:
-    """One forward: texts, one per row of `members`. part: positions of the chunk, the end left out; else as above."""
-    width = max(map(len, texts))
-    of = torch.tensor([lengths[row] for row in members])[:, None]
-    ids = torch.tensor([[pad] * (width - len(text)) + list(text) for text in texts])
-    place = torch.arange(width) - torch.tensor([[width - len(text)] for text in texts])
-    last = min(part[1], int(of.max()))
+        def columns_of(first: int, end: int) -> Tensor:
+            positions = torch.arange(first, end).expand(len(members), -1)
+            return torch.where(positions < lengths, positions + columns - lengths, -1)
 
-    def columns_of(first: int, end: int) -> Tensor:
-        positions = torch.arange(first, end).expand(len(members), -1)
-        return torch.where(positions < of, positions + columns - of, -1)
-
-    return ids, RepeatedChunk(
-        rows=torch.tensor(list(members)),
-        positions=torch.where(place >= 0, of + place, -1),
-        before=columns_of(0, min(start, part[0])),
-        repeated=columns_of(part[0], last),
-    )
+        return torch.tensor([[pad] * (width - len(text)) + text for text in texts]), RepeatedChunk(
+            rows=torch.tensor(members),
+            positions=torch.where(place >= 0, lengths + place, -1),
+            before=columns_of(0, how.start),
+            repeated=columns_of(start, min(start + how.chunk, int(lengths.max()))),
+        )
 
 
 def check_second_pass(cache: CacheConfig, tokenizer: Any, prompt: int, holds: int) -> None:

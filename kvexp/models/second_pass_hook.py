@@ -61,6 +61,7 @@ def second_pass_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], 
             one.repeated_prompt.fed.clear()
 
 
+@torch.no_grad()
 def repeat_prompts(model: PreTrainedModel, caches: Sequence[EvictionCache]) -> None:
     """Make the second pass that serves all these caches of the same prompts, and evict from them.
 
