@@ -1,13 +1,16 @@
-"""Whole commands as a user types them: their seconds by the wall's clock and by the processor's."""
+"""Whole commands as a user types them: their seconds by the wall's clock and by the processor's, and their memory."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.clock import Sample
 from benchmarks.machine import ROOT
@@ -24,3 +27,57 @@ def command(arguments: Sequence[str]) -> Sample:
         raise RuntimeError(f"python {' '.join(arguments)} ended with {done.returncode}:\n{said}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall_s": wall, "cpu_s": cpu}
+
+
+LOOK_S = 0.1  # between two looks at the memory of a command
+
+
+def watched(arguments: Sequence[str], limit: int | None = None) -> Sample:
+    """`command`, with peak_bytes: the most its processes held together, and said: what it printed.
+
+    Pages that processes share count once. Looked at every LOOK_S, and the first process's own high-water mark beside,
+    so a peak of forked processes that is shorter can be missed. limit: bytes of address space of each process.
+    """
+
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    before, start, peak = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        line = [sys.executable, *arguments]
+        options = {"cwd": ROOT, "env": environment, "stdout": said, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(line, preexec_fn=limited, **options) as process:  # type: ignore[call-overload]
+            while process.poll() is None:
+                peak = max(peak, _field(process.pid, "status", "VmHWM"), _together(process.pid))
+                time.sleep(LOOK_S)
+        wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        said.seek(0)
+        text = said.read()
+    if process.returncode:
+        raise RuntimeError(f"python {' '.join(arguments)} ended with {process.returncode}:\n{text[-2000:]}")
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "said": text}
+
+
+def _together(process: int) -> int:
+    """Bytes of a process and all below it, shared pages once; 0 for processes that have ended."""
+    total, left = 0, [process]
+    while left:
+        one = left.pop()
+        total += _field(one, "smaps_rollup", "Pss")
+        try:
+            left += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+        except OSError:
+            continue
+    return total
+
+
+def _field(process: int, file: str, name: str) -> int:
+    """Bytes of a line such as `Pss: 12 kB`; 0 where there is none."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/{process}/{file}").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0

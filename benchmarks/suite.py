@@ -140,6 +140,7 @@ REAL = (
         for prompt, repeats in ((1024, 3), (4096, 2), (7168, 1))
     ),
     Run("real_sweep", "real_sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
+    Run("real_dry_run", "dry_run_check", "--repeats 1", ""),
     Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3"),
     Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4"),
     Run("real_growth", "growth", f"{_REAL} --repeats 2", ""),

@@ -11,7 +11,7 @@ from benchmarks.clock import OUT_OF_MEMORY
 from benchmarks.command import Command
 from benchmarks.suite import CPU, GPU, PEERS, REAL, Run, main
 
-COMMANDS = ("startup", "sweep", "real_sweep")  # modules that run whole commands: too slow here
+COMMANDS = ("startup", "sweep", "real_sweep", "dry_run_check")  # modules that run whole commands: too slow here
 HERE = [run for run in (*CPU, *GPU, *REAL) if run.python != str(PEERS) and run.module not in COMMANDS]
 
 

@@ -198,7 +198,8 @@ def test_a_plan_goes_by_what_was_measured_here(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
     asked = []
 
-    def measured(spec):
+    def measured(spec, started):
+        assert started >= 0
         asked.append(spec)
         return KEPT
 

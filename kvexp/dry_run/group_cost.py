@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvexp.config.settings import Settings
 from kvexp.dry_run.cost import second_passes, slots_of
 from kvexp.dry_run.peak_memory import BASE_BYTES, HeldCaches, PeakMemory, width_of, working_bytes
-from kvexp.dry_run.speed_model import GroupWork, Speed, observes_prompt, work_seconds
+from kvexp.dry_run.speed_files import KeptSpeed
+from kvexp.dry_run.speed_model import GroupWork, observes_prompt, work_seconds
 from kvexp.evaluate.limits import SHARE
 from kvexp.models.cpu_linear import MAX_MEMORY_SHARE
 from kvexp.models.load import parse_dtype
@@ -31,8 +32,8 @@ class RunWork:
 class GroupPlan:
     """Runs that share prefills (or one run) on prompts of so many tokens, with so many new ones each.
 
-    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory that the runs may
-    use beside the model; threads: processes that a shared sweep may fork.
+    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory that are there
+    beside the weights; threads: processes that a shared sweep may fork.
     """
 
     runs: Sequence[RunWork]
@@ -66,6 +67,13 @@ class GroupPlan:
         """Of texts that are forced."""
         return sorted({kind for run in self.runs for kind, count in run.texts.items() if count})
 
+    @property
+    def packed(self) -> int:
+        """Bytes of the copies of linear layers' weights."""
+        model = self.lead.model
+        packs = model.pack_linear and (self.device, model.dtype) == ("cpu", "float32")
+        return min(4 * self.shape.linear, int(MAX_MEMORY_SHARE * self.free)) if packs else 0
+
     def held(self) -> HeldCaches:
         """The caches of one batch; with a full cache's beside them where texts are forced."""
         runs = [run.settings for run in self.active]
@@ -88,11 +96,11 @@ class GroupPlan:
 
     def arrangement(self) -> Arrangement:
         """How `kvexp.sweep.prefill_groups` will take the batches, if memory is then as free as now."""
-        if not self.batches or not (self.shared or self.kinds):
-            return Arrangement(1, max(1, self.batches), 1)
+        if not (self.shared or self.kinds):
+            return Arrangement(1, self.batches, 1)
         members, held = len(self.active), self.held()
         prompt_bytes = int(self.prompt) * self.lead.batch_size * held.token
-        need, room = held.copies * held.bytes + prompt_bytes, self.free * SHARE
+        need, room = held.copies * held.bytes + prompt_bytes, (self.free - self.packed) * SHARE
         limited = self.lead.timeout_s is not None
         several = self.threads if self.device == "cpu" and sys.platform == "linux" and not limited else 1
         if math.ceil(self.batches / several) * several > MIN_UTILISATION * self.batches or need > room / several:
@@ -104,45 +112,52 @@ class GroupPlan:
         parts = 1 if need <= room / several else math.ceil((need - prompt_bytes) / max(1.0, room - prompt_bytes))
         return Arrangement(several, groups, min(parts, members))
 
+    def parts(self) -> list[GroupPlan]:
+        """What is done in turn: a run alone makes its answers, then reads its prompts anew for its texts."""
+        if self.shared:
+            return [self]
+        (run,) = self.runs
+        answers = replace(self, runs=[replace(run, texts={})], prompts=run.answers)
+        texts = replace(self, runs=[replace(run, answers=0)], prompts=max(run.texts.values(), default=0))
+        return [part for part in (answers, texts) if part.prompts]
+
     def peak(self, base: int | None = None) -> PeakMemory:
         """Bytes held at the peak by all processes; base: as measured, None: as it was elsewhere."""
-        model, here = self.lead.model, self.arrangement()
-        held, size = self.held(), parse_dtype(self.lead.model.dtype).itemsize
-        together = math.ceil(self.batches / here.groups) if here.groups else 0
-        caches = math.ceil(held.peak(together) / here.parts)
-        rows = together * len(held.slots) * self.lead.batch_size * self.lead.decoding.num_beams
-        working = working_bytes(self.shape, int(self.prompt) * self.lead.batch_size, rows, self.shape.vocabulary, size)
-        packs = model.pack_linear and (self.device, model.dtype) == ("cpu", "float32")
-        packed = min(self.shape.linear * 4, int(MAX_MEMORY_SHARE * self.free)) if packs else 0
+        model = self.lead.model
         process = (BASE_BYTES if base is None else base) if self.device == "cpu" else 0
-        weights = self.shape.weight_bytes(model.dtype)
-        return PeakMemory(process, weights, packed, here.processes * caches, here.processes * working)
+        held = [part._held_at_peak() for part in self.parts()]
+        caches, working = max(held, key=sum, default=(0, 0))
+        return PeakMemory(process, self.shape.weight_bytes(model.dtype), self.packed, caches, working)
 
-    def seconds(self, speed: Speed) -> float:
-        """From the loaded model to the last row. speed: of `arrangement().processes` processes."""
-        here = self.arrangement()
-        if self.shared:
-            return work_seconds(speed, self._work(here, self.prompts, answers=True, texts=True))
-        batch = self.lead.batch_size
-        (run,) = self.runs
-        answers = Arrangement(1, math.ceil(run.answers / batch), 1)
-        most = max(run.texts.values(), default=0)
-        return work_seconds(speed, self._work(answers, run.answers, answers=True, texts=False)) + work_seconds(
-            speed, self._work(here, most, answers=False, texts=True)
+    def _held_at_peak(self) -> tuple[int, int]:
+        """Bytes of (caches, what prefill and decode steps hold beside), of all processes."""
+        here, held, lead = self.arrangement(), self.held(), self.lead
+        together = math.ceil(self.batches / here.groups)
+        caches = math.ceil(held.peak(together) / here.parts)
+        rows = together * len(held.slots) * lead.batch_size * lead.decoding.num_beams
+        itemsize = parse_dtype(lead.model.dtype).itemsize
+        working = working_bytes(self.shape, int(self.prompt) * lead.batch_size, rows, itemsize)
+        return here.processes * caches, here.processes * working
+
+    def seconds(self, known: KeptSpeed) -> float:
+        """From the loaded model to the last row."""
+        return sum(
+            work_seconds(known.of(here.processes), part._work(here))
+            for part, here in ((part, part.arrangement()) for part in self.parts())
         )
 
-    def _work(self, here: Arrangement, prompts: int, *, answers: bool, texts: bool) -> GroupWork:
+    def _work(self, here: Arrangement) -> GroupWork:
         runs = [run.settings for run in self.active]
         specs = [spec for settings in runs if (spec := settings.method.score_spec) is not None]
         scores = {spec.sums_key for spec in specs if observes_prompt(spec)}  # runs of equal sums share them
         beams = self.lead.decoding.num_beams
-        answered = [(run.settings, run.answers * beams) for run in self.active] if answers else []
-        forced = [(run.settings, sum(run.texts.values())) for run in self.active] if texts else []
-        if any(count for _, count in forced):  # the full cache's own rows beside them
-            most = {kind: max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds}
-            forced.append((self.lead.baseline(), sum(most.values())))
+        answered = [(run.settings, run.answers * beams) for run in self.active]
+        forced = [(run.settings, sum(run.texts.values())) for run in self.active]
+        if self.kinds:  # the full cache's own rows beside them
+            most = sum(max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds)
+            forced.append((self.lead.baseline(), most))
         return GroupWork(
-            prompts=prompts * here.parts,
+            prompts=self.prompts * here.parts,
             prompt=self.prompt,
             new=self.new,
             scores=len(scores),

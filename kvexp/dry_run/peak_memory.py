@@ -10,6 +10,7 @@ from kvexp.models.batched_cache import bin_by_bytes
 from kvexp.models.model_size import ModelSize
 
 BASE_BYTES = 450 << 20  # a process without its model: Python and libraries; measured with torch 2.13 on Linux
+TABLES_BYTES = 75 << 20  # of these, the libraries that only the tables at the end bring in
 # Of a forward over a prompt, in widths of the model and per token: its widest layer, and what malloc keeps of it
 # (SmolLM2-135M, 512 and 1024 tokens).
 ACTIVATION_WIDTHS = 25
@@ -79,9 +80,12 @@ class HeldCaches:
         return batches * (self.copies * self.bytes + int(taken * self.stacked_bytes))
 
 
-def working_bytes(shape: ModelSize, prompt: int, rows: int, vocabulary: int, itemsize: int) -> int:
-    """Of a prefill of so many tokens (batch included), or of a decode step of so many rows, whichever is more."""
-    return max(ACTIVATION_WIDTHS * shape.width * prompt * itemsize, LOGITS_COPIES * rows * vocabulary * 4)
+def working_bytes(shape: ModelSize, prompt: int, rows: int, itemsize: int) -> int:
+    """Of a prefill of so many tokens (batch included), or of a decode step of so many rows, whichever is more.
+
+    itemsize: bytes of a number in the model's dtype.
+    """
+    return max(ACTIVATION_WIDTHS * shape.width * prompt * itemsize, LOGITS_COPIES * rows * shape.vocabulary * 4)
 
 
 def width_of(slots: int, device: str) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from kvexp.config.model_spec import ModelSpec, load, prepare_for_fork
 from kvexp.core import Budget, CacheConfig
+from kvexp.dry_run.peak_memory import TABLES_BYTES
 from kvexp.dry_run.speed_files import KeptSpeed
 from kvexp.dry_run.speed_model import Speed, observation_coefficients, prefill_coefficients
 from kvexp.errors import ConfigError
@@ -53,16 +54,15 @@ FORCED_ROWS = 8  # of which the first is the full cache
 STEPS = 4  # that are timed of a decode; one more comes first
 
 
-def measure(spec: ModelSpec, started: float | None = None) -> KeptSpeed:
+def measure(spec: ModelSpec, started: float) -> KeptSpeed:
     """Load the model and measure it, in one process and in as many as a shared sweep would fork, where these are more.
 
-    started: seconds since the command began; None: as the system says of this process. ConfigError for a model that
+    started: seconds from the command's begin to here, as far as every command has them. ConfigError for a model that
     holds no prompt of SHORT tokens and the steps behind it.
     """
-    begun = process_age() if started is None else started
-    base, now = resident_bytes(), time.perf_counter()
+    base, now = resident_bytes() + TABLES_BYTES, time.perf_counter()
     model, _ = load(spec)
-    start_s = begun + time.perf_counter() - now
+    start_s = started + time.perf_counter() - now
     room = max_positions(model.config) - STEPS - 2
     if room < SHORT:
         raise ConfigError(f"{spec.path or spec.family} holds {room} tokens; measuring it takes prompts of {SHORT}")
