@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -29,14 +30,14 @@ def command(arguments: Sequence[str]) -> Sample:
     return {"wall_s": wall, "cpu_s": cpu}
 
 
-LOOK_S = 0.1  # between two looks at the memory of a command
+LOOK_S = 0.5  # between two looks at the memory of a command, which take milliseconds of it
 
 
 def watched(arguments: Sequence[str], limit: int | None = None) -> Sample:
     """`command`, with peak_bytes: the most its processes held together, and said: what it printed.
 
-    Pages that processes share count once. Looked at every LOOK_S, and the first process's own high-water mark beside,
-    so a peak of forked processes that is shorter can be missed. limit: bytes of address space of each process.
+    Of one process that is its high-water mark. Of several, whose shared pages count once, it is the most that was seen,
+    looking every LOOK_S: a shorter peak can be missed. limit: bytes of address space of each process.
     """
 
     def limited() -> None:
@@ -50,8 +51,9 @@ def watched(arguments: Sequence[str], limit: int | None = None) -> Sample:
         options = {"cwd": ROOT, "env": environment, "stdout": said, "stderr": subprocess.STDOUT}
         with subprocess.Popen(line, preexec_fn=limited, **options) as process:  # type: ignore[call-overload]
             while process.poll() is None:
-                peak = max(peak, _field(process.pid, "status", "VmHWM"), _together(process.pid))
-                time.sleep(LOOK_S)
+                peak = max(peak, _held(process.pid))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
         wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
         said.seek(0)
         text = said.read()
@@ -61,17 +63,14 @@ def watched(arguments: Sequence[str], limit: int | None = None) -> Sample:
     return {"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak, "said": text}
 
 
-def _together(process: int) -> int:
-    """Bytes of a process and all below it, shared pages once; 0 for processes that have ended."""
-    total, left = 0, [process]
-    while left:
-        one = left.pop()
-        total += _field(one, "smaps_rollup", "Pss")
-        try:
-            left += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
-        except OSError:
-            continue
-    return total
+def _held(process: int) -> int:
+    """Bytes of a process at its own peak, or if it has others below it, of all of them now, shared pages once."""
+    each = [process]
+    for one in each:
+        with contextlib.suppress(OSError):
+            each += map(int, Path(f"/proc/{one}/task/{one}/children").read_text().split())
+    peak = _field(process, "status", "VmHWM")
+    return peak if len(each) == 1 else max(peak, sum(_field(one, "smaps_rollup", "Pss") for one in each))
 
 
 def _field(process: int, file: str, name: str) -> int:
