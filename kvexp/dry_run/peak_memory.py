@@ -55,7 +55,7 @@ class HeldCaches:
 
     @property
     def copies(self) -> int:
-        """How often every cache is held."""
+        """How often every cache is held, answers and texts counted apart."""
         return max(1, self.kinds + self.answers)
 
     @property
@@ -73,11 +73,16 @@ class HeldCaches:
         return sum(max(stack) * len(stack) for stack in several) * self.token
 
     def peak(self, batches: int) -> int:
-        """Bytes once so many batches are read, their texts' copies made and all caches stacked."""
+        """Bytes once so many batches are read and all their caches, for answers and for texts, have taken a step.
+
+        Copies share keys and values with what they are of until a step stacks them, or for those that no stack takes,
+        until it adds a token.
+        """
         taken = (ANSWERS_STACKED if self.answers else 0) + TEXTS_STACKED * self.kinds
         if not self.answers and self.kinds:  # the first to be stacked
             taken += ANSWERS_STACKED - TEXTS_STACKED
-        return batches * (self.copies * self.bytes + int(taken * self.stacked_bytes))
+        alone = self.token * sum(slots for slots, on in zip(self.slots, self.stacks, strict=True) if not on)
+        return batches * (self.bytes + (self.copies - 1) * alone + int(taken * self.stacked_bytes))
 
 
 def working_bytes(shape: ModelSize, prompt: int, rows: int, itemsize: int) -> int:
