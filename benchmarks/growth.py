@@ -112,11 +112,14 @@ def measure(options: Any, axis: str) -> list[dict[str, Any]]:
     start = {**START, "prompt": 32} if options.tiny else START
     shape = shape_of(options).fitted(max(START["prompt"], *AXES["prompt"]) + options.new)
     theirs = stock(shape, options.device)
-    tasks = {}
-    for place in places:
-        at = {**start, axis: place}
-        tasks[str(place)] = functools.partial(point, ours(cut(theirs, at["layers"])), shape, at, options.new)
-    next(iter(tasks.values()))()  # warms up
+    points = {place: {**start, axis: place} for place in places}
+    models = {layers: ours(cut(theirs, layers)) for layers in {at["layers"] for at in points.values()}}
+    for layers, model in models.items():  # its linear layers keep a copy of the weights from the first forward on
+        point(model, shape, {**start, "layers": layers}, options.new)
+    tasks = {
+        str(place): functools.partial(point, models[at["layers"]], shape, at, options.new)
+        for place, at in points.items()
+    }
     samples = in_turns(tasks, options.repeats, warm=0)
     return [{"variant": name, "samples": taken} for name, taken in samples.items()]
 
