@@ -73,7 +73,8 @@ METHODS = ("full", "h2o", "keyformer", "random")  # the last two draw noise
 TESTBED = ("model=testbed_rope", "limit=9")
 
 
-@pytest.mark.parametrize("generation", [pytest.param("greedy", marks=pytest.mark.slow), "sampling"])
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["greedy", "sampling"])
 def test_batch_sizes_and_launchers(tmp_path, generation):
     words = (*TESTBED, "task=testbed_summary", f"generation={generation}", "task.max_new_tokens=10")
     alone = rows(tmp_path / "alone", METHODS, (*words, "batch_size=1"))

@@ -320,6 +320,7 @@ def test_a_method_that_evicts_nothing_runs_and_says_so(tmp_path, command, method
     assert not command.failures and not list(tmp_path.glob("*/diagnose"))
 
 
+@pytest.mark.slow
 def test_a_sweep_that_shares_prefills_is_diagnosed_too(tmp_path):
     def sweep(name, *more):
         words = ("-m", "method=h2o,a2sf", "kv_ratio=0.3", "limit=2", "model=testbed_rope", "task=testbed_qa")

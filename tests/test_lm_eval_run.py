@@ -54,6 +54,7 @@ def sums(lm, part):
     return [[next(made) for _ in item.instances] for item in items]
 
 
+@pytest.mark.slow
 def test_a_run_per_task(tmp_path):
     parts = settings(tmp_path, "method=h2o", "kv_ratio=0.2", "limit=1", tasks=",".join(SEVEN))
     for part in parts:

@@ -99,7 +99,12 @@ AFTER = Reading(question="after_eviction")
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"method": Keyformer()}, {"budget": Budget(kv_ratio=0.3, of="sequence")}], ids=["h2o", "kf", "seq"]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="h2o"),
+        pytest.param({"method": Keyformer()}, id="kf"),
+        pytest.param({"budget": Budget(kv_ratio=0.3, of="sequence")}, id="seq"),
+    ],
 )
 def test_questions_of_one_context_share_a_prefill_and_no_row_can_tell(tmp_path, prefills, monkeypatch, changes):
     import kvexp.evaluate.evaluate_run as module

@@ -67,7 +67,7 @@ def content(folder):
 @pytest.mark.parametrize(
     "task",
     [
-        ("task=testbed_summary", "limit=5", "batch_size=2"),
+        pytest.param(("task=testbed_summary", "limit=5", "batch_size=2"), marks=pytest.mark.slow),
         ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3"),
         pytest.param(("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
         pytest.param(("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),

@@ -155,6 +155,7 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
     assert_alike(made, lines_of(tmp_path))
 
 
+@pytest.mark.slow
 def test_halved_where_memory_is_short(tmp_path, monkeypatch):
     run_group(group(tmp_path / "large", *ONE_BY_ONE), Session())
     monkeypatch.setattr("kvexp.sweep.prefill_groups.MAX_DECODE_ROWS", 1)

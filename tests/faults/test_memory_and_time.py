@@ -200,6 +200,7 @@ load.patch_model = patch_model
 """
 
 
+@pytest.mark.slow
 def test_a_command_line_that_is_stuck_begins_again(tmp_path):
     """In its own place: same process, same words; and only where it was a command line of ours."""
     code = (
