@@ -143,6 +143,7 @@ REAL = (
     Run("real_dry_run", "dry_run_check", "--repeats 1", ""),
     Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3"),
     Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4"),
+    Run("real_quantised", "quantised", f"{_REAL} --repeats 3", "--prompts 40 --new 4"),
     Run("real_growth", "growth", f"{_REAL} --repeats 2", ""),
     Run("real_peers", "peers", f"{_REAL} --prompts 1024 4096 --new 16 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
 )

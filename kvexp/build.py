@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any
 from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvexp.core import Budget, CacheConfig, Method, QueryCalibration
+    from kvexp.core import Budget, CacheConfig, Method, Quantization, QueryCalibration
 
-# The group `cache` of conf/config.yaml.
+# The group `cache` of conf/config.yaml: how keys and values are stored, and everything else.
+STORAGE = {
+    "bits": 16,
+    "key_bits": None,
+    "value_bits": None,
+    "residual": 32,
+    "group": 32,
+    "key_axis": "channel",
+    "value_axis": "token",
+    "symmetric": False,
+}
 CACHE = {
     "mode": "auto",
     "positions": None,
@@ -25,13 +35,14 @@ CACHE = {
     "evict_every": 1,
     "observe": "blocked",
     "beyond_context": False,
+    **STORAGE,
 }
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
 # The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
 CACHE_KEYS = {
-    **{name: f"cache.{name}" for name in ("mode", "positions", "observe", "evict_at_prefill", "evict_every")},
+    **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
     "cadence.every": "cache.evict_every",
     "score_source": "method.score_source",
 }
@@ -119,7 +130,32 @@ def build_cache(
             known["observe"],
             beyond_context=beyond,
             calibration=calibration,
+            quantization=quantization_of(known),
         )
+
+
+def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
+    """What the keys of STORAGE in the group `cache` say, where missing its defaults; None: nothing is quantised.
+
+    ConfigError names the key.
+    """
+    from kvexp.core import Quantization
+    from kvexp.core.quantization import BITS, FULL_BITS
+
+    known = {**STORAGE, **node}
+    for name in ("bits", "key_bits", "value_bits"):
+        value = known[name]
+        if not (value is None and name != "bits") and (isinstance(value, bool) or value not in BITS):
+            null = "" if name == "bits" else " or null for cache.bits"
+            raise ConfigError(f"cache.{name} must be one of {', '.join(map(str, BITS))}{null}, got {value!r}")
+    key_bits, value_bits = (
+        known["bits"] if known[name] is None else known[name] for name in ("key_bits", "value_bits")
+    )
+    if key_bits == value_bits == FULL_BITS:
+        return None
+    rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "residual", "symmetric")}
+    with keys_named(CACHE_KEYS):
+        return Quantization(key_bits, value_bits, **rest)
 
 
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:

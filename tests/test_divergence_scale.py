@@ -16,11 +16,11 @@ from kvexp.divergence.scale import (
     line_of,
     logits_under,
     measured,
-    rounded,
     scale_table,
     with_rounded_weights,
 )
 from kvexp.methods import Full, Keyformer
+from kvexp.models.rounded_weights import rounded
 from kvexp.record import Run, runs
 from kvexp.results.divergence_scale import NAME, read_scale, scale_of, write_scale
 from kvexp.session import Session

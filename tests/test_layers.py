@@ -81,10 +81,21 @@ ALLOWED: dict[str, set[str]] = {
     },
     "sweep": {
         *(".user_methods", ".errors", ".build", ".config", ".evaluate", ".core", ".models", ".generate", ".tasks"),
-        *(".record", ".log", ".results", ".console", ".session", "torch", "hydra", "omegaconf"),
+        *(".record", ".log", ".results", ".console", ".session", ".paths", "torch", "hydra", "omegaconf"),
     },
     "dry_run": {
-        *(".errors", ".config", ".evaluate", ".sweep", ".core", ".methods", ".retrieval", ".models", ".generate"),
+        *(
+            ".errors",
+            ".build",
+            ".config",
+            ".evaluate",
+            ".sweep",
+            ".core",
+            ".methods",
+            ".retrieval",
+            ".models",
+            ".generate",
+        ),
         *(".tasks", ".record", ".results", ".session", ".cache_folder", "torch", "hydra", "omegaconf", "rich"),
     },
     "yardstick": {

@@ -5,20 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
 import kvexp
 from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
 from kvexp.config.calibration_of_model import model_digest
-from kvexp.config.model_spec import ModelSpec, load, max_positions, tokenizer_of
-from kvexp.config.target_allowlist import guard
+from kvexp.config.model_spec import load, max_positions, tokenizer_of
 from kvexp.console import Progress
 from kvexp.models import calibrate_queries
 from kvexp.models.calibration_file import write_calibration
-from kvexp.paths import CONF
-from kvexp.session import Session, active, keys_of
-from kvexp.sweep.job_queue import HydraJob, runs_of
+from kvexp.sweep.composed_model import composed_model
 from kvexp.terminal import say
 
 
@@ -51,15 +45,3 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
         f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}, "
         f"kept in {file}"
     )
-
-
-def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:
-    """(Name, model) that the words of a command line choose; ConfigError for settings that cannot be."""
-    session, own = Session(typed_keys=keys_of(words)), ["method=full"]
-    guard()
-    with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [*words, *own], return_hydra_config=True)
-    choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option is not None}
-    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    (run,) = runs_of(HydraJob(plain, [*words, *own], choices, None), session)
-    return run.model.label(choices.get("model", "")), run.model

@@ -48,7 +48,8 @@ def calibration_for(
 def model_digest(model: ModelSpec) -> str:
     """What stands for a model's weights: digest of its folder or GGUF file, its hub id and commit, or its random seed.
 
-    A hub's model without a revision is the commit that was fetched last. dtype and device are left out.
+    A hub's model without a revision is the commit that was fetched last. dtype, device and the rounding of weights are
+    left out.
     """
     if model.kind == "random":
         return f"random {model.family} {model.seed} {model.config}"

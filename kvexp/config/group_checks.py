@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvexp.core import Budget, CacheConfig
+from kvexp.core import Budget, BytesBudget, CacheConfig
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.tasks import LMEval
@@ -40,6 +40,11 @@ def check_padding(settings: Settings) -> None:
         raise ConfigError("task.pad_to does not reach lm-eval's tasks: leave it at null")
     if budget is None:
         return
+    if task.pad_to is not None and isinstance(budget, BytesBudget):
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} makes pads count towards a ratio of tokens, bytes_ratio={budget.bytes_ratio:g} "
+            "is of the real prompt's bytes: set task.pad_to=null, or leave out bytes_ratio"
+        )
     if task.pad_to is not None and budget.tokens is not None and budget.of != "padded":
         raise ConfigError(
             f"task.pad_to={task.pad_to} has no effect with budget.tokens={budget.tokens}, a number of slots for "

@@ -18,6 +18,7 @@ NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
 QUOTES = "\"'"
+FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
 
 
@@ -41,15 +42,20 @@ def labels_of(
     revision: str | None,
     weights: str | None = None,
     chat: bool = False,
+    quantised: bool = False,
 ) -> dict[str, Any]:
     """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis.
 
-    weights: the quantisation of a GGUF file; chat: whether prompts go through a chat template.
+    weights: the quantisation of a GGUF file; chat: whether prompts go through a chat template; quantised: whether keys
+    and values are stored in fewer bits.
     """
+    shown = choices.get("method", method)
+    if budget is None:  # of a method that evicts nothing
+        overrides = [word for word in overrides if not word.lstrip("+").startswith("bytes_ratio=")]
     labels = {
         "model": model,
         "task": choices.get("task", task),
-        "method": choices.get("method", method),
+        "method": QUANTISED_FULL if quantised and shown == FULL else shown,
         "kv_ratio": budget.kv_ratio if budget is not None else None,
         "tokens": budget.tokens if budget is not None else None,
         "setting": override_label(overrides),
@@ -60,8 +66,12 @@ def labels_of(
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     """The same with full attention, which knows no method, budget, cache options or (unless it samples) seed."""
-    own = [w for w in labels["setting"].split() if not w.startswith(("method.", "budget", "cache.", "seed="))]
-    return {**labels, "method": "full", "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
+    own = [
+        w
+        for w in labels["setting"].split()
+        if not w.startswith(("method.", "budget", "bytes_ratio=", "cache.", "seed="))
+    ]
+    return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
 
 
 def labels_from_overrides(

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.build import keys_named, typed
+from kvexp.build import CACHE_KEYS, keys_named, typed
 from kvexp.config.labels import MOVING
 from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.paths import path_of
 
 if TYPE_CHECKING:
-    from kvexp.core import Method
+    from kvexp.core import CacheConfig
     from kvexp.models.types import Model, Tokenizer
 
 
@@ -35,9 +35,10 @@ class ModelSpec:
     """The `model` node. kind: pretrained (path) or random (family, seed, config).
 
     chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". pack_linear: whether linear
-    layers are packed for oneDNN after loading (`kvexp.models.pack_linear`). contents: digests of the folders or GGUF
-    files that path and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation
-    of the GGUF file that the weights come from, None for other weights.
+    layers are packed for oneDNN after loading (`kvexp.models.pack_linear`). weights: what they are rounded to after
+    loading (`kvexp.models.rounded_weights`), None for nothing. contents: digests of the folders or GGUF files that path
+    and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation of the GGUF file
+    that the weights come from, None for other weights.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class ModelSpec:
     allow_pickle: bool = False
     chat: bool = False
     pack_linear: bool = True
+    weights: str | None = None
     contents: tuple[str | None, str | None] = (None, None)
     gguf: tuple[str, str] | None = None
 
@@ -65,6 +67,7 @@ class ModelSpec:
         """
         from kvexp.models.load import check_device, check_device_map, check_source, parse_dtype
         from kvexp.models.located import located
+        from kvexp.models.rounded_weights import check_weights
 
         node = dict(node)
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
@@ -76,7 +79,7 @@ class ModelSpec:
         if not isinstance(kind, str) or kind not in allowed:
             raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
         for name in node:
-            if name not in allowed[kind] | {"kind", "dtype", "device", "chat", "pack_linear"}:
+            if name not in allowed[kind] | {"kind", "dtype", "device", "chat", "pack_linear", "weights"}:
                 raise ConfigError(f"model.{name} is not a setting of a {kind} model")
         if "config" in node:
             if not isinstance(node["config"], dict):
@@ -93,15 +96,19 @@ class ModelSpec:
         spec = cls(**node)
         if kind == "pretrained" and not spec.path:
             raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
-        with keys_named({name: f"model.{name}" for name in ("dtype", "device", "device_map", "allow_pickle")}):
+        with keys_named(
+            {name: f"model.{name}" for name in ("dtype", "device", "device_map", "allow_pickle", "weights")}
+        ):
             parse_dtype(spec.dtype)
+            check_weights(spec.weights, spec.dtype)
             check_device(spec.device)
             check_device_map(spec.device_map, spec.device)
             if spec.path:
                 check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
                 _, made = located(spec.path)
                 spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
-        spec = replace(spec, contents=spec.contents_now())
+        same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
+        spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
         return replace(spec, chat=spec._templated() if chat == AUTO else chat)
 
     def contents_now(self) -> tuple[str | None, str | None]:
@@ -133,6 +140,8 @@ class ModelSpec:
         known["device"] = self.resolved_device().split(":")[0]
         if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
             del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
+        if self.weights is None:
+            del known["weights"]  # the same
         for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
             known[name] = digest or known[name]
         return known
@@ -157,12 +166,14 @@ class ModelSpec:
 def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
     from kvexp.models import load_model, pack_linear, random_model
+    from kvexp.models.rounded_weights import round_weights
 
     if spec.kind == "random":
         config = json.loads(spec.config)
         model = random_model(
             str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
         )
+        round_weights(model, spec.weights)
         return pack_linear(model) if spec.pack_linear else model, tokenizer_of(spec)
     assert spec.path is not None
     model = load_model(
@@ -177,6 +188,7 @@ def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     tokenizer = tokenizer_of(spec)
     if spec.contents_now() != spec.contents:
         raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
+    round_weights(model, spec.weights)
     return pack_linear(model) if spec.pack_linear else model, tokenizer
 
 
@@ -218,13 +230,18 @@ def max_positions(spec: ModelSpec) -> int:
     return families.max_positions(config_of_spec(spec))
 
 
-def check_method_fits_model(spec: ModelSpec, method: Method, config: Any = None) -> None:
-    """ConfigError if the method cannot work on the model, whose configuration alone is read (where it is not given)."""
+def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = None) -> None:
+    """ConfigError if the cache cannot work on the model, whose configuration alone is read (where it is not given)."""
+    from kvexp.models.families import check_quantization
+    from kvexp.models.load import parse_dtype
     from kvexp.models.retrieval_calibration import check_retrieval
     from kvexp.retrieval.base import Retrieval
 
-    if isinstance(method, Retrieval):
-        check_retrieval(config or config_of_spec(spec), method)
+    if isinstance(cache.method, Retrieval):
+        check_retrieval(config or config_of_spec(spec), cache.method)
+    if cache.quantization is not None:
+        with keys_named(CACHE_KEYS):
+            check_quantization(config or config_of_spec(spec), cache.quantization, parse_dtype(spec.dtype))
 
 
 def config_of_spec(spec: ModelSpec) -> Any:

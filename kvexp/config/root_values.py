@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from kvexp.build import build, typed
+from kvexp.build import STORAGE, build, typed
 from kvexp.config.known_keys import root_values
 from kvexp.errors import ConfigError
 from kvexp.record import Run
@@ -45,6 +45,9 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
         raise ConfigError(f"batch_size must be at least 1, got {config['batch_size']}")
     if timeout is not None and not 0 < timeout < math.inf:
         raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {timeout:g}")
+    share = config.get("bytes_ratio")  # a run of before has no such key
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        raise ConfigError(f"bytes_ratio must be a number in (0, 1] or null, got {share!r}")
     if config.get("questions", "each") not in QUESTIONS:  # a run of before has no such key
         raise ConfigError(f"questions must be one of {', '.join(QUESTIONS)}, got {config['questions']!r}")
     budget = config.get("budget")
@@ -53,14 +56,20 @@ def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
 
 
 def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> None:
-    """ConfigError for an option of a number of slots that was asked for and would do nothing.
+    """ConfigError for an option of a number of slots, or of their storage, that was asked for and would do nothing.
 
     overrides: what was typed or is swept. A kv_ratio other than conf/config.yaml's stands in a file that was named.
     """
+    typed_keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    _check_idle_storage(config.get("cache"), typed_keys)
+    if config.get("bytes_ratio") is not None and "kv_ratio" in typed_keys:
+        raise ConfigError(
+            f"kv_ratio has no effect with bytes_ratio={config['bytes_ratio']}: leave out "
+            f"kv_ratio={config.get('kv_ratio')}"
+        )
     budget = config.get("budget")
     if not isinstance(budget, Mapping) or budget.get("tokens") is None:
         return
-    typed_keys = {word.lstrip("+").partition("=")[0] for word in overrides}
     ratio, option = config.get("kv_ratio"), choices.get("budget", "tokens")
     if budget.get("kv_ratio") is None and ("kv_ratio" in typed_keys or ratio != root_values()["kv_ratio"]):
         raise ConfigError(
@@ -72,6 +81,21 @@ def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides:
             f"budget.of has no effect with budget={option}, a number of slots for prompts of any length; leave it out, "
             "or take budget=ratio"
         )
+
+
+def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
+    """ConfigError for an option of quantised slots where bits were not asked for. cache: the group `cache`."""
+    bits = ("bits", "key_bits", "value_bits")
+    if not isinstance(cache, Mapping) or any(f"cache.{name}" in typed_keys for name in bits):
+        return
+    if cache.get("bits", 16) != 16 or cache.get("key_bits") or cache.get("value_bits"):
+        return
+    for name in STORAGE:
+        if f"cache.{name}" in typed_keys:
+            raise ConfigError(
+                f"cache.{name} has no effect with cache.bits=16, where nothing is quantised: add cache.bits=8, 4 or 2, "
+                f"or leave out cache.{name}={cache[name]}"
+            )
 
 
 def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -> None:

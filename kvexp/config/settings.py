@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvexp.build import CACHE, build, build_cache, typed
+from kvexp.build import CACHE, STORAGE, build, build_cache, typed
+from kvexp.config.bytes_ratio import budget_of_bytes
 from kvexp.config.calibration_of_model import calibration_for
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_padding
@@ -70,7 +71,7 @@ class Settings:
 
     @property
     def is_baseline(self) -> bool:
-        return not self.method.evicts
+        return not self.method.evicts and self.cache.quantization is None
 
     def baseline(self) -> Settings:
         """The same run with full attention: what this one is measured against."""
@@ -106,8 +107,10 @@ class Settings:
             identity["method"]["calibration"] = self.cache.calibration.digest
         if not self.is_baseline:
             cache = self.cache
-            identity |= {"budget": _plain(cache.budget), "cadence": _plain(cache.cadence), "mode": cache.mode}
-            identity["observe"] = cache.observe
+            identity |= {"budget": _plain(cache.budget) if cache.budget is not None else None}
+            identity |= {"cadence": _plain(cache.cadence), "mode": cache.mode, "observe": cache.observe}
+            if cache.quantization is not None:
+                identity["quantization"] = _plain(cache.quantization)
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
@@ -130,11 +133,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
             raise ConfigError(f"task.{name} is set by {words}, without task. in front")
     own = {target: one.cls for target, one in admitted().items()}
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
-    budget: Budget | None = None
-    if method.evicts:
-        budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
     for name in CACHE:
-        if name not in config["cache"]:
+        if name not in config["cache"] and name not in STORAGE:  # a run of before has none of these
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
     task: Task = build(
         {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
@@ -143,6 +143,11 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         task = with_shared_context(task, choices.get("task", task.name))
     model = ModelSpec.of(_located(config["model"], "model.path"))
     task = task.for_model(chat=model.chat)
+    budget: Budget | None = None
+    if method.evicts and config.get("bytes_ratio") is not None:
+        budget = budget_of_bytes(config, model)
+    elif method.evicts:
+        budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
     calibration = calibration_for(method, model, choices, overrides)
     settings = Settings(
         model=model,
@@ -237,6 +242,7 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
         revision=", ".join(revision for revision in revisions if revision) or None,
         weights=settings.model.gguf[1] if settings.model.gguf else None,
         chat=settings.model.chat and settings.task.uses_chat_template,
+        quantised=settings.cache.quantization is not None,
     )
 
 

@@ -9,12 +9,14 @@ rows.
 
 from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, Cadence
+from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.cache_config import CacheConfig, CacheOptions
 from kvexp.core.eviction_layer import EvictionLayer
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe.noise import Noise
+from kvexp.core.quantization import Quantization
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.second_pass import SecondPass
@@ -26,6 +28,7 @@ __all__ = [
     "AttentionParams",
     "AttentionScoreSpec",
     "Budget",
+    "BytesBudget",
     "CacheConfig",
     "CacheOptions",
     "Cadence",
@@ -35,6 +38,7 @@ __all__ = [
     "Method",
     "Needs",
     "Noise",
+    "Quantization",
     "QueryCalibration",
     "RoPE",
     "SecondPass",

@@ -61,6 +61,10 @@ class Budget:
             raise ConfigError(f"tokens must be at least 1, got {self.tokens}")
         if self.tokens is not None and self.tokens >= MOST_TOKENS:
             raise ConfigError("tokens must be below 2**62; more than any prompt has is everything")
+        self.check_base()
+
+    def check_base(self) -> None:
+        """ConfigError for `of` or `pyramid` outside their values."""
         if self.of not in ("prompt", "padded", "sequence"):
             raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
         if not 0 <= self.pyramid < 1:
@@ -82,12 +86,7 @@ class Budget:
             slots = self.tokens
         else:
             assert self.kv_ratio is not None
-            base = {"prompt": length, "padded": padded}.get(self.of)
-            if base is None:
-                if max_new_tokens is None:
-                    raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
-                base = length + max_new_tokens
-            slots = floor_share(self.kv_ratio, base)
+            slots = floor_share(self.kv_ratio, self.base(length, padded, max_new_tokens))
         if self.pyramid and layers > 1:
             slots = floor_share(1 + self.pyramid * (1 - 2 * layer / (layers - 1)), slots)
         if slots < 1:
@@ -97,6 +96,15 @@ class Budget:
                 "chunks)"
             )
         return slots
+
+    def base(self, length: int, padded: int, max_new_tokens: int | None) -> int:
+        """The tokens of which a ratio is a share, by `of`; arguments as of `_one`."""
+        base = {"prompt": length, "padded": padded}.get(self.of)
+        if base is not None:
+            return base
+        if max_new_tokens is None:
+            raise ConfigError("budget.of=sequence needs max_new_tokens: say how many tokens will be generated")
+        return length + max_new_tokens
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from kvexp.core.budget import Budget, Cadence
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
+from kvexp.core.quantization import Quantization
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
@@ -28,6 +29,7 @@ class CacheOptions(TypedDict, total=False):
     block: int | None
     beyond_context: bool
     calibration: QueryCalibration | None
+    quantization: Quantization | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class CacheConfig:
     block: query rows per block of `observe=blocked`; None: as many as keep a block's logits under 64 MiB.
     beyond_context: allow more tokens than the model was built for.
     calibration: statistics of the model's queries, for methods that need them.
+    quantization: how keys and values are stored in fewer bits once they are no longer new; None: as the model makes
+        them.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.
@@ -58,6 +62,7 @@ class CacheConfig:
     block: int | None = None
     beyond_context: bool = False
     calibration: QueryCalibration | None = None
+    quantization: Quantization | None = None
 
     @classmethod
     def of(
@@ -114,6 +119,25 @@ class CacheConfig:
             raise ConfigError(f"method {method.name} drops nothing, it is a simulation: set mode=mask")
         if simulated and self.mode != "mask":
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
+        if self.quantization is not None:
+            self._check_quantization(self.quantization)
+
+    def _check_quantization(self, quantization: Quantization) -> None:
+        """ConfigError where slots in few bits cannot be combined with the rest."""
+        method, shown = self.method, "key_bits and value_bits below 16"
+        if not isinstance(quantization, Quantization):
+            raise ConfigError(f"quantization must be a Quantization such as Quantization(4, 4), got {quantization!r}")
+        if method.full_cache:
+            raise ConfigError(
+                f"method {method.name} keeps everything in a memory and an index of its own, which hold what the model "
+                f"made: {shown} go with methods that evict, and with full"
+            )
+        if self.mode == "mask":
+            why = f", as which method {method.name} exists only" if method.simulation_only else ""
+            raise ConfigError(
+                f"mode=mask is a simulation{why}: it drops nothing, so evicted tokens would stay in the groups that "
+                f"share a scale, and no byte would be saved. For {shown} set mode=overwrite or mode=compact"
+            )
 
     def _check_cadence(self) -> None:
         """ConfigError for a cadence under which this method never evicts, or at steps that its kind does not know."""

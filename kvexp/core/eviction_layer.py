@@ -24,6 +24,7 @@ from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.needs import newest_attention
 from kvexp.core.observe import accumulate
+from kvexp.core.quantized_slots import QuantizedSlots, settled
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
@@ -156,8 +157,18 @@ class EvictionLayer:
                 self._evict(slots, due, None)
             else:
                 self.due_eviction = due
+        self._quantize()
+        slots = self.require_slots()
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
         sequence.layer_done()
+
+    def _quantize(self) -> None:
+        """Quantise the tokens that have left the window, after a forward and its eviction; a prompt's once it ends."""
+        quantization, newest = self.config.quantization, self.sequence.num_real
+        if quantization is not None and self.sequence.prompt_complete and self.due_eviction is None:
+            slots = self.require_slots()
+            assert newest is not None
+            self.slots = settled(slots, quantization, newest.to(slots.positions.device) - 1)
 
     def evict_after_second_pass(self, attention: Tensor, peak_bytes: int) -> None:
         """Carry out the eviction that waited for a second pass over the prompt.
@@ -169,6 +180,8 @@ class EvictionLayer:
         self.due_eviction = None
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.kv_bytes + peak_bytes)
         self._evict(slots, due, attention)
+        self._quantize()
+        slots = self.require_slots()
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
 
     # -- storing ------------------------------------------------------------------------------------------------------
@@ -252,7 +265,7 @@ class EvictionLayer:
 
     def _inputs(self, slots: Slots, query: Tensor, positions: Tensor, params: AttentionParams) -> AttentionInputs:
         """The inputs of this forward's attention: query [B, H * G, Q, D] at positions [B, Q], over all slots in use."""
-        b, h, s, sequence = query.shape[0], slots.keys.shape[1], slots.length, self.sequence
+        b, h, s, sequence = query.shape[0], slots.positions.shape[1], slots.length, self.sequence
         hides_nothing = sequence.in_prompt or self.config.method.per_query  # mask mode, but no slot was evicted yet
         inputs = AttentionInputs(
             query=query.unflatten(1, (h, query.shape[1] // h)),
@@ -352,7 +365,7 @@ class EvictionLayer:
         """The budget in slots, from the real lengths of the prompts."""
         sequence = self.sequence
         assert sequence.prompt_columns is not None and self.slots is not None
-        lengths, new, device = sequence.prompt_lengths, sequence.max_new_tokens, self.slots.keys.device
+        lengths, new, device = sequence.prompt_lengths, sequence.max_new_tokens, self.slots.positions.device
         return ResolvedBudget.from_config(
             self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device
         )
@@ -387,7 +400,7 @@ class EvictionLayer:
         second [B, H, G, S]: attention of the second pass, where the method needs it.
         """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
-        newest = self.sequence.num_real.to(slots.keys.device) - 1
+        newest = self.sequence.num_real.to(slots.positions.device) - 1
         ctx = self._context(slots, newest, due, second)
         method = self.config.method
         # Renumbered survivors stay within a sliding window whatever their age.
@@ -437,6 +450,11 @@ class EvictionLayer:
             self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.keep)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_at_16(self) -> int | None:
+        """Bytes held with unquantised numbers as 16 bits each; None where nothing is quantised."""
+        return self.slots.bytes_at_16 if isinstance(self.slots, QuantizedSlots) else None
 
     @property
     def heavy_buffers(self) -> list[Slots | fast_step.StackedLayer | None]:

@@ -20,6 +20,7 @@ from kvexp.core.eviction_backend import Mask, ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots
+from kvexp.errors import ConfigError
 from kvexp.generate import PrefilledContext, decode, generate_from_context
 from kvexp.models import EvictionCache
 
@@ -100,6 +101,11 @@ class Replay:
     def __init__(self, case: Case, size: int = 8, progress: Callable[[int], None] | None = None) -> None:
         self.case, self.size, self.progress = case, size, progress
         self.trials = 0
+        if case.cache.quantization is not None:
+            raise ConfigError(
+                "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a "
+                "run of the same method with cache.bits=16"
+            )
         self.context = case.prefill_prompt(prepare=_make_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
 
     @property

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 from rich.text import Text
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvexp.config.model_spec import load
 from kvexp.console import Console, Progress
@@ -34,6 +34,7 @@ from kvexp.generate.divergence import compare
 from kvexp.generate.prefilled_context import decode_step
 from kvexp.methods import Keyformer
 from kvexp.models import unpack_linear
+from kvexp.models.rounded_weights import round_linear_layers
 from kvexp.pipes import watch_pipes
 from kvexp.record import Run
 from kvexp.record.divergence_lines import OWN, Line, read
@@ -52,23 +53,10 @@ DROPPED = "prompt less one token"
 SEEDS = "two seeds of keyformer 0.5"
 
 
-def rounded(weight: Tensor, bits: int) -> Tensor:
-    """weight [out, in] to the nearest of 2^bits - 1 levels, symmetric around 0, one scale per output row."""
-    most = 2 ** (bits - 1) - 1
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / most
-    levels = (weight / scale).round().clamp(-most, most)
-    made: Tensor = levels * scale
-    return made
-
-
 def with_rounded_weights(model: Model, bits: int) -> Model:
     """A copy whose linear layers are rounded; an output head that shares the embedding's weights is left as it is."""
     changed = copy.deepcopy(model)
-    tied = {id(changed.get_input_embeddings().weight)}
-    with torch.no_grad():
-        for module in changed.modules():
-            if isinstance(module, nn.Linear) and id(module.weight) not in tied:
-                module.weight.copy_(rounded(module.weight, bits))
+    round_linear_layers(changed, bits)
     return changed
 
 

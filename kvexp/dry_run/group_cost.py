@@ -80,7 +80,8 @@ class GroupPlan:
         if self.kinds and not any(settings.is_baseline for settings in runs):
             runs.append(runs[0].baseline())
         rows = self.lead.batch_size * self.lead.decoding.num_beams
-        stacks = [settings.method.evicts and settings.cache.mode == "overwrite" for settings in runs]
+        caches = [settings.cache for settings in runs]
+        stacks = [cache.method.evicts and cache.mode == "overwrite" and not cache.quantization for cache in caches]
         return HeldCaches(
             [
                 rows

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from kvexp.config.divergence_options import refusal
-from kvexp.config.model_spec import ModelSpec, check_method_fits_model
+from kvexp.config.model_spec import ModelSpec, check_cache_fits_model
 from kvexp.config.settings import Settings
 from kvexp.dry_run import cost, speed_files
 from kvexp.dry_run.group_cost import GroupPlan, RunWork
@@ -82,7 +82,7 @@ def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *
             for settings in runs_of(job, session):
                 config, _ = model_config(settings.model)
                 if config is not None and not settings.is_baseline:
-                    check_method_fits_model(settings.model, settings.method, config)
+                    check_cache_fits_model(settings.model, settings.cache, config)
                 check_workload(settings, workloads.of(settings))
                 for one in (settings if settings.is_baseline else settings.baseline(), settings):
                     wanted.setdefault(identity(one.identity), one)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvexp.config.group_checks import batch_cache
-from kvexp.config.model_spec import check_method_fits_model, hub_commit, load, tokenizer_of
+from kvexp.config.model_spec import check_cache_fits_model, hub_commit, load, tokenizer_of
 from kvexp.config.settings import Settings
 from kvexp.console import Progress
 from kvexp.core import CacheConfig
@@ -66,7 +66,7 @@ def evaluate_run(settings: Settings, session: Session | None = None) -> Run:
 
 def _check(settings: Settings) -> None:
     """An impossible run is told before weights are made or read, its baseline's too. One that has rows is possible."""
-    check_method_fits_model(settings.model, settings.method)
+    check_cache_fits_model(settings.model, settings.cache)
     # os.path: a folder that may not be looked into is told of by opening the run.
     if not os.path.exists(settings.outputs_dir / identity(settings.identity) / "examples.jsonl"):
         check_beforehand(settings, tokenizer_of(settings.model), list(settings.task.examples()))

@@ -227,8 +227,9 @@ def _check(
     if not variants:
         raise ConfigError("divergence compares variants with the full cache: got no variant")
     method = full.cache.config.method
-    if method.evicts:
-        raise ConfigError(f"divergence is measured from the full cache, got a context of {method.name}")
+    if method.evicts or full.cache.config.quantization is not None:
+        what = method.name if method.evicts else "a quantised cache"
+        raise ConfigError(f"divergence is measured from the full cache, got a context of {what}")
     for context in (full, *variants):
         if context.cache.sequence.num_beams != 1:
             raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")

@@ -26,6 +26,9 @@ class EvictionStats:
     For a retrieval method, which drops nothing: slots and kept_digest are of the tokens that the last token attended
     to, attention_kept is that of the first new token, first_eviction_step is when a token was first not attended to,
     kv_bytes are those on the device, index included; retrieval: see `retrieval_stats`.
+
+    kv_bytes_at_16: of quantised caches and retrieval methods, kv_bytes with every floating-point number that is not
+    quantised counted as 16 bits, whatever dtype ran; None elsewhere, where all numbers are of one dtype.
     """
 
     slots: float
@@ -37,6 +40,7 @@ class EvictionStats:
     attention_kept: float | None
     batch_size: int
     retrieval: dict[str, Any] | None = None
+    kv_bytes_at_16: int | None = None
 
 
 def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = None) -> list[EvictionStats]:
@@ -48,7 +52,7 @@ def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = No
     rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
     made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
     held, peak = cache.memory_tracker.bytes // rows, cache.memory_tracker.peak_bytes // rows
-    return [replace(one, kv_bytes=held, peak_kv_bytes=peak) for one in made]
+    return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=_at_16(cache, rows)) for one in made]
 
 
 def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
@@ -73,4 +77,12 @@ def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
         attention_kept=sum(watched) / len(watched) if watched else None,
         batch_size=rows,
         retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
+        kv_bytes_at_16=_at_16(cache, rows),
     )
+
+
+def _at_16(cache: EvictionCache, rows: int) -> int | None:
+    """A sample's equal share, of `rows`, of the layers' bytes_at_16; None where a layer has none."""
+    each = [state.bytes_at_16 for state in cache.layer_states]
+    known = [held for held in each if held is not None]
+    return sum(known) // rows if len(known) == len(each) else None

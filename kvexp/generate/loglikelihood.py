@@ -89,9 +89,9 @@ def score_tokens(
 ) -> list[list[Token]]:
     """Score given continuations token by token from a prefilled context; uses the context up.
 
-    Returns one list of `Token` per row. one_forward: feed all tokens in one forward, for caches that evict nothing
-    while decoding, where only rounding can differ. ConfigError for other caches: nothing would be evicted between the
-    tokens.
+    Returns one list of `Token` per row. one_forward: feed all tokens in one forward, for caches that evict and quantise
+    nothing while decoding, where only rounding can differ. ConfigError for other caches: nothing would be evicted
+    between the tokens.
     """
     cache = context.cache
     before = questions or [[]] * len(continuations)
@@ -104,7 +104,8 @@ def score_tokens(
         fed[row, : lengths[row]] = torch.as_tensor([*question, *continuation])
     fed = fed.to(context.ids.device)
     if one_forward and not can_score_in_one_forward(cache.config):
-        raise ConfigError(f"method {cache.config.method.name} evicts while decoding: feed it one token at a time")
+        what = "quantises" if cache.config.quantization is not None else "evicts"
+        raise ConfigError(f"method {cache.config.method.name} {what} while decoding: feed it one token at a time")
     width = fed.shape[1] - 1 if one_forward else 1
     tokens = [_score_step(context.logits[:, None], fed[:, :1])]
     mask = context.mask
@@ -119,9 +120,9 @@ def score_tokens(
 
 
 def can_score_in_one_forward(config: CacheConfig) -> bool:
-    """Whether nothing is evicted or selected while decoding, so that several tokens may be fed in one forward."""
+    """Whether nothing is evicted, selected or quantised while decoding, so that one forward may take several tokens."""
     method = config.method
-    if method.full_cache or method.per_query:
+    if method.full_cache or method.per_query or config.quantization is not None:
         return False
     return not method.evicts or config.evict_every is None
 

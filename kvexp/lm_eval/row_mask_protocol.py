@@ -48,6 +48,8 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
         )
     if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
         raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")
+    if cache.quantization is not None:
+        raise ConfigError("protocol=row_mask is one forward of plain keys and values: set cache.bits=16")
     if cache.renumbered:
         raise ConfigError("protocol=row_mask keeps original positions: set cache.positions=original")
 

@@ -32,7 +32,14 @@ from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import LAYER_ATTR, check_patched
-from kvexp.models.families import check_positions, max_positions, num_layers, query_shape, rope_of
+from kvexp.models.families import (
+    check_positions,
+    check_quantization,
+    max_positions,
+    num_layers,
+    query_shape,
+    rope_of,
+)
 from kvexp.models.output_projection import output_factors
 from kvexp.models.repeated_prompt import RepeatedPrompt
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
@@ -119,6 +126,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if isinstance(method, Retrieval):
             check_retrieval(model.config, method)
         check_positions(model.config, config)
+        if config.quantization is not None:
+            check_quantization(model.config, config.quantization, model.dtype)
         if config.calibration is not None and method.needs.calibration:
             config.calibration.check_shape(*query_shape(model.config))
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.core import CacheConfig, RoPE
+from kvexp.core import CacheConfig, Quantization, RoPE
 from kvexp.errors import ConfigError
 
 
@@ -81,6 +81,12 @@ def check_positions(config: Any, cache: CacheConfig) -> None:
         )
     if cache.beyond_context and family.has_position_table:
         raise ConfigError(f"{family.title} has a table of positions for {max_positions(config)} tokens and no more")
+
+
+def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
+    """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
+    quantization.check_head(head_dim(config), head_dim(config))
+    quantization.check_dtype(dtype)
 
 
 def max_positions(config: Any) -> int:

@@ -18,7 +18,7 @@ ROW: dict[str, Any] = {
     "output_tokens": [WHOLE],
     **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
     "receipt": {
-        **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "attention_kept"), NUMBER),
+        **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "kv_bytes_at_16", "attention_kept"), NUMBER),
         **{"first_eviction_step": WHOLE, "batch_size": WHOLE, "kept_digest": TEXT, "slots_by_layer": [NUMBER]},
         "retrieval": {
             **dict.fromkeys(("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share"), NUMBER),

@@ -119,8 +119,13 @@ class Folder:
 
     @property
     def void(self) -> bool:
-        """Whether eviction was asked for and no example ever evicted: its quality says nothing about the method."""
-        return not self.is_baseline and bool(self.scored) and not any(evicted(row) for row in self.scored.values())
+        """Whether eviction was asked for and no example ever evicted: its quality says nothing about the method.
+
+        Quantised keys and values are a loss of their own.
+        """
+        if self.is_baseline or self.run.config.get("quantization") is not None:
+            return False
+        return bool(self.scored) and not any(evicted(row) for row in self.scored.values())
 
 
 def evicted(row: Row) -> bool:

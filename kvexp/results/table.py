@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvexp.results import retrieval_columns, stats
+from kvexp.results.bytes_share import bytes_share
 from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
 from kvexp.results.read import Folder, Row, chosen, evicted, folders, number
 
@@ -25,7 +26,18 @@ VERDICTS = (
     "length_ok",
 )
 COST = (
-    *("ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tt2t_s", "tpot_s", "tokens_per_s", "timed"),
+    *(
+        "ended",
+        "slots",
+        "kv_bytes",
+        "bytes_share",
+        "peak_kv_bytes",
+        "ttft_s",
+        "tt2t_s",
+        "tpot_s",
+        "tokens_per_s",
+        "timed",
+    ),
     *("batch_size", "smallest_batch", *retrieval_columns.NAMES),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
@@ -78,6 +90,7 @@ def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
     row: Row = {**folder.labels, "question": folder.question, **_counts(folder), **_means(folder), **_cost(folder)}
     row |= retrieval_columns.cost(folder.scored.values())
+    row["bytes_share"] = bytes_share(folder, folder if folder.is_baseline else baseline)
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
     if pair is not None:

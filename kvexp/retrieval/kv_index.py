@@ -131,6 +131,16 @@ class KVIndex:
         """Bytes of the offloaded tensors (ship), or of those on the device."""
         return sum(entry.tensor.nbytes for entry in self.entries.values() if entry.ship == ship)
 
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The tensors that are not offloaded."""
+        return [entry.tensor for entry in self.entries.values() if not entry.ship]
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """The offloaded tensors."""
+        return [entry.tensor for entry in self.entries.values() if entry.ship]
+
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def index_rows(self, rows: Tensor) -> KVIndex:

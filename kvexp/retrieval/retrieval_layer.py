@@ -13,6 +13,7 @@ from kvexp.core.cache_config import CacheConfig
 from kvexp.core.eviction_backend import ResolvedBudget
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.sequence import SequenceState
+from kvexp.core.slot_bytes import bytes_at_16
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.retrieval.background import BackgroundTask
@@ -99,6 +100,21 @@ class RetrievalLayer:
         away = self.method.offload
         self.memory_tracker.set_resident(self.index, near if away else near + far)
         self.memory_tracker.set_offloaded(self.index, offloaded=far if away else 0)
+
+    @property
+    def bytes_at_16(self) -> int | None:
+        """Bytes on the device with floating-point numbers as 16 bits each; None before the prompt has ended.
+
+        Codes and other whole numbers of the index count as they are, as in `MemoryTracker`.
+        """
+        if self.memory is None or self.kv_index is None:
+            return None
+        half = self.memory.keys.element_size() / 2
+        held, index = self.memory.resident_bytes, self.countable_index
+        tensors = index.on_device
+        if not self.method.offload:
+            held, tensors = held + self.memory.host_bytes, [*tensors, *index.on_host]
+        return round(held / half) + bytes_at_16(*tensors)
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 

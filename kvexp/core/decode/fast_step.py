@@ -34,6 +34,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
     steady = steady and (config.positions == "original" or method.is_window)
+    plain = plain and config.quantization is None  # its slots are not buffers that several caches could share
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
 

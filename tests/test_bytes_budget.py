@@ -1,0 +1,169 @@
+"""Budgets in bytes: what slots take by the configuration alone, and what a cache of that budget then really holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_quantised import streams_of
+from test_quantised_runs import settings
+from tiny import prompts_of, run_core, tiny
+
+from kvexp.config.root_values import check_idle, check_values
+from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
+from kvexp.core.slot_bytes import SlotBytes, bytes_at_16
+from kvexp.dry_run.bits_and_tokens import main, possibilities
+from kvexp.errors import ConfigError
+from kvexp.generate import GenerationParams, generate
+from kvexp.methods import H2O, Full, Window
+
+HOWS = [
+    None,
+    Quantization(8, 8, group=16, residual=9),
+    Quantization(4, 4, group=16, residual=9),
+    Quantization(2, 2, group=16, residual=0),
+    Quantization(4, 2, "token", "channel", group=16, residual=20),
+    Quantization(2, 4, "token", "token", group=16, residual=20, symmetric=True),
+    Quantization(4, 16, group=16, residual=9),
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("tokens", [10, 57])
+def test_bytes_by_the_configuration_are_those_of_the_buffers(how: Quantization | None, tokens: int) -> None:
+    """A prompt of which nothing is evicted, in float16: every buffer as wide as its tokens."""
+    streams = streams_of(1, tokens, batch=1, heads=1, group=1, dim=32, value_dim=48, dtype=torch.float16)
+    config = CacheConfig(Window(), Budget(tokens=10**6), mode="compact", quantization=how)
+    held = run_core(config, streams, [tokens]).states[0].require_slots()
+    assert held.positions.shape[2] == tokens
+    assert SlotBytes(32, 48, how).of(tokens) == held.kv_bytes
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_the_largest_number_of_slots_that_fits(how: Quantization | None) -> None:
+    counted = SlotBytes(32, 48, how)
+    each = [counted.of(slots) for slots in range(400)]
+    assert each == sorted(each)
+    for limit in (each[1] - 1, each[1], 3000, each[255], each[255] - 1, 24000.5):
+        slots = counted.most_slots(limit)
+        assert (slots == 0 or counted.of(slots) <= limit) and counted.of(slots + 1) > limit
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_a_cache_holds_no_more_than_its_share(how: Quantization | None, share: float) -> None:
+    """After the prompt's eviction and through decode steps, in float16; up to three slots more, for a stack's width."""
+    tokens, width = 400, 32
+    streams = streams_of(2, tokens + 40, batch=1, heads=2, group=1, dim=width, value_dim=width, dtype=torch.float16)
+    budget = BytesBudget(bytes_ratio=share, key_dim=width, value_dim=width, quantization=how)
+    state = run_core(CacheConfig(H2O(), budget, quantization=how), streams, [tokens, *[1] * 40]).states[0]
+    full = 2 * tokens * 2 * width * 2
+    (slots,) = budget.resolve([tokens], tokens, None, 0, 1)
+    per_slot = 2 * (SlotBytes(width, width, how).of(slots + 3) - SlotBytes(width, width, how).of(slots))
+    few = 0 if how is None or how.key_axis == "token" else 2 * 3 * (2 * width * 2 + 8)  # groups of few survivors
+    few += 0 if how is None or how.value_axis == "token" else 2 * 3 * (2 * width * 2 + 8)
+    least = 0.8 * share * full if slots < tokens else 0  # else there are more slots than tokens
+    assert least < state.memory_tracker.bytes <= share * full + per_slot + few
+
+
+def test_few_bits_hold_more_tokens_than_there_are() -> None:
+    how = Quantization(2, 2)
+    budget = BytesBudget(bytes_ratio=0.5, quantization=how)
+    (slots,) = budget.resolve([1000], 1000, None, 0, 1)
+    assert slots > 2000
+    (half,) = BytesBudget(bytes_ratio=0.5).resolve([1000], 1000, None, 0, 1)
+    assert half == 500
+    top, bottom = (
+        BytesBudget(bytes_ratio=0.5, pyramid=0.5).resolve([1000], 1000, None, layer, 3)[0] for layer in (0, 2)
+    )
+    assert (top, bottom) == (750, 250)
+
+
+def test_a_budget_in_bytes_runs_like_the_same_number_of_slots() -> None:
+    model, rows, decoding = tiny("llama"), prompts_of(3, (40,)), GenerationParams(8, eos=None)
+    how = Quantization(4, 4, group=7, residual=6)
+    budget = BytesBudget(bytes_ratio=0.6, key_dim=14, value_dim=14, quantization=how)
+    (slots,) = budget.resolve([40], 40, None, 0, 1)
+    made = [
+        generate(model, rows, H2O(), b, decoding=decoding, quantization=how) for b in (budget, Budget(tokens=slots))
+    ]
+    assert made[0].tokens == made[1].tokens and 10 < slots < 40
+
+
+def test_numbers_count_as_sixteen_bits_whatever_their_dtype() -> None:
+    a, b, c = torch.zeros(3, dtype=torch.float32), torch.zeros(5, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    assert bytes_at_16(a, b, c) == 6 + 5 + 16 and bytes_at_16(a.half(), a.double()) == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"bytes_ratio": 1.5}, r"bytes_ratio must be in \(0, 1\], got 1.5"),
+        ({"bytes_ratio": 0.5, "kv_ratio": 0.5}, "give bytes_ratio, kv_ratio or tokens, one of the three"),
+        ({"bytes_ratio": 0.5, "of": "rest"}, "budget.of must be prompt, padded or sequence"),
+        ({"bytes_ratio": 0.5, "key_dim": 0}, "key_dim and value_dim must be at least 1, got 0 and 64"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BytesBudget(**given)
+
+
+def test_a_share_that_holds_no_slot_is_told() -> None:
+    with pytest.raises(
+        ConfigError, match=r"bytes_ratio=0.01 of a prompt of 20 tokens is 51 bytes .* one slot takes 256"
+    ):
+        BytesBudget(bytes_ratio=0.01).resolve([20], 20, None, 0, 1)
+
+
+def test_the_command_line_makes_it_of_the_models_head() -> None:
+    made = settings("bytes_ratio=0.25", "cache.bits=4", "cache.group=8")
+    assert isinstance(made.budget, BytesBudget)
+    assert (made.budget.key_dim, made.budget.quantization) == (16, made.cache.quantization)
+    assert made.labels["setting"] == "bytes_ratio=0.25 cache.bits=4 cache.group=8" and made.labels["kv_ratio"] is None
+    assert made.identity["budget"]["bytes_ratio"] == 0.25
+    assert isinstance(settings("method=full", "bytes_ratio=0.25").method, Full)
+    assert "bytes_ratio" not in str(settings("method=h2o").identity)
+    with pytest.raises(ConfigError, match=r"bytes_ratio=0.25 and budget.tokens=256 are two budgets"):
+        settings("bytes_ratio=0.25", "budget=tokens")
+    with pytest.raises(ConfigError, match=r"task.pad_to=64 makes pads count towards a ratio of tokens"):
+        settings("bytes_ratio=0.25", "task.pad_to=64", "budget.of=padded")
+    config = {"kv_ratio": 0.3, "bytes_ratio": 0.25, "cache": {}}
+    with pytest.raises(ConfigError, match=r"kv_ratio has no effect with bytes_ratio=0.25: leave out kv_ratio=0.3"):
+        check_idle(config, {}, ["kv_ratio=0.3", "bytes_ratio=0.25"])
+    wrong = {"limit": None, "seed": 0, "batch_size": 1, "timeout_s": None, "retry": False, "outputs_dir": "x"}
+    with pytest.raises(ConfigError, match=r"bytes_ratio must be a number in \(0, 1\] or null, got 2"):
+        check_values(wrong | {"bytes_ratio": 2}, {})
+
+
+def test_the_list_of_what_fits() -> None:
+    found = possibilities([0.5, 0.01], [(16, 16), (8, 8), (4, 2)], {"residual": 32, "group": 32}, 64, 1000)
+    slots = [one.slots for one in found]
+    assert slots[0] == 500 and slots[0] < slots[1] < slots[2] and slots[3] == 10
+    for one in found:
+        assert one.bytes <= one.allowed and (one.bytes_ratio, one.key_bits) != (0, 0)
+    assert found[1].prompt_share == slots[1] / 1000
+
+
+def test_the_lists_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=tiny", "bytes_ratio=0.5,0.25", "prompt_tokens=200", "cache.bits=16,4", "cache.group=8"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "tiny: heads of 16 channels, prompts of 200 tokens; bytes of one kv head"
+    assert out[2].split()[:4] == ["0.5", "16", "16", "100"] and len(out) == 7
+    assert out[-1] == "kvexp run -m bytes_ratio=0.5,0.25 cache.bits=16,4 cache.group=8 model=tiny"
+    assert main(["model=tiny", "cache.key_bits=4", "cache.value_bits=2,4", "cache.group=8", "bytes_ratio=0.3"]) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith("cache.key_bits=4 cache.value_bits=2,4 cache.group=8 model=tiny")
+    )
+    for words, told in (
+        (["bits=4"], "bits=4: kvexp bytes takes model=NAME"),
+        (["model=tiny", "bytes_ratio=2"], "bytes_ratio must be in (0, 1], got '2'"),
+        (["model=tiny", "prompt_tokens=1.5"], "prompt_tokens must be a whole number of at least 1, got '1.5'"),
+        (["model=tiny", "cache.bits=3"], "must be one of 16, 8, 4, 2"),
+        (["model=tiny"], "cache.group=32 does not divide the 16 channels"),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err
