@@ -470,3 +470,34 @@ def tempered(row: Row, noise: Row, tau: float) -> Row:
     most = max(x.values())
     e = {p: math.exp(v - most) for p, v in x.items()}
     return {p: v / sum(e.values()) for p, v in e.items()}
+
+
+# -- budgets of kv heads ----------------------------------------------------------------------------------------------
+
+
+def top_of(value: Row, must: set[int], room: int) -> set[int]:
+    """What must stay, and the best of the others; ties to the newer."""
+    rest = sorted((p for p in value if p not in must), key=lambda p: (value[p], p), reverse=True)
+    return must | set(rest[: room - len(must)])
+
+
+def union_of_heads(values: list[Row], must: set[int], room: int) -> set[int]:
+    """One set for all heads: what must stay, then the best mean value; ties to the newer."""
+    return top_of({p: sum(row[p] for row in values) for p in values[0]}, must, room)
+
+
+def shared_out(values: list[Row], must: list[set[int]], room: int, floor: float) -> list[set[int]]:
+    """AdaKV's sets, written as a draft: every head picks its floor, then one token after the other goes to the best.
+
+    values, must: per head. All heads together keep room * heads tokens.
+    """
+    ranked = [
+        [p for _, _, p in sorted(((p in sure, row[p], p) for p in row), reverse=True)]
+        for row, sure in zip(values, must, strict=True)
+    ]
+    taken = [max(math.floor(floor * room + 1e-9), len(sure)) for sure in must]
+    while sum(taken) < room * len(values):
+        open_heads = [h for h, n in enumerate(taken) if n < len(ranked[h])]
+        best = max(open_heads, key=lambda h: (values[h][ranked[h][taken[h]]], ranked[h][taken[h]], -h))
+        taken[best] += 1
+    return [set(order[:n]) for order, n in zip(ranked, taken, strict=True)]

@@ -274,7 +274,7 @@ class Witness:
         for h in range(self.kv_heads):
             self.held[layer][h] += fresh
             self.rows[layer][h] += [self.row(layer, h, q, probabilities, noise) for q in fresh]
-        decided = []
+        pasts = []
         for h in range(self.kv_heads):
             past = Past(
                 self.rows[layer][h], self.held[layer][h], self.budget - 1, self.budget, self.prompt,
@@ -291,13 +291,21 @@ class Witness:
                 queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
                 repeats=repeats[h],
             )  # fmt: skip
-            decided.append(sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held))
-        for h, stay in enumerate(decided):
-            if len(stay) < len(self.held[layer][h]):
-                self.evictions[layer][h].append(fresh[-1])
-            gone = [p for p in range(fresh[-1] + 1) if p not in stay]
-            self.visible[layer, h * self.group : (h + 1) * self.group, fresh[-1] + 1 :, gone] = False
-            self.held[layer][h] = stay
+            pasts.append(past)
+        for h, stay in enumerate(self.decide(layer, pasts)):
+            self.keep(layer, h, stay, fresh[-1])
+
+    def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        """What every head of a layer keeps, ascending."""
+        return [sorted(self.oracle(past)) if len(past.held) > past.room else list(past.held) for past in pasts]
+
+    def keep(self, layer: int, h: int, stay: list[int], newest: int) -> None:
+        """From the position behind the newest on, a head sees nothing but what stays."""
+        if len(stay) < len(self.held[layer][h]):
+            self.evictions[layer][h].append(newest)
+        gone = [p for p in range(newest + 1) if p not in stay]
+        self.visible[layer, h * self.group : (h + 1) * self.group, newest + 1 :, gone] = False
+        self.held[layer][h] = stay
 
     def of_heads(self, each: list[list[list[float]]], layer: int, h: int) -> list[list[float]]:
         """What belongs to a kv head's query heads; nothing where nothing was calibrated."""

@@ -83,11 +83,11 @@ class Export:
         return cls(n_sinks=press["n_sink"], chunk=press.get("chunk_size", 2048), **changes)
 
     @torch.inference_mode()
-    def cache(self, case: str, method: KVzip, kept: int) -> EvictionCache:
+    def cache(self, case: str, method: KVzip, kept: int, heads: Heads = "uniform") -> EvictionCache:
         """The prompt of a case, prefilled and cut to `kept` slots."""
         what = self.about["cases"][case]
         tokenizer = Letters(what["config"]["vocab_size"], what["template"])
-        model, budget = self.model(case), Budget(tokens=kept, counts_self=False)
+        model, budget = self.model(case), Budget(tokens=kept, counts_self=False, heads=heads)
         cache = EvictionCache(model, method, budget, tokenizer=tokenizer)
         model(self[f"{case}/ids"], past_key_values=cache)
         return cache
@@ -113,6 +113,29 @@ def export() -> Export:
 @pytest.mark.parametrize("case", CASES)
 def test_same_sets(export: Export, case: str) -> None:
     assert export.differences(case, export.method(case)) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_best_of_all_layers(export: Export, case: str) -> None:
+    """KVzip's own budget, `budget.heads=global`: the best of all layers' heads together, sinks first."""
+    method, scores, compared = export.method(case), export[f"{case}/scores"], 0
+    for ratio in export.about["ratios"]:
+        kept = int(scores.shape[-1] * (1 - ratio))
+        cache = export.cache(case, method, kept, heads="global")
+        for row in range(scores.shape[1]):
+            values = scores[:, row].clone()
+            values[..., : method.n_sinks] = torch.inf
+            ranked = values.flatten().sort(descending=True)
+            last = kept * values.shape[0] * values.shape[1]
+            worst, best = ranked.values[last - 1 : last + 1].tolist()
+            if worst - best < 1e-4 * worst:
+                continue  # it hangs on rounding
+            want = torch.zeros(values.numel(), dtype=torch.bool)
+            want[ranked.indices[:last]] = True
+            for layer, heads in enumerate(want.view(values.shape)):
+                assert cache.kept_positions(layer)[row] == [head.nonzero().flatten().tolist() for head in heads]
+            compared += 1
+    assert compared >= 2
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,9 @@ from kvexp.config.model_spec import ModelSpec, config_of_spec
 from kvexp.core import BytesBudget
 from kvexp.errors import ConfigError
 
-SHARED = {"of": str, "counts_self": bool, "pyramid": float}  # fields of every budget
+SHARED: dict[str, Any] = {  # fields of every budget
+    **{"of": str, "counts_self": bool, "pyramid": float, "heads": str, "head_floor": float | None},
+}
 
 
 def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:

@@ -107,7 +107,7 @@ class Settings:
             identity["method"]["calibration"] = self.cache.calibration.digest
         if not self.is_baseline:
             cache = self.cache
-            identity |= {"budget": _plain(cache.budget) if cache.budget is not None else None}
+            identity |= {"budget": _budget_identity(cache.budget) if cache.budget is not None else None}
             identity |= {"cadence": _plain(cache.cadence), "mode": cache.mode, "observe": cache.observe}
             if cache.quantization is not None:
                 identity["quantization"] = _plain(cache.quantization)
@@ -250,6 +250,16 @@ def _code_of(method: Method) -> dict[str, Any]:
     """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
     found = [one for one in admitted().values() if one.cls is type(method)]
     return {"method_found_as": found[0].reference} if found else {}
+
+
+def _budget_identity(budget: Any) -> dict[str, Any]:
+    """A budget's settings; those for heads only where they do anything, so that older runs keep their hashes."""
+    plain = _plain(budget, without=("heads", "head_floor"))
+    if budget.heads != "uniform":
+        plain["heads"] = budget.heads
+    if budget.ragged:
+        plain["head_floor"] = budget.floor
+    return plain
 
 
 def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

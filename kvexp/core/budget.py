@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvexp.errors import ConfigError
 
+# How slots are shared out among kv heads. In all but the first two ways, heads hold different numbers of slots.
+Heads = Literal["uniform", "union", "adaptive", "global"]
+DEFAULT_FLOORS = {"adaptive": 0.2, "global": 0.0}
 MOST_TOKENS = 1 << 62  # times 1 + pyramid, which is below 2, it is still an int64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
 
@@ -37,6 +40,12 @@ class Budget:
     `pyramid` in [0, 1): layer 0 gets (1 + pyramid) times the budget, the last layer (1 - pyramid) times, linearly in
     between and floored, so the mean over layers is the budget or just below it (after PyramidKV, arXiv:2406.02069).
 
+    `heads`: what becomes of the kv heads' budgets at the end of the prompt, from then on (docs/head_budgets.md).
+    uniform: every head keeps its own best. union: all heads of a layer keep the same positions, the best on average.
+    adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: those of
+    all layers to the best of the model. In both, each head has at least `head_floor` of its uniform share (null: 0.2
+    for adaptive, 0 for global).
+
     ConfigError for values outside these ranges.
     """
 
@@ -45,6 +54,8 @@ class Budget:
     of: Literal["prompt", "padded", "sequence"] = "prompt"
     counts_self: bool = True
     pyramid: float = 0.0
+    heads: Heads = "uniform"
+    head_floor: float | None = None
 
     def __post_init__(self) -> None:
         if (self.kv_ratio is None) == (self.tokens is None):
@@ -69,6 +80,34 @@ class Budget:
             raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
         if not 0 <= self.pyramid < 1:
             raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid:g}")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        """ConfigError for ways to share out slots among heads that are unknown, or exclude other settings."""
+        if self.heads not in get_args(Heads):
+            raise ConfigError(f"budget.heads must be one of {', '.join(get_args(Heads))}, got {self.heads!r}")
+        if self.head_floor is not None and self.heads not in DEFAULT_FLOORS:
+            raise ConfigError(
+                f"budget.head_floor has no effect with budget.heads={self.heads}: leave it at null, or set "
+                f"budget.heads to one of {', '.join(DEFAULT_FLOORS)}"
+            )
+        if self.head_floor is not None and not 0 <= self.head_floor <= 1:
+            raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor:g}")
+        if self.heads == "global" and self.pyramid:
+            raise ConfigError(
+                "budget.heads=global shares out the slots of all layers by their scores, budget.pyramid by their "
+                "depth: set budget.pyramid=0, or budget.heads=adaptive"
+            )
+
+    @property
+    def ragged(self) -> bool:
+        """Whether kv heads of a layer may hold different numbers of slots."""
+        return self.heads not in ("uniform", "union")
+
+    @property
+    def floor(self) -> float:
+        """`head_floor`, or what stands for null."""
+        return DEFAULT_FLOORS.get(self.heads, 0.0) if self.head_floor is None else self.head_floor
 
     def resolve(
         self, prompt_lengths: Sequence[int], padded: int, max_new_tokens: int | None, layer: int, layers: int

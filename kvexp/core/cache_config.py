@@ -105,6 +105,7 @@ class CacheConfig:
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         self._check_cadence()
+        self._check_heads()
         if self.renumbered and method.needs.last_queries:
             raise ConfigError(
                 f"method {method.name} compares earlier queries with the slots, which cache.positions=renumbered moves "
@@ -157,6 +158,42 @@ class CacheConfig:
                 f"method {method.name} keeps everything and chooses anew for every token: leave cache.mode, "
                 "cache.positions, cache.evict_at_prefill and cache.evict_every alone"
             )
+
+    def _check_heads(self) -> None:
+        """ConfigError where budgets of kv heads do not go together with the method or the cadence."""
+        method, heads = self.method, "uniform" if self.budget is None else self.budget.heads
+        if heads == "uniform":
+            return
+        if method.full_cache or method.per_query:
+            raise ConfigError(
+                f"method {method.name} drops nothing, so no head's slots can go to another: set budget.heads=uniform"
+            )
+        if self.is_ragged and self.quantization is not None:
+            raise ConfigError(
+                f"budget.heads={heads} packs heads of different width, which slots in few bits do not know: set "
+                "cache.bits=null, or budget.heads=union or uniform"
+            )
+        if self.is_ragged and not self.cadence.at_prefill:
+            raise ConfigError(
+                f"budget.heads={heads} shares out slots by the priorities at the end of the prompt, where "
+                "evict_at_prefill=false evicts nothing: set cache.evict_at_prefill=true, or budget.heads=uniform"
+            )
+
+    @property
+    def stacks(self) -> bool:
+        """Whether caches of this kind take decode steps together, in common buffers."""
+        drops = self.method.evicts and self.mode == "overwrite"
+        return drops and self.quantization is None and not self.is_ragged
+
+    @property
+    def is_union(self) -> bool:
+        """Whether all kv heads of a layer keep the same positions."""
+        return self.budget is not None and self.budget.heads == "union"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether kv heads of a layer may hold different numbers of slots."""
+        return self.budget is not None and self.budget.ragged
 
     @property
     def renumbered(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvexp.core.budget import Budget
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.method import EvictionContext, Method, checked
+from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.core.select import select_evict, select_keep
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
@@ -26,7 +27,8 @@ class ResolvedBudget:
     """The budget of one layer as integers per batch row, each as a list on the host and as an int64 tensor [B].
 
     slots: the budget k; keep: slots kept after an eviction (k - 1 where the token being generated counts); recent:
-    newest tokens that are protected at an eviction.
+    newest tokens that are protected at an eviction. head_keep [B][H]: slots that each kv head keeps, where heads were
+    given different numbers (`share_out`); None: `keep` for all.
     """
 
     slots: list[int]
@@ -35,6 +37,8 @@ class ResolvedBudget:
     slots_t: Tensor
     keep_t: Tensor
     recent_t: Tensor
+    head_keep: list[list[int]] | None = None
+    head_keep_t: Tensor | None = None
 
     @classmethod
     def from_slots(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
@@ -70,8 +74,31 @@ class ResolvedBudget:
         slots = granted(method, budget, lengths, padded, new, layer, layers)
         return cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
 
+    def share_out(self, by_head: Tensor | None, heads: int) -> None:
+        """From now on kv heads keep by_head [B, H] slots; None: `keep` each. heads: H."""
+        by_head = self.keep_t[:, None].expand(-1, heads) if by_head is None else by_head
+        self.head_keep, self.head_keep_t = by_head.tolist(), by_head.contiguous()
+
+    @property
+    def keep_by_head(self) -> Tensor:
+        """Slots kept after an eviction, [B, H], or [B, 1] where all heads keep the same number."""
+        return self.keep_t[:, None] if self.head_keep_t is None else self.head_keep_t
+
+    @property
+    def most(self) -> list[int]:
+        """Per row, the slots kept by the head that keeps most."""
+        return self.keep if self.head_keep is None else [max(heads) for heads in self.head_keep]
+
+    @property
+    def least(self) -> list[int]:
+        """Per row, the slots kept by the head that keeps fewest."""
+        return self.keep if self.head_keep is None else [min(heads) for heads in self.head_keep]
+
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, of equal budgets."""
+        if self.head_keep is not None and self.head_keep_t is not None:
+            self.head_keep = [self.head_keep[i] for i in rows.tolist()]
+            self.head_keep_t = self.head_keep_t[rows.to(self.head_keep_t.device)]
         if not same_prompts:
             self.slots = [self.slots[i] for i in rows.tolist()]
             self.keep = [self.keep[i] for i in rows.tolist()]
@@ -207,7 +234,7 @@ class InPlace(EvictionBackend):
     def __init__(self, every: int | None) -> None:
         self.every = every
         self.free_slots: Tensor | None = None  # [B, H, every] slots for the next tokens
-        self.out_of_budget: Tensor | None = None  # [B, 1, C] bool: slots beyond a row's own budget
+        self.out_of_budget: Tensor | None = None  # [B, 1 or H, C] bool: slots beyond a row's or head's own budget
         self.num_used = 0
 
     def next_slot(self) -> Tensor | None:
@@ -257,13 +284,17 @@ class InPlace(EvictionBackend):
         if self.every is None:
             compact(slots, priority, protected, resolved, 0)
             return
-        # Room for the longest row, even if that row has not filled its budget yet.
-        width = max(resolved.keep) + self.every
-        width = stackable_width(width, priority.device) if self.every == 1 else width
-        compact(slots, priority, protected, resolved, width - min(max(resolved.keep), slots.length))
+        # Room for the longest row or head, even if it has not filled its budget yet.
+        most = max(resolved.most)
+        width = most + self.every
+        if resolved.head_keep is not None:
+            width = ragged_width(width)
+        elif self.every == 1:
+            width = stackable_width(width, priority.device)
+        compact(slots, priority, protected, resolved, width - min(most, slots.length), free=self.every)
         index = torch.arange(slots.length, device=priority.device)
-        self.out_of_budget = index >= (resolved.keep_t + self.every)[:, None, None]
-        first = resolved.keep_t[:, None, None]
+        first = resolved.keep_by_head[..., None]
+        self.out_of_budget = index >= first + self.every
         self.free_slots = (
             (first + torch.arange(self.every, device=priority.device)).expand(-1, priority.shape[1], -1).contiguous()
         )
@@ -311,7 +342,7 @@ class Mask(EvictionBackend):
             candidates = candidates & ~hidden_next_step
         eligible = positions.masked_fill(~candidates, -1)
         index, keep = select_keep(
-            priority, eligible, protected & candidates, resolved.keep_t, min(max(resolved.keep), slots.length)
+            priority, eligible, protected & candidates, resolved.keep_by_head, min(max(resolved.most), slots.length)
         )
         visible.zero_()
         visible.scatter_(-1, index, keep)
@@ -319,14 +350,21 @@ class Mask(EvictionBackend):
         score.masked_fill_(~stays, -torch.inf)
 
 
-def compact(slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int) -> None:
+def compact(
+    slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int, free: int = 0
+) -> None:
     """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind.
 
-    priority [B, H, S] float32; protected [B, H, S] bool: slots that are kept first; `resolved.keep` slots are kept.
+    priority [B, H, S] float32; protected [B, H, S] bool: slots that are kept first; `resolved.keep_by_head` slots are
+    kept. free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
     """
-    max_keep = min(max(resolved.keep), slots.length)
-    index, keep = select_keep(priority, slots.positions[:, :, : slots.length], protected, resolved.keep_t, max_keep)
-    slots.gather(index, keep, reserve)
+    max_keep = min(max(resolved.most), slots.length)
+    positions = slots.positions[:, :, : slots.length]
+    index, keep = select_keep(priority, positions, protected, resolved.keep_by_head, max_keep)
+    if isinstance(slots, RaggedSlots) and resolved.head_keep is not None:
+        slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in resolved.head_keep])
+    else:
+        slots.gather(index, keep, reserve)
 
 
 def stackable_width(slots: int, device: torch.device) -> int:
@@ -336,6 +374,14 @@ def stackable_width(slots: int, device: torch.device) -> int:
     its probabilities, from 16 slots on: torch sums a softmax of fewer in another order).
     """
     return -(-slots // CPU_WIDTH_MULTIPLE) * CPU_WIDTH_MULTIPLE if device.type == "cpu" else slots
+
+
+def ragged_width(slots: int) -> int:
+    """`slots` rounded up to a multiple of 16: columns of positions and score where heads keep different numbers.
+
+    Then a softmax, which torch sums by 16 on some processors, does not depend on the widest head of the batch.
+    """
+    return -(-slots // 16) * 16
 
 
 def make_backend(name: str, every: int | None) -> EvictionBackend:

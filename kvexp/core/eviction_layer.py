@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
+from kvexp.core.head_budgets import ModelHeadBudgets, RankedSlots, union_priority
 from kvexp.core.last_queries import LastQueries
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
@@ -26,6 +28,7 @@ from kvexp.core.needs import newest_attention
 from kvexp.core.observe import accumulate
 from kvexp.core.quantized_slots import QuantizedSlots, settled
 from kvexp.core.query_statistics import QueryStatistics
+from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.core.retained_attention import RetainedAttention
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
@@ -57,6 +60,7 @@ class EvictionLayer:
     of `layers`; sequence, memory_tracker, shared, buffers: common to all layers of the cache. first_eviction: per row,
     decode tokens seen when the first slot was lost; None: not yet. retained_attention [B]: see `RetainedAttention`;
     None until there was an eviction at the end of the prompt. output_factors: of this layer, as in `EvictionContext`.
+    model_head_budgets: of all layers, where they share out their slots together.
     due_eviction: the eviction at the end of the prompt while it waits for a second pass; None: none waits.
     """
 
@@ -72,11 +76,12 @@ class EvictionLayer:
         shared: CrossLayerScore | None,
         buffers: CrossLayerBuffers | None = None,
         output_factors: Tensor | None = None,
+        model_head_budgets: ModelHeadBudgets | None = None,
     ) -> None:
         self.config, self.index, self.layers = config, index, layers
         self.sequence, self.memory_tracker, self.cross_layer_score = sequence, memory_tracker, shared
         self.cross_layer_buffers = CrossLayerBuffers(1) if buffers is None else buffers  # of all layers of this cache
-        self.output_factors = output_factors
+        self.output_factors, self.model_head_budgets = output_factors, model_head_budgets
         needed = config.calibration if config.method.needs.calibration else None
         self.calibration = None if needed is None else needed.layer(index)
         self.score_spec = config.method.score_spec
@@ -95,6 +100,8 @@ class EvictionLayer:
         self.query_statistics: QueryStatistics | None = None  # of the prompt, until the last eviction that needs it
         self.last_queries: LastQueries | None = None  # where the method needs them
         self.due_eviction: DueEviction | None = None  # see above
+        if self.model_head_budgets is not None:
+            self.model_head_budgets.reset()
         self.backend = make_backend(self.config.mode, self.config.evict_every)
         self.memory_tracker.set_resident(self.index, 0)
 
@@ -113,7 +120,7 @@ class EvictionLayer:
     def _single_stack(self) -> fast_step.StackedLayer:
         """This layer alone as a `StackedLayer`, made anew when its buffers have been replaced."""
         self.require_slots().own()  # it is about to overwrite a slot
-        if self._stack is None or self._stack.keys is not self.require_slots().keys:
+        if self._stack is None or self._stack.keys is not self.require_slots().key_buffer:
             self._stack = fast_step.StackedLayer([self], self.cross_layer_buffers)
         return self._stack
 
@@ -158,8 +165,7 @@ class EvictionLayer:
             else:
                 self.due_eviction = due
         self._quantize()
-        slots = self.require_slots()
-        self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
+        self._count_bytes()
         sequence.layer_done()
 
     def _quantize(self) -> None:
@@ -181,6 +187,10 @@ class EvictionLayer:
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.kv_bytes + peak_bytes)
         self._evict(slots, due, attention)
         self._quantize()
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        """Tell the memory tracker what the slots hold, and held at most since the last call."""
         slots = self.require_slots()
         self.memory_tracker.set_resident(self.index, slots.kv_bytes, slots.take_peak_bytes())
 
@@ -397,7 +407,8 @@ class EvictionLayer:
     def _evict(self, slots: Slots, due: DueEviction, second: Tensor | None) -> None:
         """Evict by the method's priority, and record the first eviction of each row.
 
-        second [B, H, G, S]: attention of the second pass, where the method needs it.
+        second [B, H, G, S]: attention of the second pass, where the method needs it. Where slots of all layers are
+        shared out among all heads, the last layer's call carries out every layer's.
         """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         newest = self.sequence.num_real.to(slots.positions.device) - 1
@@ -415,17 +426,56 @@ class EvictionLayer:
                 )
             hidden = checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
         protected = protected_mask(method, ctx, self.resolved_budget)
-        self.backend.evict(slots, priority, protected, self.resolved_budget, hidden)
-        # A row within its budget has lost nothing, whatever its neighbours lose.
+        if self.config.is_union:
+            priority = union_priority(priority)
+        ranked, resolved = RankedSlots(priority, ctx.positions, protected, hidden), self.resolved_budget
+        if not self.config.is_ragged or resolved.head_keep is not None:
+            self._drop(ranked, due)
+        elif not self.sequence.in_prompt:
+            self._share_out(None)
+            self._drop(ranked, due)
+        elif self.model_head_budgets is not None:
+            self.model_head_budgets.add(ranked, resolved.keep, partial(self._evict_shared, ranked, due))
+        else:
+            assert self.config.budget is not None
+            self._evict_shared(ranked, due, ranked.by_head(resolved.keep, self.config.budget.floor))
+
+    def _evict_shared(self, ranked: RankedSlots, due: DueEviction, by_head: Tensor) -> None:
+        """Evict until the heads of rows that lose slots hold by_head [B, H] of them, at the end of the prompt."""
+        self._share_out(by_head)
+        self._drop(ranked, due)
+        self._count_bytes()
+
+    def _share_out(self, by_head: Tensor | None) -> None:
+        """From now on kv heads hold by_head [B, H] slots in rows that lose some, and the uniform number elsewhere.
+
+        None: the uniform number everywhere. Slots become ragged, except where mode mask leaves them all in place.
+        """
+        resolved, slots = self.resolved_budget, self.require_slots()
+        assert resolved is not None and self.sequence.num_real is not None
+        if by_head is not None:
+            over = self.sequence.num_real.to(by_head.device) > resolved.keep_t
+            by_head = torch.where(over[:, None], by_head, resolved.keep_t[:, None])
+        resolved.share_out(by_head, slots.positions.shape[1])
+        if self.config.mode != "mask":
+            self.slots = RaggedSlots.of(slots)
+
+    def _drop(self, ranked: RankedSlots, due: DueEviction) -> None:
+        """Evict by priorities that are known, and record the first eviction of each row."""
+        slots, method = self.require_slots(), self.config.method
+        assert self.resolved_budget is not None and self.sequence.num_real is not None
+        self.backend.evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
+        # A row or head within its budget has lost nothing, whatever its neighbours lose.
         if type(method).after_eviction is not Method.after_eviction:
-            reduced = (newest + 1 > self.resolved_budget.keep_t)[:, None, None]
+            tokens = self.sequence.num_real.to(slots.positions.device)
+            reduced = (tokens[:, None] > self.resolved_budget.keep_by_head)[..., None]
             after = checked(
                 method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
             )
             slots.score.copy_(torch.where(reduced, after, slots.score))
         self.has_evicted = True
         self.backend.at_budget = self._all_at_budget()
-        self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.keep) + (
+        self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.least) + (
             self.config.evict_every or 0
         )
         self.note_first_eviction()
@@ -440,14 +490,14 @@ class EvictionLayer:
         sequence = self.sequence
         decoded = sequence.seq_len - (sequence.prompt_columns or 0)
         return all(
-            n + decoded >= kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.keep, strict=True)
+            n + decoded >= kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.most, strict=True)
         )
 
     def note_first_eviction(self) -> None:
         """Record for every row at which decode step its first slot was evicted."""
         if not self.first_eviction or None in self.first_eviction:
             assert self.resolved_budget is not None
-            self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.keep)
+            self.first_eviction = self.sequence.first_eviction_steps(self.first_eviction, self.resolved_budget.least)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

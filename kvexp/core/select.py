@@ -27,13 +27,13 @@ def keep_order(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor
 def select_keep(
     priority: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, max_keep: int
 ) -> tuple[Tensor, Tensor]:
-    """The first keep [B] slots of every row in `keep_order`, sorted by position, padded to `max_keep`.
+    """The first keep slots of every row or head in `keep_order`, sorted by position, padded to `max_keep`.
 
-    priority, positions, protected: as of `keep_order`. Returns their indices [B, H, max_keep], and bool [B, H,
-    max_keep]: False for padding.
+    priority, positions, protected: as of `keep_order`; keep [B] or [B, H]. Returns their indices [B, H, max_keep], and
+    bool [B, H, max_keep]: False for padding.
     """
     index = keep_order(priority, positions, protected)[..., :max_keep]
-    chosen = torch.arange(index.shape[-1], device=index.device) < keep[:, None, None]
+    chosen = torch.arange(index.shape[-1], device=index.device) < keep.view(len(keep), -1, 1)
     chosen = chosen & (positions.gather(-1, index) >= 0)
     order = positions.gather(-1, index).masked_fill(~chosen, INT64_MAX).argsort(dim=-1, stable=True)
     return index.gather(-1, order), chosen.gather(-1, order)
@@ -47,7 +47,7 @@ def keep_mask(priority: Tensor, positions: Tensor, protected: Tensor, keep: Tens
     if priority.dtype != torch.float32:
         index, chosen = select_keep(priority, positions, protected, keep, max_keep)
     else:
-        key = _order_key(priority.masked_fill(protected, torch.inf), positions)
+        key = order_key(priority.masked_fill(protected, torch.inf), positions)
         key = key.masked_fill_(positions < 0, INT64_MIN)
         # One row, or one budget: the order within the chosen does not matter.
         best, index = key.topk(max_keep, dim=-1, sorted=len(keep) > 1)
@@ -57,7 +57,7 @@ def keep_mask(priority: Tensor, positions: Tensor, protected: Tensor, keep: Tens
     return torch.zeros_like(protected).scatter_(-1, index, chosen)
 
 
-def _order_key(priority: Tensor, positions: Tensor) -> Tensor:
+def order_key(priority: Tensor, positions: Tensor) -> Tensor:
     """One int64 per slot, in the order of priority (float32) and then position: the float's bits above, position below.
 
     NaN comes first, as torch sorts it; -0.0 is 0.0.
@@ -70,8 +70,8 @@ def _order_key(priority: Tensor, positions: Tensor) -> Tensor:
 def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
     """The `count` slots of every head to free: dead ones first, then the lowest priority, among equals the older.
 
-    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool; out_of_budget [B, 1,
-    S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool; out_of_budget [B, 1
+    or H, S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
     """
     priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
     priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)

@@ -66,6 +66,11 @@ class Slots:
         """Bytes of keys and values, room to grow included."""
         return self.keys.nbytes + self.values.nbytes
 
+    @property
+    def key_buffer(self) -> Tensor:
+        """The buffer of the keys: as long as it is the same one, so are all others."""
+        return self.keys
+
     def valid(self) -> Tensor:
         """[B, H, length] bool: the slots that hold a token."""
         return self.positions[:, :, : self.length] >= 0

@@ -81,7 +81,7 @@ class GroupPlan:
             runs.append(runs[0].baseline())
         rows = self.lead.batch_size * self.lead.decoding.num_beams
         caches = [settings.cache for settings in runs]
-        stacks = [cache.method.evicts and cache.mode == "overwrite" and not cache.quantization for cache in caches]
+        stacks = [cache.stacks for cache in caches]
         return HeldCaches(
             [
                 rows

@@ -41,10 +41,11 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
             raise ConfigError(
                 f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {own}"
             )
-    if budget is not None and (budget.of != "prompt" or not budget.counts_self or budget.pyramid):
+    plain = budget is None or (budget.of == "prompt" and budget.counts_self and not budget.pyramid)
+    if not plain or (budget is not None and budget.heads != "uniform"):
         raise ConfigError(
-            "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self and "
-            "pyramid alone"
+            "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, "
+            "pyramid and heads alone"
         )
     if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
         raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")

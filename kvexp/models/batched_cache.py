@@ -55,8 +55,13 @@ class FastStepGroup:
 
 
 def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> bool:
-    """Whether one layer of a cache can take the fast step; no layer of a retrieval method can."""
-    return isinstance(state, EvictionLayer) and can_fast_decode(state, query, padding)
+    """Whether one layer of a cache can take the fast step with others.
+
+    No layer of a retrieval method can, and none whose heads hold different numbers of slots: that one takes the fast
+    step by itself.
+    """
+    joins = isinstance(state, EvictionLayer) and not state.config.is_ragged
+    return joins and can_fast_decode(state, query, padding)
 
 
 class MultiLayer:

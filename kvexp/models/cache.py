@@ -27,6 +27,7 @@ from kvexp.core import (
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import check_budget, may_evict
+from kvexp.core.head_budgets import ModelHeadBudgets
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
@@ -152,7 +153,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
         else:
             common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
             factors = output_factors(model) if method.needs.output_norms else [None] * count
-            states = [EvictionLayer(config, i, count, *common, factors[i]) for i in range(count)]
+            heads = ModelHeadBudgets.of(config.budget, count)
+            states = [EvictionLayer(config, i, count, *common, factors[i], heads) for i in range(count)]
         super().__init__(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite

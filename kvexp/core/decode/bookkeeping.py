@@ -19,15 +19,15 @@ class BatchedEviction:
     """Accumulates scores and selects the slot to evict, for the stacked rows of one or several caches.
 
     states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
-    capacities: slots allocated by each cache. out_of_budget [R, 1, S] bool: slots that a row's budget does not reach,
-    None where there are none. at_budget: every row holds all tokens its budget allows, so which slots are dead never
-    changes. no_padding_slots: every row uses every slot. is_window, priority_is_score: hold for the methods of all
-    caches.
+    capacities: slots allocated by each cache. out_of_budget [R, 1 or H, S] bool: slots that a row's or head's budget
+    does not reach, None where there are none. at_budget: every row holds all tokens its budget allows, so which slots
+    are dead never changes. no_padding_slots: every row uses every slot. is_window, priority_is_score: hold for the
+    methods of all caches.
     """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
         self.states, self.sizes = states, sizes
-        self.capacities = [state.require_slots().keys.shape[2] for state in states]
+        self.capacities = [state.require_slots().positions.shape[2] for state in states]
         self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
         self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
         out_of_budget = [backend.out_of_budget for backend in backends if backend.out_of_budget is not None]
@@ -43,7 +43,9 @@ class BatchedEviction:
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
         self.is_window = all(state.config.method.is_window for state in states)
-        self.priority_is_score = all(state.config.method.priority_is_score for state in states)
+        self.priority_is_score = all(
+            state.config.method.priority_is_score and not state.config.is_union for state in states
+        )
         decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
@@ -102,14 +104,14 @@ class BatchedEviction:
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
         each = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
-        return torch.tensor(each, device=self.states[0].require_slots().keys.device)[:, None, None]
+        return torch.tensor(each, device=self.states[0].require_slots().positions.device)[:, None, None]
 
 
-def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int]]:
-    """Budget, slots kept and recent window of a cache's rows, as lists of integers."""
+def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int], list[list[int]] | None]:
+    """Budget, slots kept and recent window of a cache's rows, and slots kept by head, as lists of integers."""
     resolved = state.resolved_budget
     assert resolved is not None
-    return resolved.slots, resolved.keep, resolved.recent
+    return resolved.slots, resolved.keep, resolved.recent, resolved.head_keep
 
 
 def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:

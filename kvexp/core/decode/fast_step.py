@@ -18,11 +18,14 @@ from kvexp.core.decode.bookkeeping import BatchedEviction, cat_rows, pad_last_di
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_tau
+from kvexp.core.decode.ragged_products import RaggedProducts
 from kvexp.core.decode.sink_rerotation import SinkRerotation
 from kvexp.core.eviction_backend import InPlace, float_priority
+from kvexp.core.head_budgets import union_priority
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.needs import NOTHING
 from kvexp.core.observe.accumulate import pool_sums
+from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.core.slots import Slots
 
 
@@ -33,7 +36,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     plain = plain and method.needs == NOTHING
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
-    steady = steady and (config.positions == "original" or method.is_window)
+    steady = steady and (config.positions == "original" or (method.is_window and not config.is_ragged))
     plain = plain and config.quantization is None  # its slots are not buffers that several caches could share
     return method.evicts and method.evicts_while_decoding and plain and steady and not shared
 
@@ -56,11 +59,12 @@ class StackedLayer:
         self.states, self.index = states, states[0].index
         held = [state.require_slots() for state in states]
         self.slots = held[0] if len(held) == 1 else Slots.stacked(held)
-        self.keys = self.slots.keys
+        self.keys = self.slots.key_buffer
         backends = [state.backend for state in states]
         assert all(isinstance(backend, InPlace) for backend in backends)
         self.backends: list[InPlace] = backends  # type: ignore[assignment]
-        self.sizes = [slots.keys.shape[0] for slots in held]
+        self.sizes = [slots.positions.shape[0] for slots in held]
+        self.products = RaggedProducts(self.slots) if isinstance(self.slots, RaggedSlots) else None
         self.eviction = BatchedEviction(states, self.sizes, self.backends)
         self.score_specs = [state.score_spec for state in states]
         self.num_observing = sum(spec is not None for spec in self.score_specs)  # caches, and their rows
@@ -74,7 +78,7 @@ class StackedLayer:
         assert all(renumbered) or not any(renumbered)
         moves = renumbered[0] and self.eviction.max_sinks
         self.sink_rerotation = SinkRerotation(self.eviction.max_sinks, self.eviction.sinks) if moves else None
-        kernels = triton_decode.supported(states) and self.keys.dtype != torch.float64
+        kernels = triton_decode.supported(states) and self.keys.dtype != torch.float64 and self.products is None
         self.fused = triton_decode.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
@@ -123,7 +127,7 @@ class StackedLayer:
         parts = [x.split(self.sizes) for x in (positions, score, free)]
         for state, backend, slot_positions, own, spot in zip(self.states, self.backends, *parts, strict=True):
             slots = state.require_slots()
-            count = slots.keys.shape[2]
+            count = slots.positions.shape[2]
             slots.positions, slots.score = slot_positions[:, :, :count], own[:, :, :count]
             backend.set_free(spot)
 
@@ -133,7 +137,10 @@ class StackedLayer:
         query [R, H, G, 1, D]; positions [R, 1]: of the new tokens.
         """
         slots, newest = self.slots, positions[:, None]
-        x = decode_logits(query, slots.keys, slots.positions, newest, params)
+        if self.products is None:
+            x = decode_logits(query, slots.keys, slots.positions, newest, params)
+        else:
+            x = self.products.logits(query, newest, params)
         offset = (
             None
             if self.sink_rerotation is None
@@ -151,6 +158,8 @@ class StackedLayer:
             [part for part in (probabilities[: self.num_plain_rows], *tempered) if len(part)] or [probabilities[:0]]
         )
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
+        if self.products is not None:
+            return self.products.output(probabilities), sums
         return apply_probs_any_width(probabilities, slots.values), sums
 
     def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
@@ -212,7 +221,8 @@ class StackedLayer:
             assert resolved is not None
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
-            priorities.append(float_priority(state.config.method, ctx))
+            priority = float_priority(state.config.method, ctx)
+            priorities.append(union_priority(priority) if state.config.is_union else priority)
         return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
 

@@ -1,0 +1,105 @@
+"""How the slots of kv heads are shared out by their priorities (`Budget.heads`): per layer, or over all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexp.core.budget import Budget, floor_share
+from kvexp.core.select import INT64_MAX, INT64_MIN, order_key
+
+RANKED_BY = ("priority", "candidates", "protected")
+
+
+def union_priority(priority: Tensor) -> Tensor:
+    """The mean over kv heads of priority [B, H, S], in every head: then all heads keep the same positions.
+
+    A slot that one head ranks at -inf, as it does for NaN and behind a sliding window, is last for all.
+    """
+    return priority.mean(1, keepdim=True).nan_to_num(nan=-torch.inf, posinf=torch.inf).expand_as(priority)
+
+
+def slots_by_head(priority: Tensor, positions: Tensor, protected: Tensor, keep: list[int], floor: float) -> Tensor:
+    """How many slots each head keeps, [B, H] int64, where the heads of a row keep H * keep[b] slots together.
+
+    Every head has its protected slots, and of its best the `floor` share of keep[b], rounded down; what is left goes to
+    the best of all heads. Equal priorities go to the newer position, then to the lower head. This is AdaKV's
+    allocation (arXiv:2407.11550, algorithm 1) as in kvpress's AdaKVPress; the authors' release gives the best of all
+    heads their share of 1 - floor instead, and so other numbers.
+
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool. Heads of several
+    layers may stand side by side.
+    """
+    b, h, s = priority.shape
+    key = order_key(priority.masked_fill(protected, torch.inf), positions).masked_fill_(positions < 0, INT64_MIN)
+    # From here on a slot is its rank within its head: which of a head's slots stay follows from their number.
+    key = key.sort(dim=-1, descending=True).values
+    sure = protected.sum(-1)[..., None]
+    least = torch.tensor([floor_share(floor, kept) for kept in keep], device=key.device)[:, None, None]
+    rank = torch.arange(s, device=key.device)
+    key = key.masked_fill((rank < torch.maximum(sure, least)) & (key != INT64_MIN), INT64_MAX)
+    best = key.flatten(1).sort(dim=-1, descending=True, stable=True)
+    most = torch.tensor([h * kept for kept in keep], device=key.device)[:, None]
+    chosen = (torch.arange(h * s, device=key.device) < most) & (best.values != INT64_MIN)
+    counts = torch.zeros(b, h, dtype=torch.int64, device=key.device)
+    return counts.scatter_add_(1, best.indices // s, chosen.long())
+
+
+@dataclass(frozen=True)
+class RankedSlots:
+    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`."""
+
+    priority: Tensor
+    positions: Tensor
+    protected: Tensor
+    hidden: Tensor | None
+
+    def by_head(self, keep: list[int], floor: float) -> Tensor:
+        """`slots_by_head` [B, H]: how many of them each head keeps where a row's heads keep keep[b] on average."""
+        return slots_by_head(self.priority, self.candidates, self.protected, keep, floor)
+
+    @property
+    def candidates(self) -> Tensor:
+        """The positions that may stay, -1 for others."""
+        return self.positions if self.hidden is None else self.positions.masked_fill(self.hidden, -1)
+
+
+class ModelHeadBudgets:
+    """Evictions of one cache at the end of a prompt, which wait until all layers have ranked their slots.
+
+    layers: their number; floor: as of `slots_by_head`.
+    """
+
+    def __init__(self, layers: int, floor: float) -> None:
+        self.layers, self.floor = layers, floor
+        self._waiting: list[tuple[RankedSlots, Callable[[Tensor], None]]] = []
+
+    @classmethod
+    def of(cls, budget: Budget | None, layers: int) -> ModelHeadBudgets | None:
+        """For a cache of so many layers under this budget; None where no layer waits for another."""
+        return cls(layers, budget.floor) if budget is not None and budget.heads == "global" else None
+
+    def reset(self) -> None:
+        """Forget evictions that wait."""
+        self._waiting = []
+
+    def add(self, ranked: RankedSlots, keep: list[int], evict: Callable[[Tensor], None]) -> None:
+        """Let the next layer's eviction wait; with the last layer's, all are carried out.
+
+        keep: slots that a row's heads keep on average, the same in all layers; evict: is called with how many slots
+        [B, H] each head of the layer keeps.
+        """
+        self._waiting.append((ranked, evict))
+        if len(self._waiting) < self.layers:
+            return
+        waiting, self._waiting = self._waiting, []
+        home = waiting[0][0].priority.device
+        whole = RankedSlots(
+            *(torch.cat([getattr(one, name).to(home) for one, _ in waiting], dim=1) for name in RANKED_BY), None
+        )
+        shares = whole.by_head(keep, self.floor).chunk(self.layers, dim=1)
+        for (one, evict_layer), share in zip(waiting, shares, strict=True):
+            evict_layer(share.to(one.priority.device))

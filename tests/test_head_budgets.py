@@ -1,0 +1,392 @@
+"""Budgets of kv heads (`Budget.heads`): kept sets against oracles, all modes and paths alike, what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import Past, Row
+from test_kept_sets import CONTINUATION, LENGTHS, NEW, PROMPTS, SEEDS, Truth, Witness
+from test_step import ROWS, alike, both
+from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
+
+from kvexp.core import Budget, CacheConfig, Cadence, Method
+from kvexp.core.head_budgets import slots_by_head, union_priority
+from kvexp.errors import ConfigError
+from kvexp.generate import GenerationParams, generate, generate_from_context, pad_left, prefill, prefill_together
+from kvexp.methods import (
+    A2SF,
+    CAOTE,
+    H2O,
+    TOVA,
+    VATP,
+    H2ODamping,
+    Ideal,
+    KeyAttention,
+    KeyDiff,
+    Keyformer,
+    KNorm,
+    KVzip,
+    SnapKV,
+    StreamingLLM,
+    Window,
+)
+from kvexp.models import EvictionCache
+from kvexp.retrieval import Oracle
+
+RAGGED = ("adaptive", "global")
+WAYS = ("union", *RAGGED)
+HALF = {how: Budget(kv_ratio=0.5, heads=how) for how in WAYS}
+METHODS: dict[str, Method] = {"key_attention": KeyAttention(), "h2o": H2O(), "tova": TOVA(), "knorm": KNorm()}
+
+
+def value(name: str, past: Past, p: int) -> float:
+    """What a method ranks position p by, as its oracle does."""
+    if name == "tova":
+        return past.rows[-1].get(p, 0.0)
+    return -past.norms[p] if name == "knorm" else oracles.total(past.rows, p)
+
+
+class HeadWitness(Witness):
+    """A `Witness` whose heads share out their budget at the end of the prompt; from then on each has its own."""
+
+    def __init__(self, name: str, how: str, floor: float, row: int) -> None:
+        super().__init__("llama", name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row])
+        self.name, self.how, self.floor = name, how, floor
+        self.rooms: dict[tuple[int, int], int] = {}  # of each layer and head, once they are shared out
+        self.waiting: list[Past] = []
+
+    def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        values: list[Row] = [{p: value(self.name, past, p) for p in past.held} for past in pasts]
+        if self.how == "union":
+            return [sorted(oracles.union_of_heads(values, self.must(pasts[0]), self.budget - 1))] * len(pasts)
+        if (layer, 0) in self.rooms:
+            return [
+                sorted(oracles.top_of(row, self.must(past), self.rooms[layer, h]))
+                for h, (row, past) in enumerate(zip(values, pasts, strict=True))
+            ]
+        self.waiting += pasts
+        if self.how == "global" and layer < LAYERS - 1:
+            return [list(past.held) for past in pasts]  # for now
+        values = [{p: value(self.name, past, p) for p in past.held} for past in self.waiting]
+        stays = oracles.shared_out(values, [self.must(past) for past in self.waiting], self.budget - 1, self.floor)
+        first = layer + 1 - len(self.waiting) // self.kv_heads
+        for i, stay in enumerate(stays):
+            place = first + i // self.kv_heads, i % self.kv_heads
+            self.rooms[place] = len(stay)
+            if place[0] < layer:
+                self.keep(*place, sorted(stay), self.waiting[0].newest)
+        self.waiting = []
+        return [sorted(stay) for stay in stays[-self.kv_heads :]]
+
+    def must(self, past: Past) -> set[int]:
+        """H2O's recent window, less the token to come."""
+        return set(past.held[-(self.budget // 2 - 1) :]) if self.name == "h2o" else set()
+
+
+FLOORS = {"union": 0.0, "adaptive": 0.2, "global": 0.0}
+
+
+@functools.cache
+def truth(name: str, how: str, row: int, floor: float) -> Truth:
+    return HeadWitness(name, how, floor, row).run()
+
+
+def evict_batch(
+    name: str, how: str, rows: Sequence[int], *, floor: float | None = None, chunk: int | None = None, **options: Any
+) -> Fed:
+    prompt, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
+    cache = EvictionCache(
+        tiny("llama"), METHODS[name], Budget(kv_ratio=0.5, heads=how, head_floor=floor),  # type: ignore[arg-type]
+        max_new_tokens=NEW, seeds=[SEEDS[row] for row in rows], prompt_tokens=prompt.shape[1], **options,
+    )  # fmt: skip
+    return feed(cache, tiny("llama"), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
+
+
+def agree(fed: Fed, name: str, how: str, rows: Sequence[int], floor: float | None = None) -> None:
+    for i, row in enumerate(rows):
+        want = truth(name, how, row, FLOORS[how] if floor is None else floor)
+        for step in range(NEW + 1):
+            for layer in range(LAYERS):
+                assert fed.kept[step][layer][i] == want.kept[step][layer], f"row {row}, step {step}, layer {layer}"
+            torch.testing.assert_close(fed.logits[step][i], want.logits[step], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("how", WAYS)
+def test_against_the_oracle(how: str, name: str) -> None:
+    """The fast step, in a padded batch whose prompt comes in chunks; every mode of dropping in a row alone."""
+    agree(evict_batch(name, how, [0, 2, 1], chunk=5), name, how, [0, 2, 1])
+    for mode in ("compact", "mask"):
+        agree(evict_batch(name, how, [1], mode=mode), name, how, [1])
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("how", RAGGED)
+def test_floors_against_the_oracle(how: str, floor: float) -> None:
+    agree(evict_batch("key_attention", how, [1], floor=floor), "key_attention", how, [1], floor)
+
+
+def test_the_ways_differ() -> None:
+    """Where agreeing means something: no two ways keep the same, and heads hold different numbers of slots."""
+    for name in METHODS:
+        kept = {how: truth(name, how, 0, FLOORS[how]).kept for how in WAYS}
+        assert len({repr(one) for one in kept.values()}) == len(WAYS), name
+        for how in RAGGED:
+            sizes = [[len(head) for head in layer] for layer in kept[how][-1]]
+            assert sum(map(sum, sizes)) == LAYERS * 3 * (LENGTHS[0] // 2 - 1)
+            assert any(a != b for heads in sizes for a, b in pairwise(heads)), (name, how)
+        by_layer = [sum(len(head) for head in layer) for layer in kept["global"][0]]
+        assert name == "h2o" or by_layer[0] != by_layer[1], "layers share too"
+
+
+# -- all ways to compute the same -------------------------------------------------------------------------------------
+
+FAST = [KeyAttention(), H2O(), Keyformer(), A2SF(alpha=0.3), TOVA(), VATP(n_sinks=1), KeyDiff(), Window()]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("method", FAST, ids=repr)
+@pytest.mark.parametrize("how", WAYS)
+def test_the_short_step_is_the_general_one(how: str, method: Method, rows: str, monkeypatch: Any) -> None:
+    short, general, taken = both("llama", method, HALF[how], ROWS[rows], monkeypatch)
+    assert taken == 13 * 2
+    alike(short, general)
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt2", "mpt", "mistral"])
+@pytest.mark.parametrize("how", WAYS)
+def test_on_other_families(how: str, family: str, monkeypatch: Any) -> None:
+    changes = {"sliding_window": 11} if family == "mistral" else {}
+    short, general, taken = both(family, H2O(), HALF[how], ROWS["padded"], monkeypatch, **changes)
+    assert taken > 0
+    alike(short, general)
+
+
+SLOW = [SnapKV(window=2, kernel=3), CAOTE(), H2ODamping(), KNorm(), StreamingLLM(n_sinks=2)]
+
+
+@pytest.mark.parametrize("method", [*FAST, *SLOW], ids=repr)
+@pytest.mark.parametrize("how", WAYS)
+def test_modes_agree(how: str, method: Method) -> None:
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), method, HALF[how], decoding=GenerationParams(9, eos=None), mode=mode
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+
+
+@pytest.mark.parametrize("every", [3, None])
+@pytest.mark.parametrize("how", WAYS)
+def test_other_cadences(how: str, every: int | None) -> None:
+    """Free slots per head, or tokens that are appended behind heads of different widths, for longer than the room."""
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), H2O(), HALF[how],
+            decoding=GenerationParams(70, eos=None), mode=mode, cadence=Cadence(every=every),
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_rows_do_not_know_their_neighbours(how: str) -> None:
+    """To the bit: tokens, kept positions and logits of a row are those it has alone."""
+    prompts, decoding = prompts_of(5, (40, 18, 33)), GenerationParams(12, eos=None)
+    together = generate(tiny("llama"), prompts, H2O(), HALF[how], decoding=decoding, keep_logits=True)
+    for row, prompt in enumerate(prompts):
+        alone = generate(tiny("llama"), [prompt], H2O(), HALF[how], decoding=decoding, keep_logits=True)
+        assert together.tokens[row] == alone.tokens[0]
+        for layer in range(LAYERS):
+            assert together.cache.kept_positions(layer)[row] == alone.cache.kept_positions(layer)[0]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_prompt_within_its_budget_loses_nothing(how: str) -> None:
+    """Beside a longer one: its heads have the uniform number, and evict once they hold more."""
+    prompts, decoding = prompts_of(5, (40, 12)), GenerationParams(14, eos=None)
+    budget = Budget(tokens=20, heads=how)  # type: ignore[arg-type]
+    both_rows = generate(tiny("llama"), prompts, H2O(), budget, decoding=decoding)
+    alone = generate(tiny("llama"), prompts[1:], H2O(), budget, decoding=decoding)
+    plain = generate(tiny("llama"), prompts[1:], H2O(), Budget(tokens=20), decoding=decoding)
+    assert both_rows.tokens[1] == alone.tokens[0]
+    for layer in range(LAYERS):
+        kept = both_rows.cache.kept_positions(layer)
+        assert kept[1] == alone.cache.kept_positions(layer)[0] and {len(head) for head in kept[1]} == {19}
+        assert how == "union" or kept[1] == plain.cache.kept_positions(layer)[0]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_beams_forks_and_questions(how: str) -> None:
+    """Rows that are reordered, copied and fed several tokens at once are those of mode mask."""
+    model, prompts = tiny("llama"), prompts_of(3, (40, 33))
+    beams, made = GenerationParams(9, eos=None, num_beams=3), []
+    for mode in ("overwrite", "compact", "mask"):
+        searched = generate(model, prompts, H2O(), HALF[how], decoding=beams, mode=mode)
+        context = prefill(model, prompts, H2O(), HALF[how], max_new_tokens=20, mode=mode)
+        asked = generate_from_context(
+            model, context.fork([1, 0, 1]), [[3, 5, 7], [2, 4], [6]], decoding=GenerationParams(8, eos=None)
+        )
+        again = generate_from_context(model, context, [[3, 5, 7], [2, 4]], decoding=GenerationParams(8, eos=None))
+        made.append((searched.tokens, asked.tokens, again.tokens))
+    assert made[0] == made[1] == made[2]
+
+
+def test_shared_prefill_is_each_by_itself() -> None:
+    """Caches of all ways decode together with plain ones: each has what it has alone."""
+    from kvexp.generate import decode_together
+
+    model, prompts = tiny("llama"), prompts_of(3, (40, 33))
+    budgets = [Budget(kv_ratio=0.5), *HALF.values(), Budget(kv_ratio=0.3, heads="adaptive")]
+    configs = [CacheConfig(method, budget) for method in (H2O(), KNorm()) for budget in budgets]
+    contexts = prefill_together(model, prompts, configs, max_new_tokens=9)
+    decoding = GenerationParams(9, eos=None)
+    together = decode_together(model, contexts, decoding)
+    for config, one in zip(configs, together, strict=True):
+        alone = generate(model, prompts, config, decoding=decoding)
+        assert one.tokens == alone.tokens
+        for layer in range(LAYERS):
+            assert one.cache.kept_positions(layer) == alone.cache.kept_positions(layer)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_after_a_second_pass(how: str) -> None:
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), KVzip(n_sinks=1), HALF[how],
+            decoding=GenerationParams(5, eos=None), mode=mode, tokenizer=LETTERS,
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    sizes = {len(head) for layer in range(LAYERS) for head in runs[0].cache.kept_positions(layer)[0]}
+    assert (len(sizes) == 1) == (how == "union")
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "compact"])
+@pytest.mark.parametrize("how", RAGGED)
+def test_resident_bytes_are_the_sum_of_the_budgets(how: str, mode: str) -> None:
+    """By the ledger, and by the storages that hold keys and values: no padding, and nothing of the prompt is left."""
+    lengths, new = (40, 33, 40), 6
+    run = generate(
+        tiny("llama"),
+        prompts_of(3, lengths),
+        H2O(),
+        HALF[how],
+        decoding=GenerationParams(new, eos=None),
+        mode=mode,  # type: ignore[arg-type]
+    )
+    dims, size = 2 * 14, 4
+    free = 1 if mode == "overwrite" else 64  # of each head, for tokens to come
+    wanted = sum((n // 2 - 1) * 3 * LAYERS for n in lengths)
+    held = sum(len(head) for layer in range(LAYERS) for row in run.cache.kept_positions(layer) for head in row)
+    assert held == wanted
+    tracker = run.cache.memory_tracker
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for state in run.cache.layer_states
+        for tensor in every_tensor(state.require_slots())
+        if tensor.shape[-1] == 14
+    }
+    assert sum(storages.values()) == tracker.bytes
+    heads = len(lengths) * 3 * LAYERS
+    assert tracker.bytes <= (wanted + heads * free) * dims * size
+    if mode == "overwrite":
+        assert tracker.bytes == (wanted + heads) * dims * size
+        uniform = generate(
+            tiny("llama"), prompts_of(3, lengths), H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(new, eos=None)
+        )
+        assert tracker.bytes <= uniform.cache.memory_tracker.bytes
+
+
+def every_tensor(item: Any) -> list[torch.Tensor]:
+    """All tensors that an object holds, however deep."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    parts = (
+        item.values()
+        if isinstance(item, dict)
+        else item
+        if isinstance(item, list | tuple)
+        else vars(item).values()
+        if hasattr(item, "__dict__")
+        else ()
+    )
+    return [tensor for part in parts for tensor in every_tensor(part)]
+
+
+# -- sharing out ------------------------------------------------------------------------------------------------------
+
+
+def test_slots_by_head_against_the_draft() -> None:
+    """Random priorities with many ties, dead slots, protected ones, rows of different budgets."""
+    dice = torch.Generator().manual_seed(5)
+    for trial in range(60):
+        b, h, s = 3, 4, 23
+        priority = torch.randint(0, 9, (b, h, s), generator=dice).float()
+        positions = torch.stack([torch.randperm(s, generator=dice) for _ in range(b * h)]).view(b, h, s)
+        live = torch.randint(12, s, (b,), generator=dice)
+        positions = torch.where(positions < live[:, None, None], positions, -1)
+        protected = (positions >= 0) & ((positions < trial % 3) | (positions >= live[:, None, None] - trial % 4))
+        keep = [int(n) for n in torch.randint(5, 11, (b,), generator=dice)]
+        floor = (0.0, 0.2, 0.35, 1.0)[trial % 4]
+        got = slots_by_head(priority, positions, protected, keep, floor).tolist()
+        for row in range(b):
+            values = [
+                {int(p): float(v) for p, v in zip(*pair, strict=True) if p >= 0}
+                for pair in zip(positions[row], priority[row], strict=True)
+            ]
+            must = [set(p[m].tolist()) for p, m in zip(positions[row], protected[row], strict=True)]
+            want = oracles.shared_out(values, must, keep[row], floor)
+            assert got[row] == [len(stay) for stay in want], (trial, row)
+
+
+def test_the_dossiers_example() -> None:
+    """Two heads of five slots, three each, floor 0.34: kvpress gives 5 + 1, the authors' release 4 + 2."""
+    priority = torch.tensor([[[0.5, 0.4, 0.3, 0.2, 0.1], [0.09, 0.08, 0.07, 0.06, 0.05]]])
+    positions = torch.arange(5).expand(1, 2, 5)
+    assert slots_by_head(priority, positions, torch.zeros(1, 2, 5, dtype=torch.bool), [3], 0.34).tolist() == [[5, 1]]
+
+
+def test_a_slot_that_one_head_ranks_last_is_last_for_all() -> None:
+    priority = torch.tensor([[[1.0, -torch.inf, 2.0], [3.0, 9.0, torch.inf]]])
+    assert union_priority(priority).tolist() == [[[2.0, -torch.inf, torch.inf]] * 2]
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Budget(kv_ratio=0.5, heads="pairs"), r"budget\.heads must be one of uniform, .*, got 'pairs'"),
+        (lambda: Budget(kv_ratio=0.5, head_floor=0.1), r"head_floor has no effect with budget\.heads=uniform"),
+        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), r"head_floor must be in \[0, 1\], got 1.5"),
+        (lambda: Budget(kv_ratio=0.5, heads="global", pyramid=0.5), r"set budget\.pyramid=0"),
+        (lambda: CacheConfig(Ideal(), HALF["adaptive"], mode="mask"), r"ideal drops nothing.*budget\.heads=uniform"),
+        (lambda: CacheConfig(Oracle(), HALF["union"]), r"oracle drops nothing.*budget\.heads=uniform"),
+        (
+            lambda: CacheConfig(H2O(), HALF["global"], Cadence(at_prefill=False)),
+            r"evict_at_prefill=true, or budget\.heads=uniform",
+        ),
+    ],
+)
+def test_refusals(make: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make()
