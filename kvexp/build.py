@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvexp.core import Budget, CacheConfig, Method, Quantization, QueryCalibration
+    from kvexp.core import Budget, CacheConfig, HeadScores, Method, Quantization, QueryCalibration
 
 # The group `cache` of conf/config.yaml: how keys and values are stored, and everything else.
 STORAGE = {
@@ -105,11 +105,12 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
 
 
 def build_cache(
-    method: Method, budget: Budget | None, node: Mapping[str, Any], calibration: QueryCalibration | None = None
+    method: Method, budget: Budget | None, node: Mapping[str, Any], calibration: QueryCalibration | None = None,
+    head_scores: HeadScores | None = None,
 ) -> CacheConfig:
     """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
 
-    calibration: of the model, where the method needs one.
+    calibration: of the model, where the method needs one; head_scores: where the budget needs them.
     """
     from kvexp.core import CacheConfig, Cadence
 
@@ -131,6 +132,7 @@ def build_cache(
             beyond_context=beyond,
             calibration=calibration,
             quantization=quantization_of(known),
+            head_scores=head_scores,
         )
 
 

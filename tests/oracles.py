@@ -501,3 +501,24 @@ def shared_out(values: list[Row], must: list[set[int]], room: int, floor: float)
         best = max(open_heads, key=lambda h: (values[h][ranked[h][taken[h]]], ranked[h][taken[h]], -h))
         taken[best] += 1
     return [set(order[:n]) for order, n in zip(ranked, taken, strict=True)]
+
+
+def looks_back(queries: list[list[float]], key: list[float], pairs: list[tuple[int, int, float]], length: int) -> float:
+    """kvpress's score of a kv head: the area under the cumulated attention of its mean query to its mean key.
+
+    queries: the mean of each query head, key: of the kv head, before RoPE; both laid out over `length` positions.
+    """
+    area = 0.0
+    for query in queries:
+        last = rotated(query, length - 1, pairs)
+        logits = [
+            sum(a * b for a, b in zip(last, rotated(key, place, pairs), strict=True)) / math.sqrt(len(key))
+            for place in range(length)
+        ]
+        top_logit = max(logits)
+        weights = [math.exp(x - top_logit) for x in logits]
+        running, whole = 0.0, sum(weights)
+        for weight in weights:
+            running += weight / whole
+            area += running / length / len(queries)
+    return area

@@ -10,8 +10,8 @@ from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
 from kvexp.config.calibration_of_model import model_digest
 from kvexp.config.model_spec import load, max_positions, tokenizer_of
 from kvexp.console import Progress
-from kvexp.models import calibrate_queries
-from kvexp.models.calibration_file import write_calibration
+from kvexp.models.calibration_file import write_calibration, write_head_scores
+from kvexp.models.calibration_pass import calibrate_queries_and_heads
 from kvexp.sweep.composed_model import composed_model
 from kvexp.terminal import say
 
@@ -29,7 +29,7 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
     start = time.monotonic()
     model, _ = load(spec)
     with Progress(f"calibrating {name}", len(sequences), 0, "sequences") as progress:
-        made = calibrate_queries(model, sequences, progress.advance)
+        made, heads = calibrate_queries_and_heads(model, sequences, progress.advance)
     read = sum(len(ids) for ids in sequences)
     about = {
         "data": texts.name,
@@ -41,7 +41,10 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
         "numerics": kvexp.NUMERICS,
     }
     file = write_calibration(made, model_digest(spec), about)
+    if heads is not None:
+        write_head_scores(heads, model_digest(spec), about)
+    of_heads = "" if heads is None else f", of heads {heads.digest}"
     say(
-        f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}, "
-        f"kept in {file}"
+        f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}"
+        f"{of_heads}, kept in {file}"
     )

@@ -11,7 +11,7 @@ from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit
 
 if TYPE_CHECKING:
-    from kvexp.core import Method, QueryCalibration
+    from kvexp.core import Budget, HeadScores, Method, QueryCalibration
 
 
 def calibration_for(
@@ -27,9 +27,6 @@ def calibration_for(
     from kvexp.models.calibration_file import read_calibration
     from kvexp.models.families import query_shape
 
-    words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
-    if "model" in choices and not any(word.startswith("model=") for word in words):
-        words = [f"model={choices['model']}", *words]
     shape = query_shape(config_of_spec(model))  # first, for a hub may have a newer commit, and this asks it
     try:
         found = read_calibration(model_digest(model))
@@ -41,8 +38,40 @@ def calibration_for(
         why = str(error)
     raise ConfigError(
         f"method={method.name} needs statistics of the model's queries from a calibration pass: {why}. Run: "
-        f"kvexp calibrate {shlex.join(words)}"
+        f"{calibrate_command(choices, overrides)}"
     )
+
+
+def head_scores_for(
+    budget: Budget | None, model: ModelSpec, choices: Mapping[str, str], overrides: Sequence[str]
+) -> HeadScores | None:
+    """What the calibration pass of this model left of its heads, if the budget needs it; as `calibration_for`."""
+    if budget is None or budget.heads != "duo":
+        return None
+    from kvexp.models.calibration_file import read_head_scores
+    from kvexp.models.families import query_shape
+
+    layers, heads, _, _ = query_shape(config_of_spec(model))
+    try:
+        found = read_head_scores(model_digest(model))
+        if found is not None:
+            found.check_shape(layers, heads)
+            return found
+        why = "this model has none yet (models without RoPE get none)"
+    except ConfigError as error:
+        why = str(error)
+    raise ConfigError(
+        f"budget.heads=duo needs scores of the model's heads from a calibration pass: {why}. Run: "
+        f"{calibrate_command(choices, overrides)}"
+    )
+
+
+def calibrate_command(choices: Mapping[str, str], overrides: Sequence[str]) -> str:
+    """The command that calibrates the model of a command line."""
+    words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
+    if "model" in choices and not any(word.startswith("model=") for word in words):
+        words = [f"model={choices['model']}", *words]
+    return f"kvexp calibrate {shlex.join(words)}"
 
 
 def model_digest(model: ModelSpec) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 
 from kvexp.build import CACHE, STORAGE, build, build_cache, typed
 from kvexp.config.bytes_ratio import budget_of_bytes
-from kvexp.config.calibration_of_model import calibration_for
+from kvexp.config.calibration_of_model import calibration_for, head_scores_for
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_padding
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
 from kvexp.config.root_values import Shard, check_values
 from kvexp.core import Budget, CacheConfig, Method
+from kvexp.core.budget import DEFAULT_FLOORS
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.methods import Full
@@ -111,6 +112,8 @@ class Settings:
             identity |= {"cadence": _plain(cache.cadence), "mode": cache.mode, "observe": cache.observe}
             if cache.quantization is not None:
                 identity["quantization"] = _plain(cache.quantization)
+            if cache.head_scores is not None:
+                identity["head_scores"] = cache.head_scores.digest
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
@@ -149,9 +152,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     elif method.evicts:
         budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
     calibration = calibration_for(method, model, choices, overrides)
+    head_scores = head_scores_for(budget, model, choices, overrides)
     settings = Settings(
         model=model,
-        cache=build_cache(method, budget, config["cache"], calibration),
+        cache=build_cache(method, budget, config["cache"], calibration, head_scores),
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
@@ -254,11 +258,13 @@ def _code_of(method: Method) -> dict[str, Any]:
 
 def _budget_identity(budget: Any) -> dict[str, Any]:
     """A budget's settings; those for heads only where they do anything, so that older runs keep their hashes."""
-    plain = _plain(budget, without=("heads", "head_floor"))
+    plain = _plain(budget, without=("heads", "head_floor", "stream_sinks", "stream_recent"))
     if budget.heads != "uniform":
         plain["heads"] = budget.heads
-    if budget.ragged:
+    if budget.heads in DEFAULT_FLOORS:
         plain["head_floor"] = budget.floor
+    if budget.heads == "duo":
+        plain["stream_sinks"], plain["stream_recent"] = budget.stream
     return plain
 
 

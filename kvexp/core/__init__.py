@@ -12,6 +12,7 @@ from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.cache_config import CacheConfig, CacheOptions
 from kvexp.core.eviction_layer import EvictionLayer
+from kvexp.core.head_scores import HeadScores
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.needs import Needs
@@ -34,6 +35,7 @@ __all__ = [
     "Cadence",
     "EvictionContext",
     "EvictionLayer",
+    "HeadScores",
     "MemoryTracker",
     "Method",
     "Needs",

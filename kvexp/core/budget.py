@@ -10,7 +10,8 @@ from typing import Literal, get_args
 from kvexp.errors import ConfigError
 
 # How slots are shared out among kv heads. In all but the first two ways, heads hold different numbers of slots.
-Heads = Literal["uniform", "union", "adaptive", "global"]
+Heads = Literal["uniform", "union", "adaptive", "global", "duo"]
+STREAM_SINKS, STREAM_RECENT = 128, 256  # slots of a streaming head, as in kvpress
 DEFAULT_FLOORS = {"adaptive": 0.2, "global": 0.0}
 MOST_TOKENS = 1 << 62  # times 1 + pyramid, which is below 2, it is still an int64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
@@ -44,7 +45,9 @@ class Budget:
     uniform: every head keeps its own best. union: all heads of a layer keep the same positions, the best on average.
     adaptive (AdaKV, arXiv:2407.11550): the slots of a layer's heads go to the best of all its heads; global: those of
     all layers to the best of the model. In both, each head has at least `head_floor` of its uniform share (null: 0.2
-    for adaptive, 0 for global).
+    for adaptive, 0 for global). duo (DuoAttention, arXiv:2410.10819): retrieval heads, as many as the budget has room
+    for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
+    tokens (null: 128, 256).
 
     ConfigError for values outside these ranges.
     """
@@ -56,6 +59,8 @@ class Budget:
     pyramid: float = 0.0
     heads: Heads = "uniform"
     head_floor: float | None = None
+    stream_sinks: int | None = None
+    stream_recent: int | None = None
 
     def __post_init__(self) -> None:
         if (self.kv_ratio is None) == (self.tokens is None):
@@ -93,16 +98,31 @@ class Budget:
             )
         if self.head_floor is not None and not 0 <= self.head_floor <= 1:
             raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor:g}")
-        if self.heads == "global" and self.pyramid:
+        if self.heads in ("global", "duo") and self.pyramid:
             raise ConfigError(
-                "budget.heads=global shares out the slots of all layers by their scores, budget.pyramid by their "
+                f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.pyramid by "
                 "depth: set budget.pyramid=0, or budget.heads=adaptive"
             )
+        for name, least in (("stream_sinks", 0), ("stream_recent", 1)):
+            value = getattr(self, name)
+            if value is not None and self.heads != "duo":
+                raise ConfigError(
+                    f"budget.{name} has no effect with budget.heads={self.heads}: leave it at null, or set "
+                    "budget.heads=duo"
+                )
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
     @property
     def ragged(self) -> bool:
         """Whether kv heads of a layer may hold different numbers of slots."""
         return self.heads not in ("uniform", "union")
+
+    @property
+    def stream(self) -> tuple[int, int]:
+        """First and newest tokens that a streaming head holds, the token being generated included."""
+        sinks = STREAM_SINKS if self.stream_sinks is None else self.stream_sinks
+        return sinks, STREAM_RECENT if self.stream_recent is None else self.stream_recent
 
     @property
     def floor(self) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack, get_args
 
 from kvexp.core.budget import Budget, Cadence
+from kvexp.core.head_scores import HeadScores
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
@@ -30,6 +31,7 @@ class CacheOptions(TypedDict, total=False):
     beyond_context: bool
     calibration: QueryCalibration | None
     quantization: Quantization | None
+    head_scores: HeadScores | None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class CacheConfig:
     calibration: statistics of the model's queries, for methods that need them.
     quantization: how keys and values are stored in fewer bits once they are no longer new; None: as the model makes
         them.
+    head_scores: of the model's kv heads, for budget.heads=duo.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.
@@ -63,6 +66,7 @@ class CacheConfig:
     beyond_context: bool = False
     calibration: QueryCalibration | None = None
     quantization: Quantization | None = None
+    head_scores: HeadScores | None = None
 
     @classmethod
     def of(
@@ -171,7 +175,12 @@ class CacheConfig:
         if self.is_ragged and self.quantization is not None:
             raise ConfigError(
                 f"budget.heads={heads} packs heads of different width, which slots in few bits do not know: set "
-                "cache.bits=null, or budget.heads=union or uniform"
+                "cache.bits=16, or budget.heads=union or uniform"
+            )
+        if heads == "duo" and self.head_scores is None:
+            raise ConfigError(
+                "budget.heads=duo needs scores of the model's heads from a calibration pass: give "
+                "head_scores=kvexp.models.calibrate_heads(model, prompts)"
             )
         if self.is_ragged and not self.cadence.at_prefill:
             raise ConfigError(

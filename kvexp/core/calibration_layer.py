@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.core.head_scores import HeadScoreSums
 from kvexp.core.query_calibration import QuerySums
 from kvexp.errors import CacheError
 
@@ -13,11 +14,11 @@ from kvexp.errors import CacheError
 class CalibrationLayer:
     """A `LayerCache` that keeps nothing but sums over queries: each forward is a whole sequence, `reset` between them.
 
-    sums: over all sequences so far.
+    sums, head_scores: over all sequences so far.
     """
 
     def __init__(self) -> None:
-        self.sums, self.seq_len = QuerySums(), 0
+        self.sums, self.head_scores, self.seq_len = QuerySums(), HeadScoreSums(), 0
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
@@ -29,6 +30,7 @@ class CalibrationLayer:
         positions = torch.arange(self.seq_len, device=key.device)
         grouped = query.unflatten(1, (h, query.shape[1] // h))
         self.sums.add(grouped[0], positions, params.rope)
+        self.head_scores.add(grouped[0], key[0], positions, params)
         inputs = AttentionInputs(
             query=grouped,
             keys=key,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvexp.core.budget import Budget
 from kvexp.core.cache_config import CacheConfig
+from kvexp.core.head_budgets import StreamingHeads, retrieval_heads
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.core.select import select_evict, select_keep
@@ -28,7 +29,8 @@ class ResolvedBudget:
 
     slots: the budget k; keep: slots kept after an eviction (k - 1 where the token being generated counts); recent:
     newest tokens that are protected at an eviction. head_keep [B][H]: slots that each kv head keeps, where heads were
-    given different numbers (`share_out`); None: `keep` for all.
+    given different numbers (`share_out`); None: `keep` for all. streaming: which kv heads hold sinks and newest tokens
+    whatever the method says; None: no head.
     """
 
     slots: list[int]
@@ -39,6 +41,7 @@ class ResolvedBudget:
     recent_t: Tensor
     head_keep: list[list[int]] | None = None
     head_keep_t: Tensor | None = None
+    streaming: StreamingHeads | None = None
 
     @classmethod
     def from_slots(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
@@ -72,12 +75,38 @@ class ResolvedBudget:
         budget, method = config.budget, config.method
         assert budget is not None
         slots = granted(method, budget, lengths, padded, new, layer, layers)
-        return cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
+        made = cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
+        if budget.heads == "duo" and config.head_scores is not None:
+            itself = 1 if budget.counts_self else 0
+            heads = [retrieval_heads(budget, k, n, new, config.head_scores) for k, n in zip(slots, lengths, strict=True)]
+            full = torch.stack([each[layer] for each in heads]).to(device)
+            whole = torch.tensor([n + (new or 0) for n in lengths], device=device)[:, None]
+            made.streaming = StreamingHeads(~full, budget.stream[0])
+            made.share_out(torch.where(full, whole, sum(budget.stream)) - itself, full.shape[1])
+        return made
 
     def share_out(self, by_head: Tensor | None, heads: int) -> None:
         """From now on kv heads keep by_head [B, H] slots; None: `keep` each. heads: H."""
         by_head = self.keep_t[:, None].expand(-1, heads) if by_head is None else by_head
         self.head_keep, self.head_keep_t = by_head.tolist(), by_head.contiguous()
+
+    @property
+    def recent_by_head(self) -> Tensor:
+        """Newest tokens that are protected at an eviction, [B, H], or [B, 1] where heads do not differ."""
+        recent = self.recent_t[:, None]
+        return recent if self.streaming is None else recent.masked_fill(self.streaming.heads, 0)
+
+    def sinks_by_head(self, method: Method) -> int | Tensor:
+        """First tokens that are never evicted: the method's, or [B, H] where heads differ."""
+        if self.streaming is None:
+            return method.sinks
+        return torch.where(self.streaming.heads, self.streaming.sinks, method.sinks)
+
+    def by_stream(self, priority: Tensor, positions: Tensor) -> Tensor:
+        """The priority [B, H, S] of the method, and recency in streaming heads; positions [B, H, S]."""
+        if self.streaming is None:
+            return priority
+        return torch.where(self.streaming.heads[..., None], positions.to(priority.dtype), priority)
 
     @property
     def keep_by_head(self) -> Tensor:
@@ -96,6 +125,8 @@ class ResolvedBudget:
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool) -> None:
         """Keep, repeat or reorder batch rows; same_prompts: only among the beams of a sample, of equal budgets."""
+        if self.streaming is not None:
+            self.streaming = self.streaming.of_rows(rows)
         if self.head_keep is not None and self.head_keep_t is not None:
             self.head_keep = [self.head_keep[i] for i in rows.tolist()]
             self.head_keep_t = self.head_keep_t[rows.to(self.head_keep_t.device)]
@@ -130,7 +161,10 @@ def check_budget(config: CacheConfig, lengths: Sequence[int], padded: int, new: 
     if config.budget is None or not config.method.evicts:
         return
     for layer in range(layers):
-        granted(config.method, config.budget, lengths, padded, new, layer, layers)
+        slots = granted(config.method, config.budget, lengths, padded, new, layer, layers)
+    if config.budget.heads == "duo" and config.head_scores is not None:
+        for k, length in zip(slots, lengths, strict=True):
+            retrieval_heads(config.budget, k, length, new, config.head_scores)
 
 
 def may_evict(config: CacheConfig, lengths: Sequence[int], padded: int, new: int | None, layers: int) -> bool:
@@ -165,9 +199,9 @@ def window(method: Method, slots: int, *, counts_self: bool) -> int:
 
 def protected_mask(method: Method, ctx: EvictionContext, resolved: ResolvedBudget) -> Tensor:
     """[B, H, S] bool: the slots of sinks and of the recent window, which are never evicted."""
-    positions = ctx.positions
-    recent = positions > (ctx.newest - resolved.recent_t)[:, None, None]
-    return (positions >= 0) & (recent | (positions < method.sinks))
+    positions, sinks = ctx.positions, resolved.sinks_by_head(method)
+    recent = positions > (ctx.newest[:, None] - resolved.recent_by_head)[..., None]
+    return (positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))
 
 
 def float_priority(method: Method, ctx: EvictionContext) -> Tensor:

@@ -367,7 +367,7 @@ class EvictionLayer:
             due = every is not None and (sequence.decode_steps + width) // every > sequence.decode_steps // every
         decoded = sequence.seq_len - (sequence.prompt_columns or 0)
         over = any(
-            n + decoded > kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.keep, strict=True)
+            n + decoded > kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.least, strict=True)
         )
         return due and (over or self.has_evicted)
 
@@ -426,9 +426,11 @@ class EvictionLayer:
                 )
             hidden = checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
         protected = protected_mask(method, ctx, self.resolved_budget)
+        resolved = self.resolved_budget
+        priority = resolved.by_stream(priority, ctx.positions)
         if self.config.is_union:
             priority = union_priority(priority)
-        ranked, resolved = RankedSlots(priority, ctx.positions, protected, hidden), self.resolved_budget
+        ranked = RankedSlots(priority, ctx.positions, protected, hidden)
         if not self.config.is_ragged or resolved.head_keep is not None:
             self._drop(ranked, due)
         elif not self.sequence.in_prompt:
@@ -449,7 +451,7 @@ class EvictionLayer:
     def _share_out(self, by_head: Tensor | None) -> None:
         """From now on kv heads hold by_head [B, H] slots in rows that lose some, and the uniform number elsewhere.
 
-        None: the uniform number everywhere. Slots become ragged, except where mode mask leaves them all in place.
+        None: the uniform number everywhere.
         """
         resolved, slots = self.resolved_budget, self.require_slots()
         assert resolved is not None and self.sequence.num_real is not None
@@ -457,12 +459,15 @@ class EvictionLayer:
             over = self.sequence.num_real.to(by_head.device) > resolved.keep_t
             by_head = torch.where(over[:, None], by_head, resolved.keep_t[:, None])
         resolved.share_out(by_head, slots.positions.shape[1])
-        if self.config.mode != "mask":
-            self.slots = RaggedSlots.of(slots)
 
     def _drop(self, ranked: RankedSlots, due: DueEviction) -> None:
-        """Evict by priorities that are known, and record the first eviction of each row."""
+        """Evict by priorities that are known, and record the first eviction of each row.
+
+        Where heads hold different numbers, slots become ragged, except in mode mask, which leaves them all in place.
+        """
         slots, method = self.require_slots(), self.config.method
+        if self.config.is_ragged and self.config.mode != "mask" and not isinstance(slots, RaggedSlots):
+            self.slots = slots = RaggedSlots.of(slots)
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         self.backend.evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
         # A row or head within its budget has lost nothing, whatever its neighbours lose.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvexp.core.budget import Budget, floor_share
+from kvexp.core.head_scores import HeadScores
 from kvexp.core.select import INT64_MAX, INT64_MIN, order_key
+from kvexp.errors import ConfigError
 
 RANKED_BY = ("priority", "candidates", "protected")
 
@@ -46,6 +48,40 @@ def slots_by_head(priority: Tensor, positions: Tensor, protected: Tensor, keep: 
     chosen = (torch.arange(h * s, device=key.device) < most) & (best.values != INT64_MIN)
     counts = torch.zeros(b, h, dtype=torch.int64, device=key.device)
     return counts.scatter_add_(1, best.indices // s, chosen.long())
+
+
+@dataclass(frozen=True)
+class StreamingHeads:
+    """Which kv heads hold sinks and newest tokens whatever the method says: heads [B, H] bool; sinks: of each."""
+
+    heads: Tensor
+    sinks: int
+
+    def of_rows(self, rows: Tensor) -> StreamingHeads:
+        """Of these batch rows."""
+        return replace(self, heads=self.heads[rows.to(self.heads.device)])
+
+
+def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, scores: HeadScores) -> Tensor:
+    """DuoAttention's retrieval heads, [L, H] bool: as many of the highest scores as the budget has room for.
+
+    slots: of every head on average; a retrieval head takes room for a prompt of `length` tokens and `new` more, every
+    other one `budget.stream`. ConfigError where that is more than `slots`, and where `new` is None.
+    """
+    if new is None:
+        raise ConfigError(
+            "budget.heads=duo gives retrieval heads room for the whole answer: say max_new_tokens, how many tokens will "
+            "be generated"
+        )
+    heads, (sinks, recent), whole = scores.scores.numel(), budget.stream, length + new
+    if slots >= whole:
+        return scores.best(heads)
+    if slots < sinks + recent:
+        raise ConfigError(
+            f"budget of {slots} slots cannot hold a streaming head's {sinks} sinks + {recent} newest tokens of "
+            "budget.heads=duo; raise kv_ratio (or budget.tokens), or lower budget.stream_sinks or budget.stream_recent"
+        )
+    return scores.best((slots - sinks - recent) * heads // (whole - sinks - recent))
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class ModelArguments:
                 f"method={made.name} needs statistics of the model's queries, which --model_args cannot give: use "
                 f"kvexp run task=lm_eval method={made.name}, or another method"
             )
+        if groups["budget"].get("heads") == "duo":
+            raise ConfigError(
+                "budget.heads=duo needs scores of the model's heads, which --model_args cannot give: use kvexp run "
+                "task=lm_eval budget.heads=duo, or another way to share slots out"
+            )
         cache = build_cache(made, budget_of(made, kv_ratio, groups["budget"]), groups["cache"])
         how = protocol_from(protocol, groups["protocol"])
         if how.mode == "row_mask":

@@ -3,7 +3,7 @@
 from kvexp.deprecation import deprecated_names
 from kvexp.models.batched_cache import MultiMethodCache
 from kvexp.models.cache import EvictionCache
-from kvexp.models.calibration_pass import calibrate_queries
+from kvexp.models.calibration_pass import calibrate_heads, calibrate_queries
 from kvexp.models.cpu_linear import pack_linear, unpack_linear
 from kvexp.models.load import load_model, load_tokenizer, random_model
 from kvexp.models.patch import is_patched, patch_model, patched, unpatch_model
@@ -13,6 +13,7 @@ __all__ = [
     "EvictionCache",
     "MultiMethodCache",
     "RowMaskCache",
+    "calibrate_heads",
     "calibrate_queries",
     "is_patched",
     "load_model",

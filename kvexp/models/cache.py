@@ -131,6 +131,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             check_quantization(model.config, config.quantization, model.dtype)
         if config.calibration is not None and method.needs.calibration:
             config.calibration.check_shape(*query_shape(model.config))
+        if config.head_scores is not None:
+            config.head_scores.check_shape(*query_shape(model.config)[:2])
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
         turns_queries = method.needs.queries_after is not None or method.needs.calibration
         why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns queries back,"

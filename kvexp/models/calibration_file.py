@@ -1,4 +1,4 @@
-"""The file that holds a model's calibration: in the cache folder, known by the model's digest, never half written."""
+"""The files that hold a model's calibration: in the cache folder, known by the model's digest, never half written."""
 
 from __future__ import annotations
 
@@ -7,26 +7,39 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from kvexp.cache_folder import cache_folder
+from kvexp.core.head_scores import HeadScores
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.errors import ConfigError
 
 STATISTICS = 1  # raised by a change after which the same model and texts would give other statistics
+HEAD_SCORES = 1  # the same of scores of heads
 TENSORS = ("direction", "mean", "size")
+Made = TypeVar("Made", QueryCalibration, HeadScores)
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
 
 
 def calibration_file(model: str) -> Path:
     """Where the calibration of a model lies, be it there or not. model: what stands for its weights."""
+    return _file_of(f"queries{STATISTICS}", model)
+
+
+def head_scores_file(model: str) -> Path:
+    """Where the scores of a model's heads lie, be they there or not. model: what stands for its weights."""
+    return _file_of(f"heads{HEAD_SCORES}", model)
+
+
+def _file_of(kind: str, model: str) -> Path:
     name = hashlib.sha256(model.encode()).hexdigest()[:32]
-    return cache_folder() / "calibration" / f"queries{STATISTICS}-{name}.safetensors"
+    return cache_folder() / "calibration" / f"{kind}-{name}.safetensors"
 
 
 def write_calibration(made: QueryCalibration, model: str, about: Mapping[str, Any]) -> Path:
@@ -34,9 +47,29 @@ def write_calibration(made: QueryCalibration, model: str, about: Mapping[str, An
 
     about: what it was made of, for readers. ConfigError where the file cannot be written.
     """
-    file = calibration_file(model)
     notes = {"version": STATISTICS, "model": model, "digest": made.digest, "about": dict(about)}
-    content = save({name: getattr(made, name).contiguous() for name in TENSORS}, {ABOUT: json.dumps(notes)})
+    return _write(calibration_file(model), {name: getattr(made, name) for name in TENSORS}, notes)
+
+
+def write_head_scores(made: HeadScores, model: str, about: Mapping[str, Any]) -> Path:
+    """The same for the scores of a model's heads."""
+    notes = {"version": HEAD_SCORES, "model": model, "digest": made.digest, "about": dict(about)}
+    return _write(head_scores_file(model), {"scores": made.scores}, notes)
+
+
+def read_calibration(model: str) -> QueryCalibration | None:
+    """A model's calibration; None where it has none. ConfigError for a file that is not what was written for it."""
+    return _read(calibration_file(model), TENSORS, QueryCalibration.of, STATISTICS, model)
+
+
+def read_head_scores(model: str) -> HeadScores | None:
+    """The same for the scores of a model's heads."""
+    return _read(head_scores_file(model), ("scores",), HeadScores.of, HEAD_SCORES, model)
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Path:
+    """Write tensors and notes to a file, whole or not at all; returns it. ConfigError where it cannot be written."""
+    content = save({name: each.contiguous() for name, each in tensors.items()}, {ABOUT: json.dumps(notes)})
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
@@ -58,18 +91,16 @@ def write_calibration(made: QueryCalibration, model: str, about: Mapping[str, An
     return file
 
 
-def read_calibration(model: str) -> QueryCalibration | None:
-    """A model's calibration; None where it has none. ConfigError for a file that is not what was written for it."""
-    file = calibration_file(model)
+def _read(file: Path, names: Sequence[str], make: Callable[..., Made], version: int, model: str) -> Made | None:
+    """What `make` makes of a file's tensors; None where there is no file. ConfigError as of `read_calibration`."""
     try:
         with safe_open(file, "pt") as opened:
             notes = json.loads((opened.metadata() or {})[ABOUT])
-            made = QueryCalibration.of(*(opened.get_tensor(name) for name in TENSORS))
+            made = make(*(opened.get_tensor(name) for name in names))
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
         raise ConfigError(f"{file} is no calibration ({error})") from error
-    found = (notes.get("version"), notes.get("model"), notes.get("digest"))
-    if found != (STATISTICS, model, made.digest):
+    if (notes.get("version"), notes.get("model"), notes.get("digest")) != (version, model, made.digest):
         raise ConfigError(f"{file} was written for another model, by another version, or changed since")
     return made

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvexp.core.calibration_layer import CalibrationLayer
+from kvexp.core.head_scores import HeadScores
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.errors import ConfigError
 from kvexp.models.attention_hook import check_patched
@@ -25,6 +26,32 @@ def calibrate_queries(
     sequences: each is read by itself from position 0, at full attention. done: called after each. ConfigError for no
     token, and for RoPE whose frequencies change with length.
     """
+    return calibrate_queries_and_heads(model, sequences, done)[0]
+
+
+@torch.no_grad()
+def calibrate_heads(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> HeadScores:
+    """Scores of a patched model's kv heads on these token ids, for `CacheConfig(head_scores=...)` (`budget.heads=duo`).
+
+    Arguments and errors as of `calibrate_queries`; ConfigError also for models without RoPE, whose heads it cannot
+    tell apart.
+    """
+    made = calibrate_queries_and_heads(model, sequences, done)[1]
+    if made is None:
+        raise ConfigError(
+            f"heads are told apart by how their mean query and key look under RoPE, which a {model.config.model_type} "
+            "model does not have: take another budget.heads"
+        )
+    return made
+
+
+@torch.no_grad()
+def calibrate_queries_and_heads(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> tuple[QueryCalibration, HeadScores | None]:
+    """`calibrate_queries` and `calibrate_heads` in one pass; no scores of heads for models without RoPE."""
     check_patched(model.config, ConfigError)
     if not sequences or not all(sequences):
         raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
@@ -38,4 +65,6 @@ def calibrate_queries(
             state.reset()
         done()
     parts = zip(*(state.sums.statistics() for state in states), strict=True)
-    return QueryCalibration.of(*(torch.stack(part) for part in parts))
+    scores = [score for state in states if (score := state.head_scores.mean()) is not None]
+    heads = HeadScores.of(torch.stack(scores)) if len(scores) == len(states) else None
+    return QueryCalibration.of(*(torch.stack(part) for part in parts)), heads

@@ -36,16 +36,20 @@ class BatchedEviction:
             if self.no_padding_slots
             else cat_rows([pad_last_dim(one, max(self.capacities), True) for one in out_of_budget])
         )
-        self.recent = cat_rows(
-            [state.resolved_budget.recent_t for state in states if state.resolved_budget is not None]
-        )[:, None, None]
+        budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
+        self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
         sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
+        streaming = budgets[0].streaming  # of a stack of its own
+        if streaming is not None:
+            self.sinks = torch.where(streaming.heads, streaming.sinks, sinks[0])[..., None]
+            self.max_sinks = max(self.max_sinks, streaming.sinks)
         self.is_window = all(state.config.method.is_window for state in states)
         self.priority_is_score = all(
             state.config.method.priority_is_score and not state.config.is_union for state in states
         )
+        self.priority_is_score &= streaming is None
         decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform

@@ -221,7 +221,7 @@ class StackedLayer:
             assert resolved is not None
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
-            priority = float_priority(state.config.method, ctx)
+            priority = resolved.by_stream(float_priority(state.config.method, ctx), ctx.positions)
             priorities.append(union_priority(priority) if state.config.is_union else priority)
         return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
