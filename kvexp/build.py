@@ -105,7 +105,10 @@ def with_keys(message: str, keys: Mapping[str, str]) -> str:
 
 
 def build_cache(
-    method: Method, budget: Budget | None, node: Mapping[str, Any], calibration: QueryCalibration | None = None,
+    method: Method,
+    budget: Budget | None,
+    node: Mapping[str, Any],
+    calibration: QueryCalibration | None = None,
     head_scores: HeadScores | None = None,
 ) -> CacheConfig:
     """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.

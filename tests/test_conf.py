@@ -52,7 +52,7 @@ def test_every_method_has_a_file():
 @pytest.mark.parametrize("budget", GROUPS["budget"])
 def test_budgets(budget):
     settings = settings_of(*composed(f"budget={budget}", "kv_ratio=0.3"))
-    assert settings.budget.kv_ratio == (None if budget == "tokens" else 0.3)
+    assert settings.budget.kv_ratio == (None if budget in ("tokens", "threshold") else 0.3)
 
 
 @pytest.mark.parametrize("generation", GROUPS["generation"])

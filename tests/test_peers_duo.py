@@ -65,9 +65,7 @@ def test_same_sets(file: Any, model: Any, method: Any, mode: Any) -> None:
         full = int((want.sum(-1) == length)[:, 0].sum())
         assert full == heads - round(heads * ratio)
         slots = sinks + recent + -(-full * (length - sinks - recent) // heads)
-        budget = Budget(
-            tokens=slots, counts_self=False, heads="duo", stream_sinks=sinks, stream_recent=recent
-        )
+        budget = Budget(tokens=slots, counts_self=False, heads="duo", stream_sinks=sinks, stream_recent=recent)
         cache = EvictionCache(model, method, budget, head_scores=scores, mode=mode, max_new_tokens=0)
         model(torch.tensor(file["ids"]), past_key_values=cache)
         for layer in range(want.shape[0]):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, EvictionContext
+from kvexp.core.budget import Heads
 from kvexp.methods import KVzip, KVzipPlus
 from kvexp.models import EvictionCache, random_model
 

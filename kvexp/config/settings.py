@@ -258,7 +258,10 @@ def _code_of(method: Method) -> dict[str, Any]:
 
 def _budget_identity(budget: Any) -> dict[str, Any]:
     """A budget's settings; those for heads only where they do anything, so that older runs keep their hashes."""
-    plain = _plain(budget, without=("heads", "head_floor", "stream_sinks", "stream_recent"))
+    later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent")
+    plain = _plain(budget, without=later)
+    if budget.threshold is not None:
+        plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
     if budget.heads != "uniform":
         plain["heads"] = budget.heads
     if budget.heads in DEFAULT_FLOORS:

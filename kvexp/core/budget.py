@@ -12,6 +12,7 @@ from kvexp.errors import ConfigError
 # How slots are shared out among kv heads. In all but the first two ways, heads hold different numbers of slots.
 Heads = Literal["uniform", "union", "adaptive", "global", "duo"]
 STREAM_SINKS, STREAM_RECENT = 128, 256  # slots of a streaming head, as in kvpress
+THRESHOLD_RECENT = 128
 DEFAULT_FLOORS = {"adaptive": 0.2, "global": 0.0}
 MOST_TOKENS = 1 << 62  # times 1 + pyramid, which is below 2, it is still an int64
 LONGEST_WAIT = 1 << 16  # decode steps between two evictions
@@ -27,11 +28,15 @@ def floor_share(ratio: float, count: int) -> int:
 
 @dataclass(frozen=True)
 class Budget:
-    """How many slots a kv head may hold, as a ratio or as a number of tokens. Give exactly one of the two.
+    """How many slots a kv head may hold: as a ratio, a number of tokens, or by a threshold. Give exactly one of these.
 
     `kv_ratio` in (0, 1] is a share of the row's real prompt tokens (`of="prompt"`, the papers' x axis), of the prompt
     with its padding (`of="padded"`, what the releases of Keyformer and A2SF do), or of prompt plus `max_new_tokens`
     (`of="sequence"`). Ratios are floored, as the papers' code does.
+
+    `threshold`: at the end of the prompt every head keeps the slots of at least this priority, and, whatever method,
+    its sinks and the newest `threshold_recent` tokens (null: 128, as kvpress's DMSPress; after DMS, arXiv:2506.05345).
+    From then on it holds as many. What ratio that is, is an outcome.
 
     `counts_self`: the token being generated occupies one of the slots, so a query attends to exactly k keys (Keyformer,
     arXiv:2403.09054, Fig. 2d). False is the habit of the releases that really drop slots: k kept, k + 1 attended.
@@ -61,9 +66,12 @@ class Budget:
     head_floor: float | None = None
     stream_sinks: int | None = None
     stream_recent: int | None = None
+    threshold: float | None = None
+    threshold_recent: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.kv_ratio is None) == (self.tokens is None):
+        self._check_threshold()
+        if self.threshold is None and (self.kv_ratio is None) == (self.tokens is None):
             raise ConfigError(
                 f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}"
             )
@@ -86,6 +94,28 @@ class Budget:
         if not 0 <= self.pyramid < 1:
             raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid:g}")
         self._check_heads()
+
+    def _check_threshold(self) -> None:
+        """ConfigError for a threshold that is no number, or does not go with the other settings."""
+        limit, recent = self.threshold, self.threshold_recent
+        if limit is None:
+            if recent is not None:
+                raise ConfigError("budget.threshold_recent has no effect without budget.threshold: leave it at null")
+            return
+        if self.kv_ratio is not None or self.tokens is not None:
+            raise ConfigError(
+                f"give exactly one of kv_ratio, tokens and threshold, got kv_ratio={self.kv_ratio} "
+                f"tokens={self.tokens} threshold={limit}"
+            )
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit):
+            raise ConfigError(f"threshold must be a finite number, got {limit!r}")
+        if recent is not None and (isinstance(recent, bool) or not isinstance(recent, int) or recent < 1):
+            raise ConfigError(f"threshold_recent must be a whole number of at least 1, got {recent!r}")
+        if self.heads != "uniform" or self.pyramid or self.of != "prompt":
+            raise ConfigError(
+                "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0 "
+                "and budget.of at prompt"
+            )
 
     def _check_heads(self) -> None:
         """ConfigError for ways to share out slots among heads that are unknown, or exclude other settings."""
@@ -116,7 +146,12 @@ class Budget:
     @property
     def ragged(self) -> bool:
         """Whether kv heads of a layer may hold different numbers of slots."""
-        return self.heads not in ("uniform", "union")
+        return self.heads not in ("uniform", "union") or self.threshold is not None
+
+    @property
+    def newest(self) -> int:
+        """`threshold_recent`, or what stands for null."""
+        return THRESHOLD_RECENT if self.threshold_recent is None else self.threshold_recent
 
     @property
     def stream(self) -> tuple[int, int]:
@@ -141,6 +176,8 @@ class Budget:
 
     def _one(self, length: int, padded: int, max_new_tokens: int | None, layer: int, layers: int) -> int:
         """Slots per kv head of one row, whose prompt has `length` real tokens; the other arguments as of `resolve`."""
+        if self.threshold is not None:
+            return length + 1  # room for all, until the priorities are known
         if self.tokens is not None:
             slots = self.tokens
         else:

@@ -76,9 +76,14 @@ class ResolvedBudget:
         assert budget is not None
         slots = granted(method, budget, lengths, padded, new, layer, layers)
         made = cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
+        if budget.threshold is not None:
+            made.recent = [min(budget.newest, length) for length in lengths]
+            made.recent_t = torch.tensor(made.recent, dtype=torch.int64, device=device)
         if budget.heads == "duo" and config.head_scores is not None:
             itself = 1 if budget.counts_self else 0
-            heads = [retrieval_heads(budget, k, n, new, config.head_scores) for k, n in zip(slots, lengths, strict=True)]
+            heads = [
+                retrieval_heads(budget, k, n, new, config.head_scores) for k, n in zip(slots, lengths, strict=True)
+            ]
             full = torch.stack([each[layer] for each in heads]).to(device)
             whole = torch.tensor([n + (new or 0) for n in lengths], device=device)[:, None]
             made.streaming = StreamingHeads(~full, budget.stream[0])
@@ -171,6 +176,8 @@ def may_evict(config: CacheConfig, lengths: Sequence[int], padded: int, new: int
     """Whether some layer's budget is smaller than one of these prompts; arguments as of `check_budget`."""
     if config.budget is None or not config.method.evicts:
         return False
+    if config.budget.threshold is not None:
+        return True
     itself = 1 if config.budget.counts_self else 0
     budgets = (granted(config.method, config.budget, lengths, padded, new, layer, layers) for layer in range(layers))
     return any(n > k - itself for slots in budgets for n, k in zip(lengths, slots, strict=True))

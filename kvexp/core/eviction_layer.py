@@ -15,6 +15,7 @@ from kvexp.core.attention import (
     sdpa_attention,
     with_renumbered_positions,
 )
+from kvexp.core.budget import Budget
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
@@ -369,7 +370,14 @@ class EvictionLayer:
         over = any(
             n + decoded > kept for n, kept in zip(sequence.prompt_lengths, self.resolved_budget.least, strict=True)
         )
-        return due and (over or self.has_evicted)
+        by_threshold = sequence.in_prompt and self._budget.threshold is not None
+        return due and (over or by_threshold or self.has_evicted)
+
+    @property
+    def _budget(self) -> Budget:
+        """The budget of a cache that evicts."""
+        assert self.config.budget is not None
+        return self.config.budget
 
     def _resolve(self) -> ResolvedBudget:
         """The budget in slots, from the real lengths of the prompts."""
@@ -439,8 +447,7 @@ class EvictionLayer:
         elif self.model_head_budgets is not None:
             self.model_head_budgets.add(ranked, resolved.keep, partial(self._evict_shared, ranked, due))
         else:
-            assert self.config.budget is not None
-            self._evict_shared(ranked, due, ranked.by_head(resolved.keep, self.config.budget.floor))
+            self._evict_shared(ranked, due, ranked.share(resolved.keep, self._budget))
 
     def _evict_shared(self, ranked: RankedSlots, due: DueEviction, by_head: Tensor) -> None:
         """Evict until the heads of rows that lose slots hold by_head [B, H] of them, at the end of the prompt."""
@@ -457,6 +464,8 @@ class EvictionLayer:
         assert resolved is not None and self.sequence.num_real is not None
         if by_head is not None:
             over = self.sequence.num_real.to(by_head.device) > resolved.keep_t
+            if self._budget.threshold is not None:
+                over = torch.ones_like(over)
             by_head = torch.where(over[:, None], by_head, resolved.keep_t[:, None])
         resolved.share_out(by_head, slots.positions.shape[1])
 

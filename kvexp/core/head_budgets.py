@@ -21,7 +21,8 @@ def union_priority(priority: Tensor) -> Tensor:
 
     A slot that one head ranks at -inf, as it does for NaN and behind a sliding window, is last for all.
     """
-    return priority.mean(1, keepdim=True).nan_to_num(nan=-torch.inf, posinf=torch.inf).expand_as(priority)
+    mean = priority.mean(1, keepdim=True).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return mean.expand_as(priority)
 
 
 def slots_by_head(priority: Tensor, positions: Tensor, protected: Tensor, keep: list[int], floor: float) -> Tensor:
@@ -70,8 +71,8 @@ def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, sc
     """
     if new is None:
         raise ConfigError(
-            "budget.heads=duo gives retrieval heads room for the whole answer: say max_new_tokens, how many tokens will "
-            "be generated"
+            "budget.heads=duo gives retrieval heads room for the whole answer: say max_new_tokens, how many tokens "
+            "will be generated"
         )
     heads, (sinks, recent), whole = scores.scores.numel(), budget.stream, length + new
     if slots >= whole:
@@ -93,9 +94,11 @@ class RankedSlots:
     protected: Tensor
     hidden: Tensor | None
 
-    def by_head(self, keep: list[int], floor: float) -> Tensor:
-        """`slots_by_head` [B, H]: how many of them each head keeps where a row's heads keep keep[b] on average."""
-        return slots_by_head(self.priority, self.candidates, self.protected, keep, floor)
+    def share(self, keep: list[int], budget: Budget) -> Tensor:
+        """How many slots each head keeps, [B, H], where a row's heads keep keep[b] on average; or by a threshold."""
+        if budget.threshold is None:
+            return slots_by_head(self.priority, self.candidates, self.protected, keep, budget.floor)
+        return ((self.candidates >= 0) & ((self.priority >= budget.threshold) | self.protected)).sum(-1)
 
     @property
     def candidates(self) -> Tensor:
@@ -106,17 +109,17 @@ class RankedSlots:
 class ModelHeadBudgets:
     """Evictions of one cache at the end of a prompt, which wait until all layers have ranked their slots.
 
-    layers: their number; floor: as of `slots_by_head`.
+    layers: their number.
     """
 
-    def __init__(self, layers: int, floor: float) -> None:
-        self.layers, self.floor = layers, floor
+    def __init__(self, layers: int, budget: Budget) -> None:
+        self.layers, self.budget = layers, budget
         self._waiting: list[tuple[RankedSlots, Callable[[Tensor], None]]] = []
 
     @classmethod
     def of(cls, budget: Budget | None, layers: int) -> ModelHeadBudgets | None:
         """For a cache of so many layers under this budget; None where no layer waits for another."""
-        return cls(layers, budget.floor) if budget is not None and budget.heads == "global" else None
+        return cls(layers, budget) if budget is not None and budget.heads == "global" else None
 
     def reset(self) -> None:
         """Forget evictions that wait."""
@@ -136,6 +139,6 @@ class ModelHeadBudgets:
         whole = RankedSlots(
             *(torch.cat([getattr(one, name).to(home) for one, _ in waiting], dim=1) for name in RANKED_BY), None
         )
-        shares = whole.by_head(keep, self.floor).chunk(self.layers, dim=1)
+        shares = whole.share(keep, self.budget).chunk(self.layers, dim=1)
         for (one, evict_layer), share in zip(waiting, shares, strict=True):
             evict_layer(share.to(one.priority.device))

@@ -104,6 +104,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         *_ended(rows),
         Column("status", lambda row: str(row["status"]), right=False),
         Column("slots", lambda row: fixed(row["slots"], 1)),
+        *ratio_reached(rows),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
         *_times(rows),
         *_moving(rows),
@@ -115,6 +116,14 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
 def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
     """A column of counts, where there is anything to count."""
     return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def ratio_reached(rows: Sequence[Row]) -> list[Column]:
+    """Where a run has a threshold and no budget: the ratio that it came to."""
+    open_ended = [absent(row["kv_ratio"]) and absent(row.get("tokens")) for row in rows]
+    if not any(free and row["verdict99"] != "baseline" for free, row in zip(open_ended, rows, strict=True)):
+        return []
+    return [Column("ratio\nreached", lambda row: fixed(row["kv_ratio_reached"], 3))]
 
 
 def _questions(rows: Sequence[Row]) -> list[Column]:

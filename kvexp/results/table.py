@@ -29,6 +29,7 @@ COST = (
     *(
         "ended",
         "slots",
+        "kv_ratio_reached",
         "kv_bytes",
         "bytes_share",
         "peak_kv_bytes",
@@ -162,11 +163,11 @@ def _cost(folder: Folder) -> dict[str, float]:
     Seconds are of the scored examples that hold times (`timed`): not of rows made with shared prefills. Time per token
     is of those of them with two new tokens or more.
 
-    Per row (one prompt): slots; kv_bytes and peak_kv_bytes, an equal share of the batch's, its padding included; and
-    tokens_per_s, the tokens of one row over the seconds it ran (a batch makes up to batch_size times as many). Per
-    batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its first, to its second and per further token
-    (all after the first). batch_size: the largest number of prompts in one forward, smallest_batch the least. Compare
-    bytes and seconds only at equal batch_size.
+    Per row (one prompt): slots, and over the prompt's tokens (kv_ratio_reached); kv_bytes and peak_kv_bytes, an equal
+    share of the batch's, its padding included; and tokens_per_s, the tokens of one row over the seconds it ran (a batch
+    makes up to batch_size times as many). Per batch: ttft_s, tt2t_s and tpot_s, how long the whole batch took to its
+    first, to its second and per further token (all after the first). batch_size: the largest number of prompts in one
+    forward, smallest_batch the least. Compare bytes and seconds only at equal batch_size.
     """
     rows = folder.scored.values()
     receipts, seconds = ([row.get(name) or {} for row in rows] for name in ("receipt", "seconds"))
@@ -179,6 +180,7 @@ def _cost(folder: Folder) -> dict[str, float]:
     return {
         "ended": 100 * reasons.count("stop") / len(reasons) if reasons else math.nan,
         "slots": _over(np.mean, (receipt.get("slots") for receipt in receipts)),
+        "kv_ratio_reached": _over(np.mean, (_reached(row) for row in rows)),
         "kv_bytes": _over(np.mean, (receipt.get("kv_bytes") for receipt in receipts)),
         "peak_kv_bytes": _over(np.max, (receipt.get("peak_kv_bytes") for receipt in receipts)),
         "ttft_s": _over(np.median, ttft),
@@ -189,6 +191,12 @@ def _cost(folder: Folder) -> dict[str, float]:
         "batch_size": _over(np.max, (receipt.get("batch_size") for receipt in receipts)),
         "smallest_batch": _over(np.min, (receipt.get("batch_size") for receipt in receipts)),
     }
+
+
+def _reached(row: Row) -> float:
+    """Slots that a row held per kv head at its end, over its prompt's tokens."""
+    slots, tokens = number((row.get("receipt") or {}).get("slots")), number(row.get("prompt_tokens"))
+    return slots / tokens if tokens > 0 else math.nan
 
 
 def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:

@@ -1,8 +1,8 @@
 """What NVIDIA's DuoAttentionPress scores heads by and keeps, for tests/test_peers_duo.py. Run by `make peers`.
 
-Writes .peers/duo.npz: a tiny Llama model drawn here (weights, config, prompt, texts), the press's scores of its kv heads
-[L, H] on these texts, and, per share of heads that stream, the kept positions as a bool mask [L, B, H, T]. The texts
-stand in for the press's data set, and sinks and newest tokens are fewer than its 128 and 256, for a short prompt.
+Writes .peers/duo.npz: a tiny Llama model drawn here (weights, config, prompt, texts), the press's scores of its kv
+heads [L, H] on these texts, and, per share of heads that stream, the kept positions as a bool mask [L, B, H, T]. The
+texts stand in for the press's data set, and sinks and newest tokens are fewer than its 128 and 256, for a short prompt.
 """
 
 from __future__ import annotations
