@@ -136,9 +136,10 @@ class ModelHeadBudgets:
             return
         waiting, self._waiting = self._waiting, []
         home = waiting[0][0].priority.device
-        whole = RankedSlots(
-            *(torch.cat([getattr(one, name).to(home) for one, _ in waiting], dim=1) for name in RANKED_BY), None
+        priority, candidates, protected = (
+            torch.cat([getattr(one, name).to(home) for one, _ in waiting], dim=1) for name in RANKED_BY
         )
+        whole = RankedSlots(priority, candidates, protected, None)
         shares = whole.share(keep, self.budget).chunk(self.layers, dim=1)
         for (one, evict_layer), share in zip(waiting, shares, strict=True):
             evict_layer(share.to(one.priority.device))

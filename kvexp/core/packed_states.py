@@ -68,4 +68,4 @@ class PackedStates:
         made = self.buffer.new_zeros(len(self.parts), columns, self.buffer.shape[-1])
         for new, part in zip(made, self.parts, strict=True):
             new[: len(part)] = part
-        return made.unflatten(0, (-1, heads))
+        return made.view(-1, heads, columns, made.shape[-1])

@@ -122,6 +122,11 @@ class RaggedSlots(Slots):
         self.score.scatter_(2, index, score)
         self._used, self.length = after, max(self.length, *after)
 
+    def widen(self, columns: int) -> None:
+        """Have so many columns of positions and score in use; new ones are dead."""
+        self._add_columns(columns - self.positions.shape[2])
+        self.length = columns
+
     def _add_columns(self, count: int) -> None:
         """Add so many dead columns to positions and score, if any."""
         if count > 0:

@@ -26,7 +26,7 @@ class BatchedEviction:
     """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
-        self.states, self.sizes = states, sizes
+        self.states, self.sizes, self._backends = states, sizes, backends
         self.capacities = [state.require_slots().positions.shape[2] for state in states]
         self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
         self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
@@ -36,6 +36,7 @@ class BatchedEviction:
             if self.no_padding_slots
             else cat_rows([pad_last_dim(one, max(self.capacities), True) for one in out_of_budget])
         )
+        self.is_ragged = any(state.config.is_ragged for state in states)
         budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
         self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
         sinks = [state.config.method.sinks for state in states]
@@ -54,8 +55,28 @@ class BatchedEviction:
         uniform = decays[0] if len(set(decays)) == 1 else None
         self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
 
+    @property
+    def reach(self) -> Tensor:
+        """`out_of_budget`; an AssertionError where every row uses every slot."""
+        assert self.out_of_budget is not None
+        return self.out_of_budget
+
+    def widen(self, columns: int) -> None:
+        """Count so many columns, of which new ones are out of budget, for a stack of one cache."""
+        self.out_of_budget, self.capacities = pad_last_dim(self.reach, columns, True), [columns]
+        for backend in self._backends:
+            backend.out_of_budget = self.out_of_budget
+
     def same_policy(self, other: BatchedEviction) -> bool:
-        """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row."""
+        """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row.
+
+        Of heads with slots of their own it asks only that they hold as many as they may.
+        """
+        if self.is_ragged or other.is_ragged:
+            alike = self.sizes == other.sizes and self.at_budget and other.at_budget
+            return alike and all(
+                _limits(a)[:3] == _limits(b)[:3] for a, b in zip(self.states, other.states, strict=True)
+            )
         same = (self.sizes, self.capacities, self.no_padding_slots, self.at_budget) == (
             other.sizes,
             other.capacities,
@@ -75,35 +96,45 @@ class BatchedEviction:
             score.mul_(self.decay)
         score[..., : sums.shape[-3], :, :] += sums
 
-    def select_victim(self, positions: Tensor, priority: Tensor, newest: Tensor, window: int | None) -> Tensor:
+    def select_victim(
+        self,
+        positions: Tensor,
+        priority: Tensor,
+        newest: Tensor,
+        window: int | None,
+        out_of_budget: Tensor | None = None,
+    ) -> Tensor:
         """The slot [.., R, H, 1] to evict: the lowest priority that is not protected, among equals the oldest token.
 
         positions, priority [.., R, H, S]; dead slots count as lower than any live one. newest [R, 1, 1]: position id of
-        the newest token; window: the model's sliding window, behind which a slot is evicted first.
+        the newest token; window: the model's sliding window, behind which a slot is evicted first. out_of_budget: of
+        several layers [L, R, H, S]; None: that of this stack.
         """
+        out_of_budget = self.out_of_budget if out_of_budget is None else out_of_budget
         if self.is_window:
-            return positions.masked_fill(self._protected(positions), INT64_MAX).argmin(dim=-1, keepdim=True)
+            kept = self._protected(positions, out_of_budget)
+            return positions.masked_fill(kept, INT64_MAX).argmin(dim=-1, keepdim=True)
         if window is not None:
             priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
         protected = positions > newest - self.recent
         if self.max_sinks:
             protected |= positions < self.sinks
-        if self.out_of_budget is not None:
+        if out_of_budget is not None:
             if not self.at_budget:
                 priority = priority.masked_fill(positions < 0, -torch.inf)
                 protected &= positions >= 0
-            protected |= self.out_of_budget
+            protected |= out_of_budget
         priority = priority.masked_fill(protected, torch.inf)
         higher = priority != priority.amin(dim=-1, keepdim=True)
         return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
 
-    def _protected(self, positions: Tensor) -> Tensor:
+    def _protected(self, positions: Tensor, out_of_budget: Tensor | None) -> Tensor:
         """Slots [.., R, H, S] bool that a pure window never evicts: sinks, and slots out of budget.
 
         Its newest tokens need no protection, since the oldest token is evicted.
         """
         sinks = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
-        return sinks if self.out_of_budget is None else sinks | self.out_of_budget
+        return sinks if out_of_budget is None else sinks | out_of_budget
 
     def _by_row(self, values: list[float]) -> Tensor:
         """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""

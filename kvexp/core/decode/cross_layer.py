@@ -20,6 +20,8 @@ from kvexp.core.slots import Slots
 
 # Slots of all rows, heads and layers: above it, merged buffers do not fit into a CPU's caches.
 MAX_MERGED_SLOTS = 1 << 20
+# Layers whose heads have slots of their own are widened to the widest, up to so many times the columns of all.
+MAX_WIDENING = 1.25
 
 
 class StackedLayerProtocol(Protocol):
@@ -49,6 +51,9 @@ class StackedLayerProtocol(Protocol):
     def free_slots(self) -> Tensor:
         """The free slot [R, H, 1] that the next token of each row is written to."""
 
+    def widen(self, columns: int) -> None:
+        """Give the slots so many columns, of which new ones are dead; of heads with slots of their own."""
+
     def rebind(self, positions: Tensor, score: Tensor, free_slots: Tensor) -> None:
         """Use these buffers, which hold the same numbers and have the same shapes, in place of the layer's own."""
 
@@ -72,6 +77,7 @@ class CrossLayerBuffers:
     def reset(self) -> None:
         """Forget all layers, because the caches or their rows have changed; they merge again after the next step."""
         self.merged = False
+        self.out_of_budget: Tensor | None = None  # [L, R, H, S], of heads with slots of their own
         self._stacks: dict[int, StackedLayerProtocol] = {}
         self._windows: list[int | None] = []
         self._sums: list[Tensor] = []
@@ -96,20 +102,38 @@ class CrossLayerBuffers:
     def _can_merge(self) -> bool:
         """Whether all stacks have equal shapes, budgets and windows, and on a CPU are small enough for its caches."""
         first, *others = self._stacks.values()
-        positions = first.slots.positions
-        if positions.device.type == "cpu" and self.layers * positions.numel() > MAX_MERGED_SLOTS:
+        positions, width = first.slots.positions, self._width
+        if positions.device.type == "cpu" and self.layers * positions[..., :1].numel() * width > MAX_MERGED_SLOTS:
+            return False
+        ragged = first.eviction.is_ragged
+        if ragged and self.layers * width > MAX_WIDENING * sum(one.slots.positions.shape[2] for one in self._all):
             return False
         alike = len(set(self._windows)) == 1 and not first.pools_scores
         return alike and all(
             one.slots.positions.device == positions.device
-            and one.slots.positions.shape == positions.shape
+            and (ragged or one.slots.positions.shape == positions.shape)
             and first.eviction.same_policy(one.eviction)
             for one in others
         )
 
+    @property
+    def _all(self) -> list[StackedLayerProtocol]:
+        """The layers registered so far, in order."""
+        return list(self._stacks.values())
+
+    @property
+    def _width(self) -> int:
+        """Columns of the widest layer."""
+        return max(one.slots.positions.shape[2] for one in self._all)
+
     def _merge(self) -> None:
         """Copy positions, scores and free slots of all layers into common buffers; the layers' own become views."""
-        stacks = list(self._stacks.values())
+        stacks = self._all
+        if stacks[0].eviction.is_ragged:
+            width = self._width
+            for stack in stacks:
+                stack.widen(width)
+            self.out_of_budget = torch.stack([stack.eviction.reach for stack in stacks])
         self.positions = torch.stack([stack.slots.positions for stack in stacks])
         self.score = torch.stack([stack.slots.score for stack in stacks])
         self.free_slots = torch.stack([stack.free_slots for stack in stacks])
@@ -158,7 +182,7 @@ class CrossLayerBuffers:
             if eviction.priority_is_score
             else torch.stack([one.priority(newest) for one in self._stacks.values()])
         )
-        victim = eviction.select_victim(self.positions, priority, newest, self._windows[0])
+        victim = eviction.select_victim(self.positions, priority, newest, self._windows[0], self.out_of_budget)
         self.positions.scatter_(3, victim, -1)
         self.free_slots.copy_(victim)
         self._sums = []

@@ -121,6 +121,12 @@ class StackedLayer:
         """The free slot [R, H, 1] that the next token of each row is written to."""
         return cat_rows([backend.free_slots for backend in self.backends if backend.free_slots is not None])
 
+    def widen(self, columns: int) -> None:
+        """Give the slots of a cache whose heads have slots of their own so many columns; new ones are dead."""
+        assert isinstance(self.slots, RaggedSlots)
+        self.slots.widen(columns)
+        self.eviction.widen(columns)
+
     def rebind(self, positions: Tensor, score: Tensor, free: Tensor) -> None:
         """Use these buffers, which hold the same numbers: positions, score [R, H, S]; free [R, H, 1]."""
         self.slots.positions, self.slots.score = positions, score
@@ -183,6 +189,8 @@ class StackedLayer:
         """
         slot_positions = self.slots.positions
         dead = self.eviction.out_of_budget if self.eviction.at_budget else slot_positions < 0
+        if self.products is not None and self.eviction.at_budget:
+            dead = None  # the products leave out what lies behind a head's own slots
         if params.sliding_window is None:
             return dead
         past = slot_positions <= newest - params.sliding_window

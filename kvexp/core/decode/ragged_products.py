@@ -20,6 +20,7 @@ class RaggedProducts:
         self.slots = slots
         self._keys, self._values = slots.packed("keys").parts, slots.packed("values").parts
         self._turned = [keys.t() for keys in self._keys]
+        self._widths = slots.packed("values").widths
         self._logits: list[Tensor] = []
         self._buffer = torch.zeros(0)
 
@@ -35,8 +36,8 @@ class RaggedProducts:
             query = query.float()
         if self._buffer.shape != (r * h, g, columns) or self._buffer.dtype != query.dtype:
             self._buffer = query.new_full((r * h, g, columns), -torch.inf)
-            parts = zip(self._buffer, self._keys, strict=True)
-            self._logits = [row[:, : len(keys)] for row, keys in parts]
+            parts = zip(self._buffer, self._widths, strict=True)
+            self._logits = [row[:, :width] for row, width in parts]
         swapped = query.device.type == "cpu" and d >= SWAP_MIN_HEAD_DIM  # as in `qk_matmul`
         queries = query.reshape(r * h, g, d).unbind(0)
         for into, one, keys, turned in zip(self._logits, queries, self._keys, self._turned, strict=True):
@@ -47,7 +48,7 @@ class RaggedProducts:
             else:
                 torch.mm(one, turned, out=into)
         x = self._buffer.view(r, h, g, columns)
-        x = (x if x.dtype == torch.float64 else x.float()) * params.scale
+        x = x.mul_(params.scale) if x.dtype in (torch.float32, torch.float64) else x.float() * params.scale
         if params.alibi is not None:
             slopes = params.alibi.view(1, h, g, 1).to(x.device)
             x = x + slopes * (self.slots.positions - newest)[:, :, None].to(torch.float32)
@@ -58,6 +59,7 @@ class RaggedProducts:
         r, h, g, _, _ = probabilities.shape
         like = self._values[0]
         out = like.new_empty(r * h, g, like.shape[-1])
-        for into, row, values in zip(out, probabilities.to(like.dtype).flatten(0, 1), self._values, strict=True):
-            torch.mm(row[:, 0, : len(values)], values, out=into)
-        return out.view(r, h, g, 1, -1)
+        rows = probabilities.to(like.dtype).reshape(r * h, g, -1).unbind(0)
+        for into, row, values, width in zip(out.unbind(0), rows, self._values, self._widths, strict=True):
+            torch.mm(row.narrow(1, 0, width), values, out=into)
+        return out.view(r, h, g, 1, like.shape[-1])
