@@ -16,7 +16,7 @@ from test_step import ROWS, alike, both
 from test_together import same
 from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
 
-from kvexp.core import Budget, CacheConfig, Cadence, Method
+from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.core.head_budgets import slots_by_head, union_priority
 from kvexp.errors import ConfigError
 from kvexp.generate import (
@@ -415,6 +415,10 @@ def test_a_slot_that_one_head_ranks_last_is_last_for_all() -> None:
         (
             lambda: CacheConfig(H2O(), HALF["global"], Cadence(at_prefill=False)),
             r"evict_at_prefill=true, or budget\.heads=uniform",
+        ),
+        (
+            lambda: CacheConfig(H2O(), HALF["adaptive"], quantization=Quantization(8, 8, group=2)),
+            r"set cache\.bits=16, or budget\.heads=union",
         ),
     ],
 )

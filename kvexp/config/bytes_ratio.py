@@ -12,6 +12,7 @@ from kvexp.errors import ConfigError
 
 SHARED: dict[str, Any] = {  # fields of every budget
     **{"of": str, "counts_self": bool, "pyramid": float, "heads": str, "head_floor": float | None},
+    **{"stream_sinks": int | None, "stream_recent": int | None},
 }
 
 
@@ -23,6 +24,8 @@ def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
     from kvexp.models.families import head_dim
 
     node = config["budget"]
+    if node.get("threshold") is not None:
+        raise ConfigError(f"bytes_ratio={config['bytes_ratio']} and budget=threshold are two budgets: leave out one")
     if node.get("tokens") is not None:
         raise ConfigError(
             f"bytes_ratio={config['bytes_ratio']} and budget.tokens={node['tokens']} are two budgets: leave out one"

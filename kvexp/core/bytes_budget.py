@@ -28,10 +28,10 @@ class BytesBudget(Budget):
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_ratio is not None or self.tokens is not None:
+        if self.kv_ratio is not None or self.tokens is not None or self.threshold is not None:
             raise ConfigError(
                 f"give bytes_ratio, kv_ratio or tokens, one of the three, got bytes_ratio={self.bytes_ratio} "
-                f"kv_ratio={self.kv_ratio} tokens={self.tokens}"
+                f"kv_ratio={self.kv_ratio} tokens={self.tokens} threshold={self.threshold}"
             )
         if isinstance(self.bytes_ratio, bool) or not 0 < self.bytes_ratio <= 1:
             raise ConfigError(f"bytes_ratio must be in (0, 1], got {self.bytes_ratio!r}")
