@@ -191,7 +191,7 @@ def test_without_a_calibration_a_run_is_refused_with_the_command_to_run(cache: P
     assert settings("model.seed=5").cache.calibration is not None
     with pytest.raises(ConfigError, match="has none yet"):
         settings("model.seed=6")
-    (file,) = cache.glob("*.safetensors")
+    (file,) = cache.glob("queries*.safetensors")
     file.write_bytes(b"torn")
     with pytest.raises(ConfigError, match=r"is no calibration .* Run: kvexp calibrate model=tiny model\.seed=5"):
         settings("model.seed=5")
