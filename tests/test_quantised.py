@@ -149,6 +149,20 @@ def test_every_method_sees_what_attention_sees(mode: str, method: Method) -> Non
     agree(config, KIVI, streams_of(2, 36), [22, *[1] * 14])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_of_a_model(dtype: torch.dtype) -> None:
+    """Scales and codes are computed in float32: what is read is the dequantised number, rounded to the model's dtype."""
+    streams = streams_of(11, 30, dtype=dtype)
+    config = CacheConfig(Full())
+    truth = by_hand(config, KIVI, streams, [21, *[1] * 9], None)
+    made = run_core(CacheConfig(Full(), quantization=KIVI), streams, [21, *[1] * 9])
+    for name in ("keys", "values"):
+        mine, its = (getattr(seen.states[0].require_slots(), name)[:, :, :30] for seen in (made, truth))
+        assert mine.dtype == its.dtype == dtype
+        torch.testing.assert_close(mine, its, rtol=1e-6 if dtype == torch.float32 else 0.0, atol=1e-6)
+    torch.testing.assert_close(made.out[-1], truth.out[-1])
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_padding_chunks_and_several_tokens_at_once(every: int) -> None:
     streams, mask = streams_of(3, 43, batch=3).padded([0, 6, 11])

@@ -143,11 +143,15 @@ class Codec:
             return ((x / step).round().clamp(-self._half, self._half) + self._half).to(torch.uint8)
         return ((x - zero) / step).round().clamp(0, self._levels).to(torch.uint8)
 
-    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The numbers that codes stand for, in the dtype of scale; scale and zero broadcast to codes."""
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The numbers that codes stand for, in the dtype of scale; scale and zero broadcast to codes.
+
+        out: written to and returned, in place of a new tensor.
+        """
+        numbers = codes.to(scale.dtype)
         if zero is None:
-            return (codes.to(scale.dtype) - self._half).mul_(scale)
-        return codes.to(scale.dtype).mul_(scale).add_(zero)
+            return torch.mul(numbers.sub_(self._half), scale, out=out)
+        return torch.mul(numbers, scale, out=out).add_(zero)
 
     @property
     def _levels(self) -> int:

@@ -148,16 +148,20 @@ class TokenStates(PlainStates):
     def dense(self, positions: Tensor) -> Tensor:
         b, h, c = positions.shape
         dense = self.full.new_empty(b, h, c + 1, self.width)  # one slot more, for free places
-        dense[:, :, :c] = self._decoded(positions)
+        same = self.full.dtype == self._compute_dtype
+        made = dense[:, :, :c] if same else dense.new_empty(b, h, c, self.width, dtype=self._compute_dtype)
+        self._decode(positions, made)
+        if not same:
+            dense[:, :, :c] = made
         index = self._slots_or(c)[..., None].expand(-1, -1, -1, self.width)
         return dense.scatter_(2, index, self.full)[:, :, :c]
 
-    def _decoded(self, positions: Tensor) -> Tensor:
-        """What the codes stand for, [B, H, C, D]; anything in slots whose token is in full precision."""
+    def _decode(self, positions: Tensor, out: Tensor) -> None:
+        """Write what the codes stand for to out [B, H, C, D]; anything in slots whose token is in full precision."""
         codec = self.codec
         codes = unpack(self.codes, codec.bits, self.width).unflatten(-1, (-1, codec.group))
         scale, zero = self._split(self.parameters.to(self._compute_dtype)[..., None])
-        return codec.decode(codes, scale, zero).flatten(-2)
+        codec.decode(codes, scale, zero, out=out.unflatten(-1, (-1, codec.group)))
 
     def _split(self, parameters: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scales and zeros (None: symmetric) of parameters [B, H, n, m * count, 1]."""
@@ -250,16 +254,17 @@ class ChannelStates(TokenStates):
         super().add(slots, states)
         self._most_pending += slots.shape[-1]
 
-    def _decoded(self, positions: Tensor) -> Tensor:
+    def _decode(self, positions: Tensor, out: Tensor) -> None:
         b, h, groups = self.start.shape
         if not groups:
-            return self.full.new_zeros(*positions.shape, self.width)
+            out.zero_()
+            return
         index = self._group_of(positions) + groups * torch.arange(b * h, device=positions.device).view(b, h, 1)
         rows = self.parameters.to(self._compute_dtype).flatten(0, 2)
         found = rows.index_select(0, index.flatten()).view(*positions.shape, -1)
         codes = unpack(self.codes, self.codec.bits, self.width)
         scale, zero = self._split(found)
-        return self.codec.decode(codes, scale, zero)
+        self.codec.decode(codes, scale, zero, out=out)
 
     def _group_of(self, positions: Tensor) -> Tensor:
         """Index [B, H, C] of the group that a quantised token at these positions belongs to."""
