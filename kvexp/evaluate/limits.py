@@ -204,7 +204,8 @@ def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
     cache = settings.cache
     if budget is None or cache.mode == "mask" or cache.method.full_cache or not cache.cadence.at_prefill:
         return [length + new for length in lengths]
-    return [slots + 1 for slots in budget.resolve(lengths, max(lengths), new, 0, 1)]
+    granted = budget.resolve(lengths, max(lengths), new, 0, 1)
+    return [min(slots + 1, length + new) for slots, length in zip(granted, lengths, strict=True)]
 
 
 def token_bytes(model: Model) -> int:
