@@ -151,7 +151,7 @@ def test_every_method_sees_what_attention_sees(mode: str, method: Method) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_dtype_of_a_model(dtype: torch.dtype) -> None:
-    """Scales and codes are computed in float32: what is read is the dequantised number, rounded to the model's dtype."""
+    """Scales and codes are computed in float32: what is read is the dequantised number in the model's dtype."""
     streams = streams_of(11, 30, dtype=dtype)
     config = CacheConfig(Full())
     truth = by_hand(config, KIVI, streams, [21, *[1] * 9], None)

@@ -1,4 +1,4 @@
-"""Quantised slots of a real language model, where `kvexp fetch` has put it: how far few bits are from the full cache."""
+"""Quantised slots of a real language model, where `kvexp fetch` has put it: few bits beside the full cache."""
 
 import pytest
 
