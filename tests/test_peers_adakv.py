@@ -1,4 +1,4 @@
-"""The sets kept after prefill against NVIDIA's AdaKVPress around four presses (tests/peers/export_adakv.py).
+"""The sets kept after prefill against NVIDIA's AdaKVPress around three presses (tests/peers/export_adakv.py).
 
 AdaKVPress(press, alpha_safeguard) is Budget(heads="adaptive", head_floor) of the press's method: the share is of the
 uniform budget, and all heads of a layer together keep that budget times their number. Sinks and windows of a press
@@ -29,7 +29,6 @@ SCRIPT = ROOT / "tests" / "peers" / "export_adakv.py"
 METHODS: dict[str, Method] = {
     "knorm": KNorm(),
     "snapkv": SnapKV(window=7, kernel=5, pool="avg"),
-    "tova": TOVA(protect_recent=1),
     "expected_attention": ExpectedAttention(n_sinks=3, n_future=3, covariance=False, epsilon=0.02),
 }
 
@@ -89,4 +88,4 @@ def test_heads_hold_different_numbers(export: AdaKVExport) -> None:
 
 def test_a_near_miss_is_seen(export: AdaKVExport) -> None:
     assert export.differences("knorm", TOVA(protect_recent=1))
-    assert export.differences("knorm", KNorm(), slip=0.4)
+    assert export.differences("knorm", KNorm(), slip=0.8)

@@ -2,7 +2,8 @@
 
 Writes .peers/adakv.npz: a tiny Llama model drawn here (weights, config, prompt) and, per press inside, share that every
 head is sure of and compression ratio, the kept positions as a bool mask [L, B, H, T]. The press leaves the cache whole
-and notes what attention is not to see; that note is what is written.
+and notes what attention is not to see; that note is what is written. TOVA is left out: it scores all heads of a layer
+alike.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FLOORS = (0.0, 0.2)
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding does not choose.
 CLEAR = 4e-5
 CASE: dict[str, Any] = {
-    "seed": 68,
+    "seed": 2,
     "shape": (1, 131),
     "config": {
         "num_hidden_layers": 3,
@@ -43,7 +44,6 @@ CASE: dict[str, Any] = {
 PRESSES: dict[str, Any] = {
     "knorm": lambda ratio: kvpress.KnormPress(compression_ratio=ratio),
     "snapkv": lambda ratio: kvpress.SnapKVPress(compression_ratio=ratio, window_size=7, kernel_size=5),
-    "tova": lambda ratio: kvpress.TOVAPress(compression_ratio=ratio),
     "expected_attention": lambda ratio: kvpress.ExpectedAttentionPress(
         compression_ratio=ratio, n_sink=3, epsilon=0.02, use_covariance=False, n_future_positions=3
     ),
@@ -63,7 +63,9 @@ def check_clear(scores: Tensor, floor: float, ratio: float, where: str) -> None:
         if not 0 < place < values.shape[-1]:
             continue
         worst, best = values[..., place - 1], values[..., place]
-        gap = ((worst - best) / torch.maximum(worst.abs(), best.abs())).min().item()
+        apart = (worst - best) / torch.maximum(worst.abs(), best.abs())
+        apart[best == values[..., 0]] = torch.inf  # the largest of all scores: of sinks and windows, which all stay
+        gap = apart.min().item()
         if not gap > CLEAR:
             raise SystemExit(f"{where}: a choice hangs on a relative difference of {gap:.1e}; take another seed")
 
