@@ -53,8 +53,8 @@ class ResolvedBudget:
         windows = [window(method, k, counts_self=counts_self) for k in slots]
         recents = [max(recent - 1, 0) if counts_self else recent for recent in windows]
         kept = [k - 1 if counts_self else k for k in slots]
-        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recents)]
-        return cls(slots, kept, recents, *tensors)
+        slots_t, kept_t, recent_t = (torch.tensor(x, dtype=torch.int64, device=device) for x in (slots, kept, recents))
+        return cls(slots, kept, recents, slots_t, kept_t, recent_t)
 
     @classmethod
     def from_config(

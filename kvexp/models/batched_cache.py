@@ -60,8 +60,9 @@ def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> boo
     No layer of a retrieval method can, and none whose heads hold different numbers of slots: that one takes the fast
     step by itself.
     """
-    joins = isinstance(state, EvictionLayer) and not state.config.is_ragged
-    return joins and can_fast_decode(state, query, padding)
+    if not isinstance(state, EvictionLayer) or state.config.is_ragged:
+        return False
+    return can_fast_decode(state, query, padding)
 
 
 class MultiLayer:
