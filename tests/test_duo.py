@@ -28,7 +28,7 @@ from kvexp.models.calibration_file import head_scores_file, read_head_scores, wr
 
 KV_HEADS = 3
 SCORES = HeadScores.of(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]))
-SINKS, RECENT = 2, 3
+SINKS, RECENT, SLOTS = 2, 3, 14
 
 
 def duo(slots: int | None = None, **changes: Any) -> Budget:
@@ -97,12 +97,12 @@ def test_the_best_heads_and_ties() -> None:
 
 
 def test_as_many_as_the_budget_has_room_for() -> None:
-    """Six heads of 20 slots: full ones take 40 + 4, streaming ones 5; two full ones leave 12 of 120."""
-    found = [int(retrieval_heads(duo(), slots, 40, 4, SCORES).sum()) for slots in (5, 11, 12, 20, 43, 44, 99)]
+    """Six heads of 20 slots: full ones take 40, streaming ones 5; two full ones leave 20 of 120."""
+    found = [int(retrieval_heads(duo(), slots, 40, 4, SCORES).sum()) for slots in (5, 10, 11, 20, 39, 40, 99)]
     assert found == [0, 0, 1, 2, 5, 6, 6]
-    for slots in (11, 20, 43):
+    for slots in (11, 20, 39):
         full = int(retrieval_heads(duo(), slots, 40, 4, SCORES).sum())
-        assert full * 44 + (6 - full) * 5 <= 6 * slots < (full + 1) * 44 + (5 - full) * 5
+        assert full * 40 + (6 - full) * 5 <= 6 * slots < (full + 1) * 40 + (5 - full) * 5
 
 
 # -- kept sets --------------------------------------------------------------------------------------------------------
@@ -112,10 +112,10 @@ class DuoWitness(Witness):
     """A `Witness` whose retrieval heads keep everything and whose other heads keep first and newest tokens."""
 
     def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
-        whole = self.prompt + self.new
-        room = (14 * 6 - 6 * (SINKS + RECENT)) // (whole - SINKS - RECENT)
-        best = sorted((-float(SCORES.scores[i, j]), i, j) for i in range(LAYERS) for j in range(KV_HEADS))[:room]
-        full = {(i, j) for _, i, j in best}
+        size, streams = LAYERS * KV_HEADS, SINKS + RECENT
+        room = size if self.prompt <= SLOTS else (SLOTS - streams) * size // (self.prompt - streams)
+        ranked = sorted((-float(SCORES.scores[i, j]), i, j) for i in range(LAYERS) for j in range(KV_HEADS))
+        full = {(i, j) for _, i, j in ranked[:room]}
         return [
             list(past.held)
             if (layer, h) in full
@@ -135,19 +135,16 @@ def test_against_the_oracle(method: Method, mode: Any) -> None:
     """In a padded batch; the method has no say, for retrieval heads have room for all tokens to come."""
     prompt, mask = pad_left(PROMPTS, 0, "cpu")
     cache = EvictionCache(
-        tiny("llama"), method, duo(14), head_scores=SCORES, mode=mode, max_new_tokens=NEW + 1, prompt_tokens=17
+        tiny("llama"), method, duo(SLOTS), head_scores=SCORES, mode=mode, max_new_tokens=NEW + 1, prompt_tokens=17
     )
     fed = feed(cache, tiny("llama"), prompt, CONTINUATION, mask=mask, chunk=5)
     for row in range(len(LENGTHS)):
-        if LENGTHS[row] + NEW + 1 <= 14:
-            continue
+        want = truth(row)
         for step in range(NEW + 1):
             for layer in range(LAYERS):
-                full = retrieval_heads(duo(14), 14, LENGTHS[row], NEW + 1, SCORES)[layer].tolist()
-                for h, kept in enumerate(fed.kept[step][layer][row]):
-                    held = LENGTHS[row] + step
-                    want = range(held) if full[h] else [*range(SINKS), *range(held - RECENT + 1, held)]
-                    assert kept == list(want), (row, step, layer, h)
+                assert fed.kept[step][layer][row] == want.kept[step][layer], (row, step, layer)
+            torch.testing.assert_close(fed.logits[step][row], want.logits[step], rtol=1e-4, atol=1e-4)
+    assert {len(head) for head in fed.kept[0][0][0]} == {17, SINKS + RECENT - 1}
 
 
 @pytest.mark.parametrize(("method", "rows"), sampled([(FAST[1], "padded"), (FAST[7], "equal")], product(FAST, ROWS)))
@@ -204,7 +201,7 @@ def test_resident_bytes_are_the_sum_of_the_budgets() -> None:
         slots = math.floor(0.7 * length)
         full = int(retrieval_heads(duo(), slots, length, new, SCORES).sum())
         wanted += full * (length + new) + (6 - full) * (SINKS + RECENT)
-        allowed += 6 * slots
+        allowed += 6 * slots + full * new
     found = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for state in run.cache.layer_states

@@ -66,23 +66,24 @@ class StreamingHeads:
 def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, scores: HeadScores) -> Tensor:
     """DuoAttention's retrieval heads, [L, H] bool: as many of the highest scores as the budget has room for.
 
-    slots: of every head on average; a retrieval head takes room for a prompt of `length` tokens and `new` more, every
-    other one `budget.stream`. ConfigError where that is more than `slots`, and where `new` is None.
+    slots: of every head on average; at the end of the prompt a retrieval head takes its `length` tokens, every other
+    one `budget.stream`. ConfigError where that is more than `slots`, and where the number of tokens to come, `new`, is
+    None: retrieval heads have room for them too.
     """
     if new is None:
         raise ConfigError(
             "budget.heads=duo gives retrieval heads room for the whole answer: say max_new_tokens, how many tokens "
             "will be generated"
         )
-    heads, (sinks, recent), whole = scores.scores.numel(), budget.stream, length + new
-    if slots >= whole:
+    heads, (sinks, recent) = scores.scores.numel(), budget.stream
+    if slots >= length:
         return scores.best(heads)
     if slots < sinks + recent:
         raise ConfigError(
             f"budget of {slots} slots cannot hold a streaming head's {sinks} sinks + {recent} newest tokens of "
             "budget.heads=duo; raise kv_ratio (or budget.tokens), or lower budget.stream_sinks or budget.stream_recent"
         )
-    return scores.best((slots - sinks - recent) * heads // (whole - sinks - recent))
+    return scores.best((slots - sinks - recent) * heads // (length - sinks - recent))
 
 
 @dataclass(frozen=True)
