@@ -34,8 +34,15 @@ def test_short_references_are_set_beside_one_random_sentence():
 
 def test_long_references_are_set_beside_three():
     reference = "One red fox ran and two green birds sang and three blue fish swam away"
-    found = of_examples(Words(), [Example("e0", TEXT, reference), Example("e1", TEXT, reference)], "recall")
+    other = "Four black dogs slept and five grey cats ate and six white mice hid in the corn"
+    examples = [Example(f"e{i}", TEXT, text) for i, text in enumerate((reference, reference, reference, other))]
+    found = of_examples(Words(), examples, "recall")
     assert found[LEAD]["e0"] > found[RANDOM]["e0"] > 0 and found[FREQUENT]["e0"] == 100
+
+
+def test_the_one_reference_of_all_examples_is_no_floor():
+    found = of_examples(Words(), [Example("e0", TEXT, "red"), Example("e1", TEXT, "red")], "recall")
+    assert set(found) == {RANDOM}, "a needle at two places: who gives it has read it"
 
 
 def scores(mean, seed, n=30):

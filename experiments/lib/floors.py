@@ -1,10 +1,11 @@
 """What a task gives to an answer that read nothing: is the full cache above it, or can the task tell methods apart?
 
 An answer of three random sentences of the text (one where references are short; mean of 20 draws) and the most
-frequent reference of the other examples, scored as the run's own answers; of choices, a random one. Lead-3, the first
-three sentences, is shown beside them: it reads, and is no floor. The rule, fixed before any method was run: a task
-is void where the full cache's scores, less those of its best floor, do not have a positive mean (the 95 % interval of
-the mean difference, paired by example, has to lie above 0).
+frequent reference of the other examples, scored as the run's own answers; of choices, a random one. Where all examples
+have one and the same reference (a needle hidden at many places) that is the answer, which nobody knows unread: it is
+left out. Lead-3, the first three sentences, is shown beside them: it reads, and is no floor. The rule, fixed before any
+method was run: a task is void where the full cache's scores, less those of its best floor, do not have a positive mean
+(the 95 % interval of the mean difference, paired by example, has to lie above 0).
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def of_examples(task: Task, examples: Sequence[Example], metric: str) -> dict[st
     draws = [scored(lambda e, draw=draw: _random_sentences(e, many, draw)) for draw in range(DRAWS)]  # type: ignore[misc]
     made[RANDOM] = {e.id: float(np.mean([draw[e.id] for draw in draws])) for e in examples}
     counts = Counter(example.reference for example in examples)
-    made[FREQUENT] = scored(lambda e: _most_frequent_other(counts, e.reference))
+    if len(counts) > 1 or len(examples) == 1:
+        made[FREQUENT] = scored(lambda e: _most_frequent_other(counts, e.reference))
     return made
 
 
