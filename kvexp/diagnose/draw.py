@@ -102,10 +102,15 @@ def curves(frame: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def save(figure: Figure, file: Path) -> None:
-    """ConfigError for a kind of picture there is not. In an .svg letters stay letters, which makes it smaller."""
+def check_picture(file: Path) -> None:
+    """ConfigError for a kind of picture there is not."""
     if file.suffix not in KINDS:
         raise ConfigError(f"{file} must end in {', '.join(KINDS)}")
+
+
+def save(figure: Figure, file: Path) -> None:
+    """Write the figure; errors as `check_picture`. In an .svg letters stay letters, which makes it smaller."""
+    check_picture(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(file, dpi=110)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvexp.diagnose.diagnosis_options import Log
 from kvexp.diagnose.folders import Row, short_title
-from kvexp.diagnose.refusals import nothing_to_log
 from kvexp.diagnose.runs import settings_at
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import waiting_notice
@@ -18,7 +17,7 @@ def ensure_diagnosed(run: Run, rows: list[Row], kind: Log | None = None) -> None
         return
     settings = settings_at(run)
     kind.check(settings)
-    if (why := nothing_to_log(settings)) is not None:
+    if (why := kind.obstacle(settings)) is not None:
         raise ConfigError(f"{short_title(run)} has no log to look at: {why}")
     with run.claim(waiting=waiting_notice(run)):
         kind.write(settings, run, rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvexp.diagnose.causal.search_order import search_order
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.search import Cause, cause
 from kvexp.diagnose.undo import Place, Replay, UndoneEvictions
@@ -45,6 +46,8 @@ class FoundCause:
 def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, until: str, trials: int) -> FoundCause:
     """Search for the evictions that changed one row's answer; replay: of its case; trials: at most so many.
 
+    Where the example's causal measurement is there, tokens of large effect are tried first.
+
     CacheError where the rows' answers do not come again, so that nothing could be concluded.
     """
     told = require_example_log(run, row["example"])
@@ -60,7 +63,8 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, u
             f"({row['output']!r}): sums round otherwise in another batch or mode, and nothing can be concluded"
         )
     right = _right(output, full, task, example, until)
-    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, trials)
+    order = search_order(run, row["example"], replay.everything.positions)
+    found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, trials, order)
     back = [] if found.undone is None else replay.answers([found.undone])[0]
     if found.undone is not None and not right(back):
         raise CacheError(

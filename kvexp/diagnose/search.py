@@ -37,10 +37,16 @@ class Cause:
         return spans
 
 
-def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000) -> Cause:
+def cause(
+    replay: Replay,
+    right: Callable[[list[int]], bool],
+    trials: int = 1000,
+    order: Sequence[int] | None = None,
+) -> Cause:
     """Search, given that nothing undone is not `right` (of the new tokens). About log(tokens) trials per span lost.
 
-    First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end. In it
+    First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end; where
+    all positions are given in an `order`, the likeliest causes first, the shortest beginning of that instead. In it
     the tokens that are needed (delta debugging: Zeller and Hildebrandt 2002, in chunks of halves, quarters, ...), then
     likewise layers, heads within them, and the window of steps; at last positions once more. What is found works, and
     of its tokens, then of its layers and heads, none can be left out alone; a smaller set may exist elsewhere. The log
@@ -74,7 +80,10 @@ def cause(replay: Replay, right: Callable[[list[int]], bool], trials: int = 1000
 
     if not works(of_positions)([list(best.positions)])[0]:
         return Cause(None, replay.trials - start, True)
-    best = of_positions(interval(list(best.positions), works(of_positions), replay.size))
+    if order is None:
+        best = of_positions(interval(list(best.positions), works(of_positions), replay.size))
+    else:
+        best = of_positions(sorted(beginning(list(order), works(of_positions), replay.size)))
     best = of_positions(smallest(list(best.positions), works(of_positions)))
     best = of_layers(smallest(sorted({layer for layer, _ in best.places}), works(of_layers)))
     best = of_places(smallest(list(best.places), works(of_places)))
@@ -87,6 +96,25 @@ def interval(items: list[T], works: Works[T], ways: int) -> list[T]:
     """The shortest beginning of items that works, of it the shortest end; all of them do. `ways` trials at a time."""
     begin = items[: _cut(len(items), lambda counts: works([items[:count] for count in counts]), ways)]
     return begin[len(begin) - _cut(len(begin), lambda n: works([begin[len(begin) - count :] for count in n]), ways) :]
+
+
+def beginning(items: list[T], works: Works[T], ways: int) -> list[T]:
+    """The shortest beginning of items that works, given that all of them do: 1, 2, 4, ... of them first.
+
+    `ways` trials at a time; where what is needed stands far ahead, fewer trials are made than `interval` makes.
+    """
+    counts = [1 << power for power in range(len(items).bit_length()) if 1 << power < len(items)]
+    fails, good = 0, len(items)
+    for start in range(0, len(counts), ways):
+        some = counts[start : start + ways]
+        fine = works([items[:count] for count in some])
+        if any(fine):
+            place = start + fine.index(True)
+            fails, good = counts[place - 1] if place else 0, counts[place]
+            break
+        fails = some[-1]
+    least = _cut(good - fails, lambda more: works([items[: fails + count] for count in more]), ways)
+    return items[: fails + least]
 
 
 def _cut(count: int, works: Callable[[list[int]], list[bool]], ways: int) -> int:

@@ -20,6 +20,7 @@ from kvexp.diagnose.case import Case
 from kvexp.generate.prefilled_context import decode_step
 from kvexp.models import MultiMethodCache
 from kvexp.models.batched_cache import MultiLayer
+from kvexp.retrieval.retrieval_layer import RetrievalLayer
 
 MEASURES = ("lost", "lost_ideal", "overlap", "error", "error_here")
 
@@ -28,7 +29,8 @@ MEASURES = ("lost", "lost_ideal", "overlap", "error", "error_here")
 class Losses:
     """One row per step, layer and kv head; a step is the number of decode tokens fed, its query's own included.
 
-    kept: slots that the query could see in this head, itself included.
+    kept: slots that the query could see in this head, itself included; of a retrieval method those that it attended to
+    (by which a step judges one selection; where each query head selects for itself, the largest of them).
     lost: share of the full cache's attention that falls on what it could not see, mean over the head's query heads.
     lost_ideal: the same had it kept the ideal set: itself and the exact top kept - 1 of that attention, summed over
     the query heads (`method=ideal`); less than that no choice of as many slots can lose.
@@ -60,7 +62,7 @@ class TwinLayer:
     def __init__(self, joined: MultiLayer, layer: int, into: Losses) -> None:
         self.joined, self.layer, self.into = joined, layer, into
         method, full = joined.states
-        assert isinstance(method, EvictionLayer) and isinstance(full, EvictionLayer)
+        assert isinstance(full, EvictionLayer)
         self.method, self.full = method, full
 
     @property
@@ -71,14 +73,18 @@ class TwinLayer:
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        before = visible_positions(self.method)
+        method = self.method
+        before = visible_positions(method) if isinstance(method, EvictionLayer) else None
         out = self.joined.forward(query, key, value, params, padding)
         full = self.full
         slots, newest = full.require_slots(), full.sequence.positions(query.device)
         where = slots.broadcast_positions()
         seen = torch.zeros(key.shape[1], slots.length + 1, dtype=torch.bool, device=query.device)
-        seen.scatter_(1, torch.where(before < 0, slots.length, before), True)
-        seen[:, newest[0, 0]] = True
+        if before is not None:
+            seen.scatter_(1, torch.where(before < 0, slots.length, before), True)
+        elif isinstance(method, RetrievalLayer):
+            seen = attended(method, seen)
+        seen[..., newest[0, 0]] = True
         inputs = AttentionInputs(
             query=query[1:].unflatten(1, (key.shape[1], -1)),
             keys=slots.keys[:, :, : slots.length],
@@ -89,7 +95,7 @@ class TwinLayer:
             in_column_order=slots.same_order,
             padded=False,
         )
-        self._note(inputs, seen[:, : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
+        self._note(inputs, seen[..., : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
@@ -101,12 +107,20 @@ class TwinLayer:
         self.joined.reset()
 
     def _note(self, inputs: AttentionInputs, seen: Tensor, out: Tensor, full: Tensor) -> None:
-        """Measure one step. seen [H, S]: positions the method saw; out, full [H, G * Dv]: outputs of both caches."""
-        rows = torch.softmax(inputs.logits(slice(0, 1), seen.shape[1]), dim=-1)  # [1, H, G, 1, S]
+        """Measure one step. seen [H, S]: positions the method saw; out, full [H, G * Dv]: outputs of both caches.
+
+        seen [H, G, S]: of a method that selects for every query head by itself.
+        """
+        rows = torch.softmax(inputs.logits(slice(0, 1), seen.shape[-1]), dim=-1)  # [1, H, G, 1, S]
         mass = rows[0, :, :, 0].mean(1)
-        kept = seen.sum(-1)
+        each = seen if seen.ndim == 3 else seen[:, None]
+        kept = each.sum(-1).amax(1)
         ideal = ideal_set(mass, inputs.query_positions[0, 0], kept)
-        left = rows * seen[None, :, None, None]
+        left = rows * each[None, :, :, None]
+        if seen.ndim == 2:
+            lost = mass.masked_fill(seen, 0).sum(-1)
+        else:
+            lost = rows[0, :, :, 0].masked_fill(seen, 0).sum(-1).mean(1)
         here = apply_probs(left / left.sum(-1, keepdim=True), inputs.values)[0].flatten(1)
         head = torch.arange(len(kept), device=kept.device)
         step = self.full.sequence.seq_len - (self.full.sequence.prompt_columns or 0)
@@ -115,12 +129,25 @@ class TwinLayer:
             layer=torch.full_like(head, self.layer),
             head=head,
             kept=kept,
-            lost=mass.masked_fill(seen, 0).sum(-1),
+            lost=lost,
             lost_ideal=mass.masked_fill(ideal, 0).sum(-1),
-            overlap=(ideal & seen).sum(-1) / kept,
+            overlap=(ideal[:, None] & each).sum(-1).float().mean(1) / kept,
             error=_distance(out, full),
             error_here=_distance(here, full),
         )
+
+
+def attended(state: RetrievalLayer, nothing: Tensor) -> Tensor:
+    """[H, S + 1] bool: the positions that the newest token of a cache of one row attended to.
+
+    [H, G, S + 1] where each query head selects for itself. nothing [H, S + 1]: all False.
+    """
+    each = state.kept_positions()[0]
+    each = each * len(nothing) if len(each) == 1 else each  # one list where all heads attended to the same
+    seen = nothing[:, None].repeat(1, len(each) // len(nothing), 1).flatten(0, 1)
+    for head, positions in enumerate(each):
+        seen[head, positions] = True
+    return seen if len(each) == len(nothing) else seen.unflatten(0, (len(nothing), -1))
 
 
 def visible_positions(state: EvictionLayer) -> Tensor:

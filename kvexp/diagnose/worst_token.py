@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvexp.console import Console
 from kvexp.diagnose.case import Case
+from kvexp.diagnose.causal.search_order import search_order
 from kvexp.diagnose.explain import Options
 from kvexp.diagnose.folders import Row, rows_of, short_title
 from kvexp.diagnose.refusals import nothing_to_log
@@ -113,7 +114,8 @@ def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options:
         return str(case.tokenizer.decode(list(ids)))
 
     texts = [said([token]) for token in [*case.prompt, *case.question, *tokens]]
-    found: Cause = cause(replay, lambda answer: answer == [1], options.trials)
+    order = search_order(run, row["example"], replay.everything.positions)
+    found: Cause = cause(replay, lambda answer: answer == [1], options.trials, order)
     console.print(f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}", highlight=False)
     before = said(tokens[max(0, worst.place - BEFORE) : worst.place])
     line = f"{before!r} then {said([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats"
