@@ -1,11 +1,12 @@
-"""kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods that need them.
+"""kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods and budgets that need them.
 
 The model reads texts once, at full attention. Settings are those of `kvexp run` for a model, and:
   data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
                  without it, the articles that come with kvexp
   tokens=2048    tokens of a sequence: the texts are joined and cut into sequences (fewer where the model holds fewer)
   sequences=20   how many of them at most
-The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
+The result is two small files in the cache folder, known by the digest of the model: statistics of queries, and scores
+of heads (budget.heads=duo; not of models without RoPE). They replace older ones.
 """
 
 from __future__ import annotations
