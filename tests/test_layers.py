@@ -106,6 +106,10 @@ ALLOWED: dict[str, set[str]] = {
         *(".errors", ".paths", ".articles", ".config", ".console", ".models", ".session", ".sweep"),
         *("hydra", "omegaconf"),
     },
+    "trace": {
+        *(".errors", ".core", ".models", ".generate", ".diagnose", "torch", "numpy"),
+    },
+    "custom_generate": {".errors", ".core", ".methods", ".models", "torch"},
     "curves": {  # kvexp.compare
         *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures", ".session"),
         *("hydra", "omegaconf", "pandas", "matplotlib"),
