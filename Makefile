@@ -27,7 +27,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -55,6 +55,9 @@ demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables a
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m kvexp.training
 	@$(BIN)/python -m experiments.testbed
+
+league: $(VENV)/.stamp ## the league table of league/*.json: build/league/index.html and the tables of docs/league.md
+	@$(BIN)/python -m kvexp.league page --markdown docs/league.md
 
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 	@$(BIN)/python run.py model=testbed_rope task=testbed_summary limit=1 outputs_dir=outputs/smoke

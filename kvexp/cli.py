@@ -26,6 +26,8 @@ COMMANDS = {  # name: the module that does it, what it does
     "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
     "trace": ("kvexp.trace", "what a method scored, kept and dropped of one example, for engines to follow"),
     "custom-generate": ("kvexp.custom_generate", "the folder for generate(custom_generate=FOLDER) of transformers"),
+    "submit": ("kvexp.league.submit", "make league entries of runs: docs/league.md"),
+    "league": ("kvexp.league", "check (measure entries again), page, tolerance"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "bytes": ("kvexp.dry_run.bits_and_tokens", "which numbers of tokens and of bits fit into a share of bytes"),
     "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),

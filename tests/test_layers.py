@@ -109,6 +109,10 @@ ALLOWED: dict[str, set[str]] = {
     "trace": {
         *(".errors", ".core", ".models", ".generate", ".diagnose", "torch", "numpy"),
     },
+    "league": {
+        *(".errors", ".paths", ".config", ".evaluate", ".generate", ".diagnose", ".record", ".results", ".session"),
+        *(".sweep", "hydra", "omegaconf", "numpy"),
+    },
     "custom_generate": {".errors", ".core", ".methods", ".models", "torch"},
     "curves": {  # kvexp.compare
         *(".errors", ".paths", ".user_methods", ".core", ".config", ".sweep", ".results", ".figures", ".session"),

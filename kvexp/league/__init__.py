@@ -1,0 +1,1 @@
+"""A league table of eviction methods whose entries can be measured again: docs/league.md. Nothing is imported here."""
