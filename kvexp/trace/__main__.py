@@ -46,7 +46,8 @@ def made(args: argparse.Namespace) -> str:
     check(settings)
     profiled(settings.cache, args.profile)
     ((_, case, _),) = cases(settings, [row])
-    model = {"name": settings.labels["model"], "family": case.model.config.model_type, **settings.model.identity()}
+    known = {"name": settings.labels["model"], "family": case.model.config.model_type}
+    model = settings.model.identity() | known
     trace = trace_of(case, args.profile, args.new_tokens, model)
     if found := check_rules(trace):
         raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {found[0]}")
