@@ -127,6 +127,8 @@ def test_the_command_line_makes_it_of_the_models_head() -> None:
     assert "bytes_ratio" not in str(settings("method=h2o").identity)
     with pytest.raises(ConfigError, match=r"bytes_ratio=0.25 and budget.tokens=256 are two budgets"):
         settings("bytes_ratio=0.25", "budget=tokens")
+    with pytest.raises(ConfigError, match=r"method pqcache keeps everything: .* kv_ratio in place of bytes_ratio"):
+        settings("bytes_ratio=0.25", "method=pqcache")
     with pytest.raises(ConfigError, match=r"task.pad_to=64 makes pads count towards a ratio of tokens"):
         settings("bytes_ratio=0.25", "task.pad_to=64", "budget.of=padded")
     config = {"kv_ratio": 0.3, "bytes_ratio": 0.25, "cache": {}}

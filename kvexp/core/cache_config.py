@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack, get_args
 
 from kvexp.core.budget import Budget, Cadence
+from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.head_scores import HeadScores
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
@@ -108,6 +109,11 @@ class CacheConfig:
             )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
+        if method.full_cache and isinstance(self.budget, BytesBudget):
+            raise ConfigError(
+                f"method {method.name} keeps everything: its budget is the number of tokens that a query attends to, "
+                "whatever its index and windows take: give kv_ratio in place of bytes_ratio"
+            )
         self._check_cadence()
         self._check_heads()
         if self.renumbered and method.needs.last_queries:
