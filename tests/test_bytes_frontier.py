@@ -65,6 +65,7 @@ def test_divergence_has_a_panel_where_it_was_measured(outputs: Path) -> None:
     assert left.get_yscale() == "log"
     labels = left.get_legend_handles_labels()[1]
     assert len(labels) == len(set(labels)) == 4
+    assert any(label.startswith("full, 4 bits") for label in labels), "one line for the full cache in few bits"
 
 
 def test_the_command(outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from kvexp.figures.style import MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN
 from kvexp.results import table
+from kvexp.results.columns import shared_settings
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
@@ -35,14 +36,17 @@ DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: (0, (1
 BITS = re.compile(r"\+?cache\.(key_|value_)?bits=(\d+)")
 BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
 TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
+QUANTISED_FULL, FULL_BITS = "full_quantised", 16  # as labels of runs say
+COLUMNS = 4  # of the legend
 
 
 def frontier(outputs: str | Path, wanted: dict[str, Any], metric: str | None = None) -> pd.DataFrame:
     """The runs of a folder that have a place on the axis of bytes: columns of `kvexp.results.table`, and for each run
 
-    bits: of keys and values, the fewer where they differ; line: method and bits in words; rest: what of the setting is
-    neither bits nor budget; quality, quality_low, quality_high: percent of full in `metric` (None: each task's first);
-    kl, kl_low, kl_high: along the full cache's own answer, NaN where none was measured.
+    bits: of keys and values, the fewer where they differ; line: method and bits in words; rest, shared: what of the
+    setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent of full in
+    `metric` (None: each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN where none was
+    measured.
     """
     runs = table(outputs, wanted)
     runs = runs[runs["bytes_share"].notna() & runs["verdict99"].ne("baseline")] if len(runs) else runs
@@ -59,7 +63,9 @@ def frontier(outputs: str | Path, wanted: dict[str, Any], metric: str | None = N
         each[name] = [
             float(row[key]) if key in row else float("nan") for key, (_, row) in zip(keys, runs.iterrows(), strict=True)
         ]
-    runs = runs.assign(bits=bits, line=names, rest=left, metric=own, **each)
+    shared, records = shared_settings([{"setting": words} for words in left])
+    rest = [str(record["setting"]) for record in records]
+    runs = runs.assign(bits=bits, line=names, rest=rest, shared=" ".join(shared), metric=own, **each)
     diverged = divergence_table([folder for folder in chosen(folders(outputs), wanted) if not folder.refused])
     if len(diverged):
         diverged = diverged[diverged["text"] == OWN][["hash", "kl", "kl_low", "kl_high"]]
@@ -68,8 +74,12 @@ def frontier(outputs: str | Path, wanted: dict[str, Any], metric: str | None = N
 
 
 def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
-    """Draw column `name` (kl or quality) of one model's and task's runs against bytes_share; bars: 95 % intervals."""
-    for (method, bits, rest), line in runs[runs[name].notna()].groupby(["method", "bits", "rest"], sort=True):
+    """Draw column `name` (kl or quality) of one model's and task's runs against bytes_share; bars: 95 % intervals.
+
+    A line joins the budgets of a method at equal bits; that of the full cache in few bits joins the bits.
+    """
+    runs = runs.assign(joined=runs["bits"].where(runs["method"] != QUANTISED_FULL, 0))
+    for (method, bits, rest), line in runs[runs[name].notna()].groupby(["method", "joined", "rest"], sort=True):
         line = line.sort_values("bytes_share")
         middle = line[name].clip(lower=LEAST) if name == "kl" else line[name]
         low = line[f"{name}_low"].clip(lower=LEAST) if name == "kl" else line[f"{name}_low"]
@@ -77,7 +87,9 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
         few = line[f"{name}_low"].isna()
         look: dict[str, Any] = {"color": color_of(str(method)), "marker": marker_of(str(method)), "markersize": 4}
         label = f"{method}, {bits} bits {rest}".rstrip()
-        dashes = DASHES[int(str(bits))] if len(line) > 1 else "none"
+        if not bits:
+            look["color"], label = "black", f"full, {', '.join(map(str, line['bits'][::-1]))} bits {rest}".rstrip()
+        dashes = DASHES[int(str(bits)) or FULL_BITS] if len(line) > 1 else "none"
         axes.errorbar(
             line["bytes_share"],
             middle,
@@ -119,11 +131,13 @@ def draw(frame: pd.DataFrame) -> Figure:
                 axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
         title = titled(f"{model}, {task}", runs["question"]) if "question" in runs else f"{model}, {task}"
         left.set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
+    if frame["shared"].iloc[0]:
+        figure.suptitle(textwrap.fill(frame["shared"].iloc[0], 120), fontsize=8)
     entries = {
         label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     if entries:
-        figure.legend(list(entries.values()), list(entries), fontsize=7, loc="outside lower center", ncols=4)
+        figure.legend(list(entries.values()), list(entries), fontsize=7, loc="outside lower center", ncols=COLUMNS)
     return figure
 
 
