@@ -149,7 +149,8 @@ def _allowed(hint: Any) -> str:
         return " ".join(f"`{value}`" for value in typing.get_args(hint))
     if typing.get_args(hint):
         return " or ".join(_allowed(one) for one in typing.get_args(hint))
-    return {int: "a whole number", float: "a number", bool: "`true` `false`", str: "a word"}[hint]
+    kinds = {int: "a whole number", float: "a number", bool: "`true` `false`", str: "a word", type(None): "`null`"}
+    return kinds[hint]
 
 
 def _yaml(value: Any) -> str:

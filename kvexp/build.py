@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvexp.core import Budget, CacheConfig, HeadScores, Method, Quantization, QueryCalibration
+    from kvexp.core import (
+        Budget,
+        CacheConfig,
+        HeadScores,
+        Method,
+        Quantization,
+        QueryCalibration,
+        SlotSelection,
+        Surrogate,
+    )
 
 # The group `cache` of conf/config.yaml: how keys and values are stored, and everything else.
 STORAGE = {
@@ -37,6 +46,8 @@ CACHE = {
     "beyond_context": False,
     **STORAGE,
 }
+# The group `select` of conf/config.yaml.
+SELECT = {"by": "token", "values": "none", "chunk": None}
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
 
 
@@ -110,10 +121,13 @@ def build_cache(
     node: Mapping[str, Any],
     calibration: QueryCalibration | None = None,
     head_scores: HeadScores | None = None,
+    select: Mapping[str, Any] = types.MappingProxyType({}),
+    surrogate: Surrogate | None = None,
 ) -> CacheConfig:
     """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
 
-    calibration: of the model, where the method needs one; head_scores: where the budget needs them.
+    calibration, surrogate: of the model, where the method needs one; head_scores: where the budget needs them; select:
+    the group of that name, which a method that evicts nothing leaves alone.
     """
     from kvexp.core import CacheConfig, Cadence
 
@@ -124,6 +138,7 @@ def build_cache(
     every = typed(known["evict_every"], int | None, "cache.evict_every")
     at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
     beyond = typed(known["beyond_context"], bool, "cache.beyond_context")
+    chosen = build_selection(select if method.evicts else {})
     with keys_named(CACHE_KEYS):
         return CacheConfig(
             method,
@@ -136,6 +151,8 @@ def build_cache(
             calibration=calibration,
             quantization=quantization_of(known),
             head_scores=head_scores,
+            select=chosen,
+            surrogate=surrogate,
         )
 
 
@@ -161,6 +178,17 @@ def quantization_of(node: Mapping[str, Any]) -> Quantization | None:
     rest = {name: known[name] for name in ("key_axis", "value_axis", "group", "residual", "symmetric")}
     with keys_named(CACHE_KEYS):
         return Quantization(key_bits, value_bits, **rest)
+
+
+def build_selection(node: Mapping[str, Any]) -> SlotSelection:
+    """How slots are chosen: the group `select`, whose missing keys are its defaults."""
+    from kvexp.core import SlotSelection
+
+    for name in node:
+        if name not in SELECT:
+            raise ConfigError(f"select.{name} is not a setting of select; it has: {', '.join(SELECT)}")
+    known = {**SELECT, **node}
+    return SlotSelection(known["by"], known["values"], typed(known["chunk"], int | None, "select.chunk"))
 
 
 def _class(target: Any, where: str, within: str | tuple[str, ...]) -> Any:

@@ -59,6 +59,16 @@ def tiny_calibration(own_cache) -> None:
     assert main(["model=tiny", "tokens=64", "sequences=1"]) == 0
 
 
+@pytest.fixture(scope="session")
+def tiny_surrogate(own_cache, tmp_path_factory) -> None:
+    """What method=kvzap finds of model=tiny, trained on no article."""
+    from kvexp.training.__main__ import main
+
+    text = tmp_path_factory.mktemp("surrogate") / "text.txt"
+    text.write_text("The mill stands by the river. " * 4)
+    assert main(["kvzap", "model=tiny", "tokens=40", f"data={text}"]) == 0
+
+
 @pytest.fixture
 def wheels(tmp_path, monkeypatch):
     """A small model stands in for the one that model=smollm2_135m fetches."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 
 Row = dict[int, float]  # key position -> attention of one query, summed over the query heads of a kv head
@@ -37,7 +38,10 @@ class Past:
     pairs: of dimensions that RoPE turns, and by how much a position. output_norms: of values behind the output
     projection, slopes: of ALiBi (0: none), both in the same query heads. evictions: the newest position at each earlier
     eviction. directions, query_means, pair_sizes: of a calibration pass's queries in the same query heads, the main
-    direction, the mean before RoPE and the mean length of each pair. repeats: of the whole prompt.
+    direction, the mean before RoPE and the mean length of each pair. head_rows: of the prompt's last queries, in each
+    query head. output_sizes: as output_norms, of the sum of absolute values. sketch: Compactor's
+    draws, a row for each dimension of a key. predicted: by a linear map from what the layer gets. layer: of every kv
+    head of the layer. repeats: of the whole prompt.
     """
 
     rows: list[Row]
@@ -61,6 +65,11 @@ class Past:
     directions: list[list[float]] = field(default_factory=list)
     query_means: list[list[float]] = field(default_factory=list)
     pair_sizes: list[list[float]] = field(default_factory=list)
+    head_rows: list[list[Row]] = field(default_factory=list)
+    output_sizes: list[Row] = field(default_factory=list)
+    sketch: list[list[float]] = field(default_factory=list)
+    predicted: Row = field(default_factory=dict)
+    layer: list[Past] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
 
     @property
@@ -347,6 +356,10 @@ def kvzip_plus(past: Past) -> set[int]:
     return top(past, lambda p: best.get(p, 0.0), sinks=1)
 
 
+def kvzap(past: Past) -> set[int]:
+    return top(past, lambda p: past.predicted[p], recent=2, sinks=1)
+
+
 def vatp(past: Past) -> set[int]:
     """Two sinks; half of the budget is the window; every row of attention times the sum of the value's sizes."""
     size = {p: sum(abs(v) for v in past.values[p]) for p in past.held}
@@ -458,6 +471,144 @@ def triattention(past: Past) -> set[int]:
         spread = math.sqrt(sum((s - centre) ** 2 for s in score.values()) / len(score))
         best = {p: max(best[p], (score[p] - centre) / spread) for p in past.held}
     return top(past, lambda p: best[p], recent=2)
+
+
+def h2o_chunks(past: Past) -> set[int]:
+    """Chunks of 3: what all kv heads of the layer looked at in those of a chunk's tokens that are not in the window."""
+    recent = past.budget // 2
+    inside = past.held[: len(past.held) - (recent - 1)] if recent > 1 else past.held
+
+    def value(p: int) -> float:
+        chunk = [t for t in inside if t // 3 == p // 3]
+        return sum(total(rows, t) for rows in past.heads for t in chunk) / len(chunk)
+
+    return top(past, value, recent=recent)
+
+
+def h2o_critical(past: Past) -> set[int]:
+    """Half by attention, half by attention (a share, and a little) times the mean size of the projected value."""
+    whole, recent = sum(total(past.rows, p) for p in past.held), past.budget // 2
+    first = top(replace(past, room=past.room // 2), lambda p: total(past.rows, p), recent=recent)
+
+    def value(p: int) -> float:
+        size = sum(sizes[p] for sizes in past.output_sizes) / len(past.output_sizes)
+        return math.inf if p in first else (total(past.rows, p) / whole + 1e-4) * size
+
+    return top(past, value, recent=recent)
+
+
+def looked_at_nearby(past: Past, inside: range, size: int) -> Row:
+    """What tokens get from those of their own chunk, before and behind, unscaled, times the size of their value."""
+    found = dict.fromkeys(inside, 0.0)
+    for queries in past.queries:
+        turned = {p: rotated(queries[p], p, past.pairs) for p in inside}
+        for q in inside:
+            first = inside[(inside.index(q) // size) * size]
+            chunk = [p for p in inside if first <= p < first + size]
+            row = softmax({p: sum(a * b for a, b in zip(turned[q], past.keys[p], strict=True)) for p in chunk})
+            for p, share in row.items():
+                found[p] += share / len(past.queries) * math.hypot(*past.values[p])
+    return {p: (found.get(p - 1, 0.0) + found[p] + found.get(p + 1, 0.0)) / 3 for p in inside}
+
+
+def solved(matrix: Matrix, right: list[float]) -> list[float]:
+    """x of matrix x = right, by elimination; matrix is positive definite."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(len(rows)):
+        for j in range(i + 1, len(rows)):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    x = [0.0] * len(rows)
+    for i in reversed(range(len(rows))):
+        x[i] = (rows[i][-1] - sum(rows[i][j] * x[j] for j in range(i + 1, len(rows)))) / rows[i][i]
+    return x
+
+
+def key_leverages(past: Past, inside: range) -> Row:
+    """How far each key before RoPE lies out among these, seen through the sketch."""
+    keys = [rotated(past.keys[p], -p, past.pairs) for p in inside]
+    mean = [sum(column) / len(keys) for column in zip(*keys, strict=True)]
+    x = product([[a - b for a, b in zip(key, mean, strict=True)] for key in keys], past.sketch)
+    gram = product([list(column) for column in zip(*x, strict=True)], x)
+    gram = [[a + 0.01 * (i == j) for j, a in enumerate(row)] for i, row in enumerate(gram)]
+    return {
+        p: sum(a * b for a, b in zip(row, solved(gram, row), strict=True)) for p, row in zip(inside, x, strict=True)
+    }
+
+
+def compactor(past: Past) -> set[int]:
+    """One sink, the last 2, chunks of 5; standardised over the heads and tokens between the ends."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    inside = range(1, past.prompt - 2)
+    parts = [[f(head) for head in past.layer] for f in (
+        lambda head: looked_at_nearby(head, inside, 5), lambda head: key_leverages(head, inside))]  # fmt: skip
+    score = dict.fromkeys(inside, 0.0)
+    for part, weight in zip(parts, (1.0, 1 - past.budget / past.prompt), strict=True):
+        every = [x for row in part for x in row.values()]
+        centre, spread = sum(every) / len(every), math.sqrt(variance(every))
+        for p in inside:
+            score[p] += weight * (part[past.head][p] - centre) / spread
+    return top(past, lambda p: score.get(p, math.inf), recent=3, sinks=1)
+
+
+def variance(x: list[float]) -> float:
+    """Of a sample: n - 1 below."""
+    mean = sum(x) / len(x)
+    return sum((v - mean) ** 2 for v in x) / (len(x) - 1)
+
+
+def cake(past: Past) -> set[int]:
+    """The last 3 queries, whose tokens stay; 200 variances beside the mean, averaged over 3 neighbours."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    edge = past.prompt - 3
+
+    def votes(rows: list[Row], p: int) -> float:
+        if not 0 <= p < edge:
+            return 0.0
+        seen = [row[p] for row in rows]
+        return sum(seen) / 3 + 200 * variance(seen)
+
+    def score(p: int) -> float:
+        return sum(votes(rows, p + d) for rows in past.head_rows for d in (-1, 0, 1))
+
+    return top(past, score, recent=4)  # the 3 and the token to come
+
+
+def pyramid_budgets(mean: int, prompt: int, least: int, layers: int, beta: float) -> list[int]:
+    """Slots of each layer: a line through the mean, in the middle, from the bottom layer's to the top one's."""
+    top = (mean - least) / beta
+    bottom = 2 * (mean - least) - top
+    if bottom > prompt - least:
+        bottom = prompt - least
+        top = 2 * (mean - least) - bottom
+    line = [bottom + (top - bottom) * layer / (layers - 1) for layer in range(layers)]
+    return [least + round(x) for x in line]
+
+
+def cake_preference(heads: list[list[Row]], prompt: int, tau1: float = 1.0, tau2: float = 1.0) -> float:
+    """Of one layer: the last queries' rows in each of its query heads."""
+    before = range(prompt - len(heads[0]))
+    entropy = -sum(row[p] * math.log(row[p] + 1e-10) for rows in heads for row in rows for p in before)
+    shift = sum(variance([row[p] for row in rows]) for rows in heads for p in before)
+    return entropy ** (1 / tau1) * shift ** (1 / tau2)
+
+
+def cake_budgets(mean: int, prompt: int, base: int, preferences: list[float]) -> list[int]:
+    """Every layer has `base` slots and its share of the rest; what it cannot use, and what is left over, one by one."""
+    most, rest = prompt - base, (mean - base) * len(preferences)
+    exact = [Fraction(p) for p in preferences]
+    wanted = [math.floor(rest * p / sum(exact)) for p in exact]
+    shares = [min(most, w) for w in wanted]
+    for more in (sum(wanted) - sum(shares), rest - sum(wanted)):
+        layer = 0
+        while more:
+            if shares[layer] < most:
+                shares[layer] += 1
+                more -= 1
+            layer = (layer + 1) % len(shares)
+    return [base + share for share in shares]
 
 
 def random(past: Past) -> set[int]:

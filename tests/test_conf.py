@@ -32,6 +32,8 @@ def composed(*overrides):
 def test_methods(method, request):
     if method in ("qfilters", "triattention"):
         request.getfixturevalue("tiny_calibration")
+    if method == "kvzap":
+        request.getfixturevalue("tiny_surrogate")
     extra = ["cache.positions=original"] if method == "streaming_llm" else []
     settings = settings_of(*composed(f"method={method}", *extra))
     assert settings.labels["method"] == method

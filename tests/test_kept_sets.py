@@ -24,11 +24,12 @@ from transformers import DynamicCache
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import kvexp.methods
-from kvexp.core import Budget, Cadence, Method, Noise, QueryCalibration
+from kvexp.core import Budget, Cadence, Method, Noise, QueryCalibration, SlotSelection, Surrogate
 from kvexp.generate import generate, pad_left
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import (
     A2SF,
+    CAKE,
     CAOTE,
     CUR,
     H2O,
@@ -36,6 +37,7 @@ from kvexp.methods import (
     RKV,
     TOVA,
     VATP,
+    Compactor,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -46,9 +48,11 @@ from kvexp.methods import (
     Keyformer,
     KeyformerA2SF,
     KNorm,
+    KVzap,
     KVzip,
     KVzipPlus,
     LagKV,
+    PyramidKV,
     QFilters,
     Random,
     SnapKV,
@@ -57,6 +61,7 @@ from kvexp.methods import (
     TriAttention,
     Window,
 )
+from kvexp.methods.compactor import sketch_matrix
 from kvexp.models import EvictionCache, calibrate_queries
 
 METHODS: dict[str, tuple[Method, Oracle]] = {
@@ -75,6 +80,9 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "keyformer_a2sf": (KeyformerA2SF(), oracles.keyformer_a2sf),
     "tova": (TOVA(), oracles.tova),
     "snapkv": (SnapKV(window=2, kernel=3), oracles.snapkv),
+    "pyramidkv": (PyramidKV(window=2, kernel=3, beta=3.0), oracles.snapkv),
+    "cake": (CAKE(window=3, kernel=3), oracles.cake),
+    "compactor": (Compactor(n_sinks=1, n_recent=2, chunk=5, sketch=6), oracles.compactor),
     "knorm": (KNorm(), oracles.knorm),
     "keydiff": (KeyDiff(), oracles.keydiff),
     "caote": (CAOTE(), oracles.caote),
@@ -93,10 +101,14 @@ METHODS: dict[str, tuple[Method, Oracle]] = {
     "qfilters": (QFilters(), oracles.qfilters),
     "kvzip": (KVzip(n_sinks=1, chunk=5, instruct=False), oracles.kvzip),
     "kvzip_plus": (KVzipPlus(n_sinks=1, chunk=5, instruct=False), oracles.kvzip_plus),
+    "kvzap": (KVzap(n_sinks=1, protect_recent=2), oracles.kvzap),
     "triattention": (TriAttention(max_offset=9), oracles.triattention),
+    "h2o_chunks": (H2O(), oracles.h2o_chunks),
+    "h2o_critical": (H2O(), oracles.h2o_critical),
     "random": (Random(), oracles.random),
     "spatten": (SpAtten(), oracles.spatten),
 }
+SELECT = {"h2o_chunks": SlotSelection(by="chunk", chunk=3), "h2o_critical": SlotSelection(values="critical")}
 FAMILIES = ("llama", "gptj", "mpt", "gpt2")
 LENGTHS, NEW = (17, 13, 11), 7
 RATIO = (1, 2)  # kv_ratio 1/2: budgets 8, 6 and 5
@@ -111,13 +123,27 @@ class Truth:
     logits: list[Tensor]
 
 
+@functools.cache
+def surrogate(family: str) -> Surrogate:
+    """Linear maps from what a layer gets to the scores of its kv heads, drawn."""
+    dice, config = torch.Generator().manual_seed(13), stock(family).config
+    shape = (LAYERS, CONFIGS[family].get("num_key_value_heads", 3), config.hidden_size)
+    return Surrogate.of(torch.randn(*shape, generator=dice), torch.randn(*shape[:2], generator=dice))
+
+
 @contextmanager
 def masks_by_hand(
-    model: Any, visible: Tensor, seen: list[Tensor], queries: list[Tensor], norms: list[Tensor] | None = None
+    model: Any,
+    visible: Tensor,
+    seen: list[Tensor],
+    queries: list[Tensor],
+    norms: list[Tensor] | None = None,
+    inputs: list[Tensor] | None = None,
 ) -> Iterator[None]:
     """visible [L, query heads, N, N] bool replaces every mask; attention probabilities [heads, N, N] go to `seen`.
 
-    The queries before RoPE [heads, N, D] go to `queries`, the norms [N] of what each layer gets to `norms`.
+    The queries before RoPE [heads, N, D] go to `queries`, the norms [N] of what each layer gets to `norms`, what
+    it gets [N, width] to `inputs`.
     """
     attentions = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
     assert len(attentions) == visible.shape[0]
@@ -128,6 +154,8 @@ def masks_by_hand(
             assert "attention_mask" in kwargs
             states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
             queries.append(queries_of(module, visible.shape[1], states))
+            if inputs is not None:
+                inputs.append(states[0].double())
             if norms is not None:
                 norms.append(states[0].double().norm(dim=-1))
             as_bool = model.config.model_type == "mpt"
@@ -205,11 +233,14 @@ class Witness:
 
     def __init__(self, family: str, name: str, prompt: Sequence[int], new: Sequence[int], seed: int) -> None:
         self.model, (self.method, self.oracle), self.pairs = stock(family), METHODS[name], rope_pairs(family)
+        self.family = family
         self.ids, self.prompt, self.seed, self.new = [*prompt, *new], len(prompt), seed, len(new)
         calibrated = self.method.needs.calibration
         self.directions = main_directions(family) if calibrated else []
         self.query_means, self.pair_sizes = mean_queries(family) if calibrated else ([], [])
         self.budget = len(prompt) * RATIO[0] // RATIO[1]
+        self.critical = SELECT.get(name, SlotSelection()).values == "critical"
+        self.budgets = [self.budget] * LAYERS  # by layer, as soon as the prompt was read
         count = len(self.ids)
         self.kv_heads = CONFIGS[family].get("num_key_value_heads", 3)
         heads = CONFIGS[family].get("num_attention_heads", 3)
@@ -229,16 +260,34 @@ class Witness:
         for end in range(self.prompt, len(self.ids) + 1):
             probabilities: list[Tensor] = []
             self.queries: list[Tensor] = []
+            self.inputs: list[Tensor] = []
             cache = DynamicCache()
-            with masks_by_hand(self.model, self.visible[:, :, :end, :end], probabilities, self.queries):
+            seen = (probabilities, self.queries, None, self.inputs)
+            with masks_by_hand(self.model, self.visible[:, :, :end, :end], *seen):
                 ids = torch.tensor([self.ids[:end]])
                 logits.append(self.model(ids, past_key_values=cache, use_cache=True).logits[0, -1])
             fresh = range(0 if end == self.prompt else end - 1, end)
+            if end == self.prompt:
+                self.budgets = self.layer_budgets(probabilities)
             for layer in range(LAYERS):
                 stored = cache.layers[layer]
                 self.layer(layer, fresh, probabilities[layer], stored.keys[0], stored.values[0], repeats[layer])
             kept.append([[list(head) for head in heads] for heads in self.held])
         return Truth(kept, logits)
+
+    def layer_budgets(self, probabilities: list[Tensor]) -> list[int]:
+        """Slots of every layer; probabilities [L] of [heads, N, N]: of the whole prompt."""
+        if isinstance(self.method, PyramidKV):
+            return oracles.pyramid_budgets(self.budget, self.prompt, self.method.window, LAYERS, self.method.beta)
+        if isinstance(self.method, CAKE):
+            each = [oracles.cake_preference(self.last_rows(rows), self.prompt) for rows in probabilities]
+            return oracles.cake_budgets(self.budget, self.prompt, self.method.window, each)
+        return self.budgets
+
+    def last_rows(self, probabilities: Tensor, heads: slice = slice(None)) -> list[list[Row]]:
+        """What the prompt's last three queries look at, in each query head; probabilities [heads, N, N]."""
+        rows = probabilities[heads, self.prompt - 3 : self.prompt].tolist()
+        return [[dict(enumerate(row)) for row in head] for head in rows]
 
     def repeats(self) -> list[list[list[Repeat]]]:
         """By layer and kv head: what is seen of the prompt behind its first token, fed again by fives.
@@ -274,24 +323,9 @@ class Witness:
         for h in range(self.kv_heads):
             self.held[layer][h] += fresh
             self.rows[layer][h] += [self.row(layer, h, q, probabilities, noise) for q in fresh]
-        pasts = []
-        for h in range(self.kv_heads):
-            past = Past(
-                self.rows[layer][h], self.held[layer][h], self.budget - 1, self.budget, self.prompt,
-                heads=self.rows[layer], model=self.rows, head=h,
-                norms=dict(enumerate(keys[h].norm(dim=-1).tolist())), noise=self.births(layer, h),
-                evictions=self.evictions[layer][h], keys=dict(enumerate(keys[h].double().tolist())),
-                values=dict(enumerate(values[h].double().tolist())),
-                newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
-                slopes=self.slopes[h * self.group : (h + 1) * self.group],
-                output_norms=self.output_norms(layer, h, values[h].double()),
-                directions=self.of_heads(self.directions, layer, h),
-                query_means=self.of_heads(self.query_means, layer, h),
-                pair_sizes=self.of_heads(self.pair_sizes, layer, h),
-                queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
-                repeats=repeats[h],
-            )  # fmt: skip
-            pasts.append(past)
+        pasts = [self.past(layer, h, probabilities, keys[h], values[h], repeats[h]) for h in range(self.kv_heads)]
+        for past in pasts:
+            past.layer = pasts
         for h, stay in enumerate(self.decide(layer, pasts)):
             self.keep(layer, h, stay, fresh[-1])
 
@@ -306,6 +340,29 @@ class Witness:
         gone = [p for p in range(newest + 1) if p not in stay]
         self.visible[layer, h * self.group : (h + 1) * self.group, newest + 1 :, gone] = False
         self.held[layer][h] = stay
+
+    def past(
+        self, layer: int, h: int, probabilities: Tensor, keys: Tensor, values: Tensor, repeats: list[Repeat]
+    ) -> Past:
+        """What one kv head has seen; keys, values [N, D]: its own."""
+        return Past(
+            self.rows[layer][h], self.held[layer][h], self.budgets[layer] - 1, self.budgets[layer], self.prompt,
+            heads=self.rows[layer], model=self.rows, head=h,
+            norms=dict(enumerate(keys.norm(dim=-1).tolist())), noise=self.births(layer, h),
+            evictions=self.evictions[layer][h], keys=dict(enumerate(keys.double().tolist())),
+            values=dict(enumerate(values.double().tolist())),
+            newest_rows=self.newest_rows(layer, h, probabilities), pairs=self.pairs,
+            slopes=self.slopes[h * self.group : (h + 1) * self.group],
+            output_norms=self.output_norms(layer, h, values.double()),
+            output_sizes=self.output_norms(layer, h, values.double(), order=1) if self.critical else [],
+            directions=self.of_heads(self.directions, layer, h),
+            query_means=self.of_heads(self.query_means, layer, h),
+            pair_sizes=self.of_heads(self.pair_sizes, layer, h),
+            queries=self.queries[layer][h * self.group : (h + 1) * self.group].tolist(),
+            repeats=repeats,
+            head_rows=self.last_rows(probabilities, slice(h * self.group, (h + 1) * self.group)),
+            sketch=self.sketch(layer, h, keys.shape[-1]), predicted=self.predicted(layer, h),
+        )  # fmt: skip
 
     def of_heads(self, each: list[list[list[float]]], layer: int, h: int) -> list[list[float]]:
         """What belongs to a kv head's query heads; nothing where nothing was calibrated."""
@@ -331,20 +388,35 @@ class Witness:
         heads = range(h * self.group, (h + 1) * self.group)
         return [{p: float(probabilities[i, -1, p]) for p in self.held[layer][h]} for i in heads]
 
-    def output_norms(self, layer: int, h: int, values: Tensor) -> list[Row]:
-        """The size of values [N, D] behind the output projection, in each query head of the kv head."""
+    def output_norms(self, layer: int, h: int, values: Tensor, order: int = 2) -> list[Row]:
+        """The norm of values [N, D] behind the output projection, in each query head of the kv head."""
         attention = [m for m in self.model.modules() if type(m).__name__.endswith("Attention")][layer]
         name = next(name for name in ("o_proj", "out_proj", "c_proj") if hasattr(attention, name))
         weight = getattr(attention, name).weight.double()
         weight = weight.T if name == "c_proj" else weight  # [width, heads * D]
         blocks = weight.split(values.shape[1], dim=1)[h * self.group : (h + 1) * self.group]
-        return [dict(enumerate((values @ block.T).norm(dim=-1).tolist())) for block in blocks]
+        return [dict(enumerate((values @ block.T).norm(p=order, dim=-1).tolist())) for block in blocks]
 
     def noise(self, layer: int, fresh: range) -> Tensor | None:
         if not isinstance(self.method, Keyformer):
             return None
         at = torch.arange(fresh[-1] + 1)[None]
         return Noise().draw(torch.tensor([self.seed]), layer, self.kv_heads * self.group, at, at[:, None])[0]
+
+    def sketch(self, layer: int, h: int, width: int) -> list[list[float]]:
+        """Compactor's draws, [D][sketch]."""
+        if not isinstance(self.method, Compactor):
+            return []
+        made = sketch_matrix(torch.tensor([self.seed]), layer, self.kv_heads, width, self.method.sketch)
+        return made[0, h].double().tolist()
+
+    def predicted(self, layer: int, h: int) -> Row:
+        """What the drawn surrogate says of every token, by what the layer gets at it."""
+        if not isinstance(self.method, KVzap):
+            return {}
+        made = surrogate(self.family)
+        scores = self.inputs[layer] @ made.weight[layer, h].double() + made.bias[layer, h].double()
+        return dict(enumerate(scores.tolist()))
 
     def births(self, layer: int, h: int) -> Row:
         if not isinstance(self.method, Random):
@@ -373,9 +445,11 @@ def calibration(family: str) -> QueryCalibration:
 
 def cache_of(family: str, name: str, rows: Sequence[int], **options: Any) -> EvictionCache:
     method = METHODS[name][0]
-    place = {"positions": "original"} | options
+    place = {"positions": "original", "select": SELECT.get(name, SlotSelection())} | options
     if method.needs.calibration:
         place["calibration"] = calibration(family)
+    if method.needs.surrogate:
+        place["surrogate"] = surrogate(family)
     budget = Budget(kv_ratio=RATIO[0] / RATIO[1]) if method.evicts else None
     seeds = [SEEDS[row] for row in rows]
     return EvictionCache(tiny(family), method, budget, max_new_tokens=NEW, seeds=seeds, **place)  # type: ignore[arg-type]
@@ -457,7 +531,10 @@ def test_padding_is_never_kept_nor_counted_nor_scored(name: str) -> None:
             assert all(0 <= p < LENGTHS[2] + step for head in kept for p in head)
             once = not METHODS[name][0].evicts_while_decoding
             room = LENGTHS[2] // 2 - 1 + (step if once else 0)
-            assert all(len(head) == room for head in kept)
+            if name not in ("pyramidkv", "cake"):
+                assert all(len(head) == room for head in kept)
+        held = sum(len(head) for layer in padded.kept[step] for head in layer[1])
+        assert held == room * LAYERS * len(kept)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 16, 17])

@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},
     "articles": set(),
     "testbed": set(),
-    "training": {".errors", ".testbed", "torch", "transformers", "tokenizers", "rich"},
+    "training": {".errors", ".testbed", ".calibrate", "torch", "transformers", "tokenizers", "rich"},
     "tasks": {
         *(".errors", ".paths", ".digests", ".hub", ".articles", ".testbed"),
         *("numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"),
@@ -103,7 +103,7 @@ ALLOWED: dict[str, set[str]] = {
         *("hydra", "omegaconf", "lm_eval"),
     },
     "calibrate": {
-        *(".errors", ".paths", ".articles", ".config", ".console", ".models", ".session", ".sweep"),
+        *(".errors", ".paths", ".articles", ".config", ".console", ".methods", ".models", ".session", ".sweep"),
         *("hydra", "omegaconf"),
     },
     "trace": {

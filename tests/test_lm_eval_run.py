@@ -245,6 +245,8 @@ BAD = {
     "task.num_fewshot=9": "task.num_fewshot=9, but the split train of piqa holds 3 rows",
     "task.data_dir=/nowhere": "task.data_dir=/nowhere is no folder",
     "task.question=after_eviction": "without examples there is no context to evict",
+    "task.protocol=row_mask budget.layers=cake": "takes kv_ratio (or tokens) and nothing else of a budget",
+    "task.protocol=row_mask select.by=chunk": "masks by the method's own priorities: leave the group select alone",
     "task.protocol=row_mask budget.pyramid=0.5": "takes kv_ratio (or tokens) and nothing else of a budget",
 }
 

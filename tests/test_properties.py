@@ -27,6 +27,7 @@ from kvexp.methods import (
     RKV,
     TOVA,
     VATP,
+    Compactor,
     DilatedWindow,
     ExpectedAttention,
     Full,
@@ -72,13 +73,14 @@ METHODS: dict[str, Method] = {
     "lagkv": LagKV(n_sinks=1, lag=3),
     "caote": CAOTE(),
     "rkv": RKV(window=2, kernel=3),
+    "compactor": Compactor(n_sinks=1, n_recent=2, chunk=3, sketch=4),
     "vatp": VATP(n_sinks=1),
     "qfilters": QFilters(),
     "triattention": TriAttention(max_offset=64),
     "random": Random(),
     "spatten": SpAtten(),
 }
-PREFILL_ONLY = ("snapkv", "lagkv", "cur", "expected_attention")
+PREFILL_ONLY = ("snapkv", "lagkv", "cur", "expected_attention", "compactor")
 SOME = (
     "h2o",
     "h2o_damping",

@@ -59,6 +59,14 @@ def articles() -> tuple[Article, ...]:
     return tuple(sorted(made, key=lambda one: one.id))
 
 
+def training_articles() -> tuple[Article, ...]:
+    """The last twelve articles, from which a surrogate is trained where no other text is given.
+
+    What was trained on them must not be evaluated on them: the first 24 are left for that.
+    """
+    return articles()[24:]
+
+
 @cache
 def needles() -> tuple[NeedleSentence, ...]:
     """All needles, in the order of the file."""

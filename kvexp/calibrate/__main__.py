@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
@@ -49,17 +49,19 @@ def parser() -> argparse.ArgumentParser:
     )
 
 
-def parted(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def parted(
+    words: Sequence[str], defaults: Mapping[str, str] = OWN, command: str = "kvexp calibrate"
+) -> tuple[list[str], dict[str, str]]:
     """The words that choose a model, and the values of the command's own settings; ConfigError for any other word."""
-    own, model_words = dict(OWN), []
+    own, model_words = dict(defaults), []
     for word in words:
         key, equals, value = word.partition("=")
-        if key in OWN and equals:
+        if key in defaults and equals:
             own[key] = value
         elif key.lstrip("+").partition(".")[0] == "model" and equals:
             model_words.append(word)
         else:
-            raise ConfigError(f"{word}: kvexp calibrate takes model=NAME, model.SETTING=…, {', '.join(OWN)}")
+            raise ConfigError(f"{word}: {command} takes model=NAME, model.SETTING=…, {', '.join(defaults)}")
     return model_words, own
 
 

@@ -11,7 +11,14 @@ from kvexp.core import BytesBudget
 from kvexp.errors import ConfigError
 
 SHARED: dict[str, Any] = {  # fields of every budget
-    **{"of": str, "counts_self": bool, "pyramid": float, "heads": str, "head_floor": float | None},
+    **{
+        "of": str,
+        "counts_self": bool,
+        "pyramid": float,
+        "layers": str | None,
+        "heads": str,
+        "head_floor": float | None,
+    },
     **{"stream_sinks": int | None, "stream_recent": int | None},
 }
 

@@ -68,10 +68,15 @@ def head_scores_for(
 
 def calibrate_command(choices: Mapping[str, str], overrides: Sequence[str]) -> str:
     """The command that calibrates the model of a command line."""
+    return f"kvexp calibrate {shlex.join(words_of_model(choices, overrides))}"
+
+
+def words_of_model(choices: Mapping[str, str], overrides: Sequence[str]) -> list[str]:
+    """The words of a command line that choose its model; arguments as of `calibration_for`."""
     words = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "model"]
     if "model" in choices and not any(word.startswith("model=") for word in words):
         words = [f"model={choices['model']}", *words]
-    return f"kvexp calibrate {shlex.join(words)}"
+    return words
 
 
 def model_digest(model: ModelSpec) -> str:

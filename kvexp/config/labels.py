@@ -69,7 +69,7 @@ def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     own = [
         w
         for w in labels["setting"].split()
-        if not w.startswith(("method.", "budget", "bytes_ratio=", "cache.", "seed="))
+        if not w.startswith(("method.", "budget", "bytes_ratio=", "cache.", "select.", "seed="))
     ]
     return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
 

@@ -16,6 +16,7 @@ from kvexp.config.group_checks import check_chat, check_padding
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
 from kvexp.config.root_values import Shard, check_values
+from kvexp.config.surrogate_of_model import surrogate_for
 from kvexp.core import Budget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS
 from kvexp.errors import ConfigError
@@ -106,6 +107,8 @@ class Settings:
             identity["method"]["source"] = source
         if self.cache.calibration is not None:
             identity["method"]["calibration"] = self.cache.calibration.digest
+        if self.cache.surrogate is not None:
+            identity["method"]["surrogate"] = self.cache.surrogate.digest
         if not self.is_baseline:
             cache = self.cache
             identity |= {"budget": _budget_identity(cache.budget) if cache.budget is not None else None}
@@ -114,6 +117,8 @@ class Settings:
                 identity["quantization"] = _plain(cache.quantization)
             if cache.head_scores is not None:
                 identity["head_scores"] = cache.head_scores.digest
+            if not cache.select.plain:
+                identity["select"] = _plain(cache.select)
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
@@ -153,9 +158,11 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
     calibration = calibration_for(method, model, choices, overrides)
     head_scores = head_scores_for(budget, model, choices, overrides)
+    surrogate = surrogate_for(method, model, task, choices, overrides)
+    select = config.get("select") or {}
     settings = Settings(
         model=model,
-        cache=build_cache(method, budget, config["cache"], calibration, head_scores),
+        cache=build_cache(method, budget, config["cache"], calibration, head_scores, select, surrogate),
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
@@ -257,8 +264,8 @@ def _code_of(method: Method) -> dict[str, Any]:
 
 
 def _budget_identity(budget: Any) -> dict[str, Any]:
-    """A budget's settings; those for heads only where they do anything, so that older runs keep their hashes."""
-    later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent")
+    """A budget's settings; those that came later only where they do anything, so that older runs keep their hashes."""
+    later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
     plain = _plain(budget, without=later)
     if budget.threshold is not None:
         plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
@@ -268,6 +275,8 @@ def _budget_identity(budget: Any) -> dict[str, Any]:
         plain["head_floor"] = budget.floor
     if budget.heads == "duo":
         plain["stream_sinks"], plain["stream_recent"] = budget.stream
+    if budget.layers is not None:
+        plain["layers"] = budget.layers
     return plain
 
 

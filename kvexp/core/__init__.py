@@ -21,8 +21,10 @@ from kvexp.core.quantization import Quantization
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.second_pass import SecondPass
+from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
+from kvexp.core.surrogate import Surrogate
 from kvexp.deprecation import deprecated_names
 
 __all__ = [
@@ -45,7 +47,9 @@ __all__ = [
     "RoPE",
     "SecondPass",
     "SequenceState",
+    "SlotSelection",
     "Slots",
+    "Surrogate",
 ]
 
 __getattr__ = deprecated_names(

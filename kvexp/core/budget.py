@@ -54,6 +54,10 @@ class Budget:
     for, evict nothing; all others are streaming heads, which hold `stream_sinks` first and `stream_recent` newest
     tokens (null: 128, 256).
 
+    `layers` shares the budget out over layers whose slots add up to as many as ever (`kvexp.core.layer_budgets`):
+    uniform, pyramid (PyramidKV's own rule) or cake (by what each layer's attention looks like); None: as the method's
+    paper does, which for most is uniform. Give one of `pyramid` and `layers`.
+
     ConfigError for values outside these ranges.
     """
 
@@ -68,6 +72,7 @@ class Budget:
     stream_recent: int | None = None
     threshold: float | None = None
     threshold_recent: int | None = None
+    layers: Literal["uniform", "pyramid", "cake"] | None = None
 
     def __post_init__(self) -> None:
         self._check_threshold()
@@ -93,6 +98,13 @@ class Budget:
             raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
         if not 0 <= self.pyramid < 1:
             raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid:g}")
+        if self.layers not in (None, "uniform", "pyramid", "cake"):
+            raise ConfigError(f"budget.layers must be uniform, pyramid, cake or null, got {self.layers!r}")
+        if self.pyramid and self.layers is not None:
+            raise ConfigError(
+                f"budget.pyramid={self.pyramid:g} and budget.layers={self.layers} both share the budget out over "
+                "layers: set budget.pyramid=0, or leave budget.layers at null"
+            )
         self._check_heads()
 
     def _check_threshold(self) -> None:
@@ -111,10 +123,10 @@ class Budget:
             raise ConfigError(f"threshold must be a finite number, got {limit!r}")
         if recent is not None and (isinstance(recent, bool) or not isinstance(recent, int) or recent < 1):
             raise ConfigError(f"threshold_recent must be a whole number of at least 1, got {recent!r}")
-        if self.heads != "uniform" or self.pyramid or self.of != "prompt":
+        if self.heads != "uniform" or self.pyramid or self.layers is not None or self.of != "prompt":
             raise ConfigError(
-                "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0 "
-                "and budget.of at prompt"
+                "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0, "
+                "budget.layers at null and budget.of at prompt"
             )
 
     def _check_heads(self) -> None:
@@ -132,6 +144,11 @@ class Budget:
             raise ConfigError(
                 f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.pyramid by "
                 "depth: set budget.pyramid=0, or budget.heads=adaptive"
+            )
+        if self.heads in ("global", "duo") and self.layers not in (None, "uniform"):
+            raise ConfigError(
+                f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.layers="
+                f"{self.layers} among layers: leave one of the two alone"
             )
         for name, least in (("stream_sinks", 0), ("stream_recent", 1)):
             value = getattr(self, name)

@@ -8,12 +8,15 @@ from typing import Literal, TypedDict, Unpack, get_args
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.head_scores import HeadScores
+from kvexp.core.layer_budgets import layer_budgets_of
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
 from kvexp.core.quantization import Quantization
 from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.selection import SlotSelection
+from kvexp.core.surrogate import Surrogate
 from kvexp.errors import ConfigError
 
 Mode = Literal["overwrite", "compact", "mask", "auto"]
@@ -33,6 +36,8 @@ class CacheOptions(TypedDict, total=False):
     calibration: QueryCalibration | None
     quantization: Quantization | None
     head_scores: HeadScores | None
+    select: SlotSelection
+    surrogate: Surrogate | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class CacheConfig:
     quantization: how keys and values are stored in fewer bits once they are no longer new; None: as the model makes
         them.
     head_scores: of the model's kv heads, for budget.heads=duo.
+    select: how slots are chosen by the method's priorities.
+    surrogate: of the model, for methods whose scores a trained map predicts.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.
@@ -68,6 +75,8 @@ class CacheConfig:
     calibration: QueryCalibration | None = None
     quantization: Quantization | None = None
     head_scores: HeadScores | None = None
+    select: SlotSelection = field(default_factory=SlotSelection)
+    surrogate: Surrogate | None = None
 
     @classmethod
     def of(
@@ -107,6 +116,11 @@ class CacheConfig:
                 f"method {method.name} needs statistics of the model's queries from a calibration pass: give "
                 "calibration=kvexp.models.calibrate_queries(model, prompts)"
             )
+        if method.needs.surrogate and self.surrogate is None:
+            raise ConfigError(
+                f"method {method.name} needs scores that a trained surrogate predicts: give "
+                "surrogate=kvexp.models.train_surrogate(...).surrogate"
+            )
         if method.evicts and self.budget is None:
             raise ConfigError(f"method {method.name} needs a budget: give kv_ratio or tokens")
         if method.full_cache and isinstance(self.budget, BytesBudget):
@@ -116,6 +130,8 @@ class CacheConfig:
             )
         self._check_cadence()
         self._check_heads()
+        self._check_layer_budgets()
+        self.select.check_method(method, self.budget)
         if self.renumbered and method.needs.last_queries:
             raise ConfigError(
                 f"method {method.name} compares earlier queries with the slots, which cache.positions=renumbered moves "
@@ -209,6 +225,28 @@ class CacheConfig:
     def is_ragged(self) -> bool:
         """Whether kv heads of a layer may hold different numbers of slots."""
         return self.budget is not None and self.budget.ragged
+
+    def _check_layer_budgets(self) -> None:
+        """ConfigError where layers would share slots by the prompt's attention and nothing is evicted at its end."""
+        method = self.method
+        if not self.shares_by_preference:
+            return
+        if method.per_query or method.full_cache:
+            raise ConfigError(
+                f"method {method.name} drops nothing at the end of the prompt, where layers share slots by what they "
+                "look at: leave budget.layers at uniform or pyramid"
+            )
+        if not self.cadence.at_prefill:
+            raise ConfigError(
+                "layers share slots at the end of the prompt, by what they look at, and this cadence evicts nothing "
+                "there: set evict_at_prefill=true, or budget.layers=uniform"
+            )
+
+    @property
+    def shares_by_preference(self) -> bool:
+        """Whether layers share slots by what they look at, so that none knows its budget before the prompt's end."""
+        how = None if self.budget is None or not self.method.evicts else layer_budgets_of(self.method, self.budget)
+        return how is not None and how.window > 0
 
     @property
     def renumbered(self) -> bool:

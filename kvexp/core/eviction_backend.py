@@ -12,6 +12,7 @@ from torch import Tensor
 from kvexp.core.budget import Budget
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.head_budgets import StreamingHeads, retrieval_heads
+from kvexp.core.layer_budgets import LayerBudgets, layer_budgets_of
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.core.select import select_evict, select_keep
@@ -66,15 +67,16 @@ class ResolvedBudget:
         layer: int,
         layers: int,
         device: Any,
+        preferences: Sequence[Sequence[float]] | None = None,
     ) -> ResolvedBudget:
         """The budget of layer `layer` (of `layers`) under a configuration.
 
-        lengths: real prompt tokens of each row; padded: prompt columns; new: max_new_tokens. ConfigError as of
-        `granted`.
+        lengths: real prompt tokens of each row; padded: prompt columns; new: max_new_tokens; preferences: as of
+        `granted`. ConfigError as of `granted`.
         """
         budget, method = config.budget, config.method
         assert budget is not None
-        slots = granted(method, budget, lengths, padded, new, layer, layers)
+        slots = granted(method, budget, lengths, padded, new, layer, layers, preferences)
         made = cls.from_slots(method, slots, counts_self=budget.counts_self, device=device)
         if budget.threshold is not None:
             made.recent = [min(budget.newest, length) for length in lengths]
@@ -144,14 +146,28 @@ class ResolvedBudget:
 
 
 def granted(
-    method: Method, budget: Budget, lengths: Sequence[int], padded: int, new: int | None, layer: int, layers: int
+    method: Method,
+    budget: Budget,
+    lengths: Sequence[int],
+    padded: int,
+    new: int | None,
+    layer: int,
+    layers: int,
+    preferences: Sequence[Sequence[float]] | None = None,
 ) -> list[int]:
-    """Slots per kv head of one layer, one number per prompt: the budget after the method's `effective_budget`.
+    """Slots per kv head of one layer, one number per prompt: its share, after the method's `effective_budget`.
 
     lengths: real tokens of each prompt; padded: columns of the prompts; new: max_new_tokens; layer: its number, of
-    `layers`. ConfigError where the slots cannot hold sinks and recent window of the method.
+    `layers`; preferences [B][L]: of every prompt and layer, where shares go by them; None: not known yet, and every
+    layer has the mean. ConfigError where the slots cannot hold sinks and recent window of the method.
     """
     slots = budget.resolve(lengths, padded, new, layer, layers)
+    how = layer_budgets_of(method, budget)
+    told: Sequence[Sequence[float] | None] = [None] * len(lengths) if preferences is None else preferences
+    if type(how) is not LayerBudgets:
+        least = [least_slots(method, k, n, budget.counts_self) for k, n in zip(slots, lengths, strict=True)]
+        rows = zip(slots, lengths, least, told, strict=True)
+        slots = [how.share(k, n, few, layers, each)[layer] for k, n, few, each in rows]
     slots = [method.effective_budget(k, length) for k, length in zip(slots, lengths, strict=True)]
     for k in slots:
         window(method, k, counts_self=budget.counts_self)
@@ -181,6 +197,19 @@ def may_evict(config: CacheConfig, lengths: Sequence[int], padded: int, new: int
     itself = 1 if config.budget.counts_self else 0
     budgets = (granted(config.method, config.budget, lengths, padded, new, layer, layers) for layer in range(layers))
     return any(n > k - itself for slots in budgets for n, k in zip(lengths, slots, strict=True))
+
+
+def least_slots(method: Method, slots: int, length: int, counts_self: bool) -> int:
+    """The fewest slots, `slots` at most, that hold sinks and recent window of the method; length: of the prompt."""
+    few, enough = 1, slots
+    while few < enough:
+        tried = (few + enough) // 2
+        try:
+            window(method, method.effective_budget(tried, length), counts_self=counts_self)
+            enough = tried
+        except ConfigError:
+            few = tried + 1
+    return few
 
 
 def window(method: Method, slots: int, *, counts_self: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,8 @@ from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
 from kvexp.core.head_budgets import ModelHeadBudgets, RankedSlots, union_priority
 from kvexp.core.last_queries import LastQueries
+from kvexp.core.layer_allocation import LayerAllocation
+from kvexp.core.local_attention import LocalAttention
 from kvexp.core.memory_tracker import MemoryTracker
 from kvexp.core.method import EvictionContext, Method, checked
 from kvexp.core.needs import newest_attention
@@ -62,7 +65,9 @@ class EvictionLayer:
     decode tokens seen when the first slot was lost; None: not yet. retained_attention [B]: see `RetainedAttention`;
     None until there was an eviction at the end of the prompt. output_factors: of this layer, as in `EvictionContext`.
     model_head_budgets: of all layers, where they share out their slots together.
-    due_eviction: the eviction at the end of the prompt while it waits for a second pass; None: none waits.
+    output_projection [H, G, n, Dv]: blocks of this layer's, for `SlotSelection`; None: not needed.
+    layer_allocation: common to all layers, where their budgets depend on what all of them look at; None: they do not.
+    due_eviction: the eviction at the end of the prompt while it waits for a budget or a second pass; None: none waits.
     """
 
     _stack: fast_step.StackedLayer | None
@@ -78,14 +83,23 @@ class EvictionLayer:
         buffers: CrossLayerBuffers | None = None,
         output_factors: Tensor | None = None,
         model_head_budgets: ModelHeadBudgets | None = None,
+        layer_allocation: LayerAllocation | None = None,
+        output_projection: Tensor | None = None,
     ) -> None:
         self.config, self.index, self.layers = config, index, layers
         self.sequence, self.memory_tracker, self.cross_layer_score = sequence, memory_tracker, shared
         self.cross_layer_buffers = CrossLayerBuffers(1) if buffers is None else buffers  # of all layers of this cache
         self.output_factors, self.model_head_budgets = output_factors, model_head_budgets
+        self.layer_allocation, self.output_projection = layer_allocation, output_projection
         needed = config.calibration if config.method.needs.calibration else None
         self.calibration = None if needed is None else needed.layer(index)
+        self.surrogate = None if config.surrogate is None else config.surrogate.layer(index)
         self.score_spec = config.method.score_spec
+        if config.shares_by_preference and layer_allocation is None:
+            raise ConfigError(
+                "layers that share slots by what they look at need one LayerAllocation in common: make the cache with "
+                "kvexp.models.EvictionCache"
+            )
         self.fast_path_allowed = fast_step.supports_fast_decode(config, shared is not None)
         self.reset()
 
@@ -100,9 +114,13 @@ class EvictionLayer:
         self.retained_attention: Tensor | None = None  # [B], see RetainedAttention
         self.query_statistics: QueryStatistics | None = None  # of the prompt, until the last eviction that needs it
         self.last_queries: LastQueries | None = None  # where the method needs them
+        self.local_attention: LocalAttention | None = None  # of the prompt, until its eviction
+        self.predicted: Tensor | None = None  # [B, H, Q] of the tokens of the forward in progress, see `take_input`
         self.due_eviction: DueEviction | None = None  # see above
         if self.model_head_budgets is not None:
             self.model_head_budgets.reset()
+        if self.layer_allocation is not None:
+            self.layer_allocation.reset()
         self.backend = make_backend(self.config.mode, self.config.evict_every)
         self.memory_tracker.set_resident(self.index, 0)
 
@@ -150,21 +168,31 @@ class EvictionLayer:
             if self.query_statistics is None:
                 self.query_statistics = QueryStatistics(needs.queries_after, inputs)
             self.query_statistics.add(inputs)
-        if needs.last_queries:
+        if needs.local_chunks is not None and sequence.in_prompt:
+            if self.local_attention is None:
+                self.local_attention = LocalAttention(needs.local_chunks, inputs)
+            self.local_attention.add(inputs, complete=sequence.prompt_complete)
+        allocation = self.layer_allocation if sequence.in_prompt else None
+        number = max(needs.last_queries, 0 if allocation is None else allocation.how.window)
+        if number:
             if self.last_queries is None:
-                self.last_queries = LastQueries(needs.last_queries, inputs)
+                self.last_queries = LastQueries(number, inputs)
             self.last_queries.add(inputs)
         if self._should_evict():
+            logits = None if self.last_queries is None else self.last_queries.logits(inputs)
             due = DueEviction(
                 inputs.params,
                 newest_attention(inputs, probabilities) if needs.newest_attention else None,
-                None if self.last_queries is None else self.last_queries.logits(inputs),
+                None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
                 RetainedAttention.before(inputs, slots) if sequence.in_prompt else None,
             )
-            if needs.second_pass is None:
+            if allocation is None and needs.second_pass is None:
                 self._evict(slots, due, None)
             else:
                 self.due_eviction = due
+            if allocation is not None and logits is not None:
+                self.memory_tracker.set_resident(self.index, slots.kv_bytes)  # the last layer's add evicts from all
+                allocation.add(self, allocation.how.preference(logits, sequence.prompt_lengths))
         self._quantize()
         self._count_bytes()
         sequence.layer_done()
@@ -177,11 +205,23 @@ class EvictionLayer:
             assert newest is not None
             self.slots = settled(slots, quantization, newest.to(slots.positions.device) - 1)
 
+    def take_budget(self, preferences: Sequence[Sequence[float]]) -> None:
+        """Set the budget, which waited for preferences [B][L] of all layers, and evict unless a second pass comes."""
+        self.resolved_budget = self._resolve(preferences)
+        if not self.config.method.needs.last_queries:
+            self.last_queries = None
+        if self.config.method.needs.second_pass is None:
+            self._evict_due(None, 0)
+
     def evict_after_second_pass(self, attention: Tensor, peak_bytes: int) -> None:
         """Carry out the eviction that waited for a second pass over the prompt.
 
         attention [B, H, G, S]: `EvictionContext.second_pass_attention`; peak_bytes: the pass's, beside the slots.
         """
+        self._evict_due(attention, peak_bytes)
+
+    def _evict_due(self, attention: Tensor | None, peak_bytes: int) -> None:
+        """Carry out the eviction that waited; arguments of `evict_after_second_pass`, attention None without a pass."""
         slots, due = self.require_slots(), self.due_eviction
         assert due is not None
         self.due_eviction = None
@@ -212,8 +252,21 @@ class EvictionLayer:
         self.seq_len = sequence.seq_len
         return positions
 
+    def take_input(self, hidden: Tensor) -> None:
+        """Let the surrogate predict the scores of the next forward's tokens from the layer's input [B, Q, n]."""
+        if self.surrogate is not None and self.config.method.needs.surrogate:
+            self.predicted = self.surrogate.scores(hidden)
+
     def _initial_score(self, key: Tensor, positions: Tensor) -> Tensor:
-        """Score [B, H, Q] float32 that new tokens start with: the method's `initial_score`, or 0."""
+        """Score [B, H, Q] float32 that new tokens start with: predicted, the method's `initial_score`, or 0."""
+        if self.config.method.needs.surrogate:
+            predicted, self.predicted = self.predicted, None
+            if predicted is None or predicted.shape != key.shape[:3]:
+                raise CacheError(
+                    f"method {self.config.method.name} scores tokens by what the attention layers get, which this "
+                    "forward did not tell: make the cache after kvexp.models.patch_model(model)"
+                )
+            return predicted.to(key.device)
         initial_score = self.config.method.initial_score(key, positions, self.sequence.seeds.to(key.device), self.index)
         if initial_score is None:
             return torch.zeros(key.shape[:3], device=key.device)
@@ -379,13 +432,13 @@ class EvictionLayer:
         assert self.config.budget is not None
         return self.config.budget
 
-    def _resolve(self) -> ResolvedBudget:
-        """The budget in slots, from the real lengths of the prompts."""
+    def _resolve(self, preferences: Sequence[Sequence[float]] | None = None) -> ResolvedBudget:
+        """The budget in slots, from the real lengths of the prompts; preferences: as of `eviction_backend.granted`."""
         sequence = self.sequence
         assert sequence.prompt_columns is not None and self.slots is not None
         lengths, new, device = sequence.prompt_lengths, sequence.max_new_tokens, self.slots.positions.device
         return ResolvedBudget.from_config(
-            self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device
+            self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device, preferences
         )
 
     def _context(
@@ -394,6 +447,7 @@ class EvictionLayer:
         """The `EvictionContext` of these slots; newest [B]: position id of the newest token; see `_evict`."""
         resolved = self.resolved_budget
         assert resolved is not None
+        needs = self.config.method.needs
         if self.calibration is not None:
             self.calibration = self.calibration.to(newest.device)
         return EvictionContext(
@@ -408,7 +462,8 @@ class EvictionLayer:
             output_factors=self.output_factors,
             last_logits=None if due is None else due.last_logits,
             calibration=self.calibration,
-            rope=None if due is None or self.calibration is None else due.params.rope,
+            local_attention=None if self.local_attention is None else self.local_attention.sums,
+            rope=due.params.rope if due is not None and (self.calibration is not None or needs.rope) else None,
             second_pass_attention=second,
         )
 
@@ -434,6 +489,10 @@ class EvictionLayer:
                 )
             hidden = checked(hidden, ctx.positions.shape, method, "hidden_next_step", "[B, H, S]", mask=True)
         protected = protected_mask(method, ctx, self.resolved_budget)
+        keep, most = self.resolved_budget.keep_t, max(self.resolved_budget.keep)
+        priority = self.config.select.priorities(
+            method, ctx, priority, protected, keep, most, self.sequence.seq_len, self.output_projection
+        )
         resolved = self.resolved_budget
         priority = resolved.by_stream(priority, ctx.positions)
         if self.config.is_union:
@@ -496,7 +555,7 @@ class EvictionLayer:
         if due.before is not None:
             self.retained_attention = due.before.after(slots)
         if not method.evicts_while_decoding:
-            self.query_statistics = None
+            self.query_statistics = self.local_attention = None
 
     def _all_at_budget(self) -> bool:
         """Whether every row holds as many tokens as its budget allows."""
@@ -545,6 +604,8 @@ class EvictionLayer:
             self.query_statistics.select_rows(rows)
         if self.last_queries is not None:
             self.last_queries.select_rows(rows)
+        if self.local_attention is not None:
+            self.local_attention.select_rows(rows)
         if not same_prompts:
             self.first_eviction = [self.first_eviction[i] for i in rows.tolist()] if self.first_eviction else []
             if self.retained_attention is not None:

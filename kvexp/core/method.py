@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.core.attention import RoPE
+from kvexp.core.layer_budgets import LayerBudgets
 from kvexp.core.needs import NOTHING, Needs, output_norms
 from kvexp.core.query_calibration import LayerCalibration
 from kvexp.core.query_statistics import QueryStatistics
@@ -41,9 +42,9 @@ class EvictionContext:
     token); newest [B]: position id of the newest token; seeds [B]: of the method's own noise. newest_attention
     [B, H, G, S]: the newest query's softmax in each query head; query_statistics: of the prompt; output_factors
     [H, G, n, Dv]: see `output_norms`; last_logits [B, H, G, n, S]: of the newest queries, newest last, -inf where they
-    do not look; calibration: of this layer, with the model's rope (None: it has none); second_pass_attention
-    [B, H, G, S]: of the queries that repeat the prompt, the largest to every slot, 0 for slots that were not repeated.
-    All are None where the method's `needs` do not declare them.
+    do not look; calibration: of this layer; rope: the model's (None: it has none); local_attention [B, H, S]: the sums
+    of `LocalAttention`; second_pass_attention [B, H, G, S]: of the queries that repeat the prompt, the largest to
+    every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
     """
 
     slots: Slots
@@ -57,6 +58,7 @@ class EvictionContext:
     output_factors: Tensor | None = None
     last_logits: Tensor | None = None
     calibration: LayerCalibration | None = None
+    local_attention: Tensor | None = None
     rope: RoPE | None = None
     second_pass_attention: Tensor | None = None
 
@@ -141,6 +143,11 @@ class Method:
         return False
 
     @property
+    def layer_budgets(self) -> LayerBudgets:
+        """How the budget is shared out over layers where the configuration does not say (budget.layers=null)."""
+        return LayerBudgets()
+
+    @property
     def sinks(self) -> int:
         """How many of the first real tokens are never evicted."""
         return 0
@@ -172,6 +179,15 @@ class Method:
     def priority_is_score(self) -> bool:
         """Whether `priority` is the score itself."""
         return type(self).priority is Method.priority
+
+    @property
+    def priority_kind(self) -> Literal["score", "share", "log_share", "order"]:
+        """What `priority` is, for wrappers that weigh priorities (`SlotSelection`) or compare those of several heads.
+
+        score: attention added up as the score is, at least 0. share: an attention probability, or made of some, at
+        least 0. log_share: its logarithm. order: numbers of which only the order is known.
+        """
+        return "score" if self.score_spec is not None and self.priority_is_score else "order"
 
     def after_eviction(self, score: Tensor) -> Tensor:
         """Score [B, H, S] with which rows go on after an eviction, made of their score before it."""

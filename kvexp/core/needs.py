@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
+from kvexp.core.local_attention import LocalChunks
 from kvexp.core.second_pass import SecondPass
 
 
@@ -20,6 +21,9 @@ class Needs:
     this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
     head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
     calibration: statistics of the model's queries from a calibration pass (`QueryCalibration`).
+    local_chunks: what each token of the prompt gets from the queries of its own chunk, before and behind; None: not
+    needed. rope: the model's, with which cached keys are turned back. surrogate: new tokens start with the score that a
+    trained `Surrogate` predicts from what the attention layer gets.
     second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
     slot is observed, each query head by itself; None: not needed.
     """
@@ -29,6 +33,9 @@ class Needs:
     output_norms: bool = False
     last_queries: int = 0
     calibration: bool = False
+    local_chunks: LocalChunks | None = None
+    rope: bool = False
+    surrogate: bool = False
     second_pass: SecondPass | None = None
 
 

@@ -1,4 +1,4 @@
-"""Selection of slots by priority, for keeping and for evicting. Ties are broken by position (the newer is kept)."""
+"""SlotSelection of slots by priority, for keeping and for evicting. Ties are broken by position (the newer is kept)."""
 
 from __future__ import annotations
 

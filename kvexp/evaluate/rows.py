@@ -150,13 +150,15 @@ def _context(prompt: TokenizedExample) -> dict[str, Any]:
 
 
 def _made_of(settings: Settings) -> dict[str, Any]:
-    """Which GGUF file the weights were made from, which calibration the method used; nothing where there was none."""
+    """Which GGUF file the weights were made from, and which calibration or surrogate was used, if any."""
     made: dict[str, Any] = {}
     if settings.model.gguf is not None:
         sha256, quantisation = settings.model.gguf
         made["weights"] = {"gguf_sha256": sha256, "quantisation": quantisation}
     if settings.cache.calibration is not None:
         made["calibration"] = settings.cache.calibration.digest
+    if settings.cache.surrogate is not None:
+        made["surrogate"] = settings.cache.surrogate.digest
     return made
 
 

@@ -21,6 +21,8 @@ LOADING = (
     *("pretrained", "tokenizer", "dtype", "device", "device_map", "revision", "trust_remote_code", "allow_pickle"),
     *("pack_linear", "seed", "batch_size", "max_batch_size"),
 )
+FILES = {"calibration": "statistics of the model's queries", "surrogate": "a trained surrogate"}
+CACHE_GROUPS = ("method", "budget", "cache", "select")
 OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
 
 
@@ -72,12 +74,13 @@ class ModelArguments:
 
     @classmethod
     def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> ModelArguments:
-        """settings: method.x, budget.x, cache.x and the protocol's switches. ConfigError names what is wrong."""
+        """settings: method.x, budget.x, cache.x, select.x and the protocol's switches. ConfigError otherwise."""
         groups = parted(settings)
         made = method_of(method, groups["method"])
-        if getattr(made.needs, "calibration", False):  # what declares nothing is told by CacheConfig
+        missing = [name for name in FILES if getattr(made.needs, name, False)]  # what declares none: see CacheConfig
+        if missing:
             raise ConfigError(
-                f"method={made.name} needs statistics of the model's queries, which --model_args cannot give: use "
+                f"method={made.name} needs {FILES[missing[0]]}, which --model_args cannot give: use "
                 f"kvexp run task=lm_eval method={made.name}, or another method"
             )
         if groups["budget"].get("heads") == "duo":
@@ -85,7 +88,8 @@ class ModelArguments:
                 "budget.heads=duo needs scores of the model's heads, which --model_args cannot give: use kvexp run "
                 "task=lm_eval budget.heads=duo, or another way to share slots out"
             )
-        cache = build_cache(made, budget_of(made, kv_ratio, groups["budget"]), groups["cache"])
+        budget = budget_of(made, kv_ratio, groups["budget"])
+        cache = build_cache(made, budget, groups["cache"], select=groups["select"])
         how = protocol_from(protocol, groups["protocol"])
         if how.mode == "row_mask":
             check_row_mask(cache, how.mask)
@@ -104,20 +108,20 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """method.x, budget.x, cache.x and the protocol's switches, by group; ConfigError for any other word."""
-    groups: dict[str, dict[str, Any]] = {"method": {}, "budget": {}, "cache": {}, "protocol": {}}
+    """method.x, budget.x, cache.x, select.x and the protocol's switches, by group; ConfigError for any other word."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in (*CACHE_GROUPS, "protocol")}
     switches = {field.name for field in fields(Protocol)} - {"mode", "fewshot_split", "fewshot_excludes_item"}
     for key, value in given.items():
         group, _, name = key.partition(".")
-        if name and group in ("method", "budget", "cache"):
+        if name and group in CACHE_GROUPS:
             groups[group][name] = value
         elif key in switches:
             groups["protocol"][key] = value
         else:
             raise ConfigError(
                 f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
-                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, method.NAME, budget.NAME and "
-                f"cache.NAME, and the protocol's {', '.join(sorted(switches))}"
+                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, method.NAME, budget.NAME, "
+                f"cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
             )
     return groups
 

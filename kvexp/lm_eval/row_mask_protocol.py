@@ -41,12 +41,16 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
             raise ConfigError(
                 f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {own}"
             )
-    plain = budget is None or (budget.of == "prompt" and budget.counts_self and not budget.pyramid)
+    plain = budget is None or (
+        budget.of == "prompt" and budget.counts_self and not budget.pyramid and not budget.layers
+    )
     if not plain or (budget is not None and budget.heads != "uniform"):
         raise ConfigError(
             "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, "
-            "pyramid and heads alone"
+            "pyramid, layers and heads alone"
         )
+    if not cache.select.plain:
+        raise ConfigError("protocol=row_mask masks by the method's own priorities: leave the group select alone")
     if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
         raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")
     if cache.quantization is not None:

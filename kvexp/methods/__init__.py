@@ -1,7 +1,9 @@
 """Eviction methods, one file each. In formulas: j a slot, k the budget, q a query row, x_q its logits, U union."""
 
 from kvexp.methods.a2sf import A2SF
+from kvexp.methods.cake import CAKE
 from kvexp.methods.caote import CAOTE
+from kvexp.methods.compactor import Compactor
 from kvexp.methods.cur import CUR
 from kvexp.methods.dilated_window import DilatedWindow
 from kvexp.methods.expected_attention import ExpectedAttention
@@ -15,9 +17,11 @@ from kvexp.methods.keydiff import KeyDiff
 from kvexp.methods.keyformer import Keyformer
 from kvexp.methods.keyformer_a2sf import KeyformerA2SF
 from kvexp.methods.knorm import KNorm
+from kvexp.methods.kvzap import KVzap
 from kvexp.methods.kvzip import KVzip
 from kvexp.methods.kvzip_plus import KVzipPlus
 from kvexp.methods.lagkv import LagKV
+from kvexp.methods.pyramidkv import PyramidKV
 from kvexp.methods.qfilters import QFilters
 from kvexp.methods.random import Random
 from kvexp.methods.rkv import RKV
@@ -31,6 +35,7 @@ from kvexp.methods.window import Window
 
 __all__ = [
     "A2SF",
+    "CAKE",
     "CAOTE",
     "CUR",
     "H2O",
@@ -38,12 +43,14 @@ __all__ = [
     "RKV",
     "TOVA",
     "VATP",
+    "Compactor",
     "DilatedWindow",
     "ExpectedAttention",
     "Full",
     "H2ODamping",
     "Ideal",
     "KNorm",
+    "KVzap",
     "KVzip",
     "KVzipPlus",
     "KeyAttention",
@@ -51,6 +58,7 @@ __all__ = [
     "Keyformer",
     "KeyformerA2SF",
     "LagKV",
+    "PyramidKV",
     "QFilters",
     "Random",
     "SnapKV",

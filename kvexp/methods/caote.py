@@ -50,6 +50,10 @@ class CAOTE(Method):
     def recent(self, budget: int) -> int:
         return floor_share(self.recent_ratio, budget)
 
+    @property
+    def priority_kind(self) -> Literal["share"]:
+        return "share"
+
     def priority(self, ctx: EvictionContext) -> Tensor:
         held = ctx.held()[:, :, None]  # [B, H, 1, S]
         # In float64: where one slot has nearly all attention, 1 - alpha and o - v are small differences.

@@ -52,6 +52,10 @@ class ExpectedAttention(Method):
     def sinks(self) -> int:
         return self.n_sinks
 
+    @property
+    def priority_kind(self) -> Literal["share", "log_share"]:
+        return "log_share" if self.epsilon == 0 else "share"
+
     def priority(self, ctx: EvictionContext) -> Tensor:
         statistics, length = ctx.query_statistics, ctx.slots.length
         assert statistics is not None

@@ -1,7 +1,7 @@
 """KVzip: what the model looks at while it repeats the prompt is kept."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -57,6 +57,10 @@ class KVzip(Method):
     @property
     def sinks(self) -> int:
         return self.n_sinks
+
+    @property
+    def priority_kind(self) -> Literal["share"]:
+        return "share"
 
     def priority(self, ctx: EvictionContext) -> Tensor:
         assert ctx.second_pass_attention is not None

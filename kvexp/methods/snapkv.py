@@ -41,6 +41,10 @@ class SnapKV(Method):
     def recent(self, budget: int) -> int:
         return self.window
 
+    @property
+    def priority_kind(self) -> Literal["score"]:
+        return "score"
+
     def priority(self, ctx: EvictionContext) -> Tensor:
         # Prompt slots stand in the order of their columns. The observing tokens themselves lend no mass to neighbours.
         score = ctx.score.masked_fill((ctx.age() < self.window) | ctx.score.isinf(), 0.0)

@@ -1,7 +1,7 @@
 """VATP: accumulated attention times the size of the value, and a recent window."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -40,6 +40,10 @@ class VATP(Method):
 
     def recent(self, budget: int) -> int:
         return floor_share(self.recent_ratio, budget)
+
+    @property
+    def priority_kind(self) -> Literal["score"]:
+        return "score"
 
     def priority(self, ctx: EvictionContext) -> Tensor:
         return ctx.score * ctx.slots.values[:, :, : ctx.slots.length].float().abs().sum(-1)

@@ -8,6 +8,7 @@ from kvexp.models.cpu_linear import pack_linear, unpack_linear
 from kvexp.models.load import load_model, load_tokenizer, random_model
 from kvexp.models.patch import is_patched, patch_model, patched, unpatch_model
 from kvexp.models.row_mask_cache import RowMaskCache
+from kvexp.models.surrogate_pass import train_surrogate
 
 __all__ = [
     "EvictionCache",
@@ -22,6 +23,7 @@ __all__ = [
     "patch_model",
     "patched",
     "random_model",
+    "train_surrogate",
     "unpack_linear",
     "unpatch_model",
 ]

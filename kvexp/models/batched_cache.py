@@ -82,6 +82,13 @@ class MultiLayer:
         """Tokens seen so far, padding included."""
         return self.states[0].seq_len
 
+    def take_input(self, hidden: Tensor) -> None:
+        """Hand what this layer gets [rows, Q, n] to the caches whose methods score tokens by it."""
+        parts = [hidden] * len(self.states) if self.seq_len == 0 else hidden.split(self.rows)
+        for state, part in zip(self.states, parts, strict=True):
+            if isinstance(state, EvictionLayer):
+                state.take_input(part)
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
@@ -203,7 +210,8 @@ class MultiMethodCache(Cache):  # type: ignore[misc]
             each = [cache.layers[index] for cache in caches]
             rope = next((layer.rope for layer in each if layer.rope is not None), None)
             joined = MultiLayer([layer.state for layer in each], sizes, fast_group)
-            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config))
+            told = next((layer.layer_input for layer in each if layer.layer_input is not None), None)
+            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config, told))
         super().__init__(layers=layers)
 
     def crop(self, *_: Any) -> None:

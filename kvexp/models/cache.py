@@ -28,6 +28,8 @@ from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.eviction_backend import check_budget, may_evict
 from kvexp.core.head_budgets import ModelHeadBudgets
+from kvexp.core.layer_allocation import LayerAllocation
+from kvexp.core.layer_budgets import layer_budgets_of
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
@@ -37,11 +39,13 @@ from kvexp.models.families import (
     check_positions,
     check_quantization,
     max_positions,
+    num_kv_heads,
     num_layers,
     query_shape,
     rope_of,
 )
-from kvexp.models.output_projection import output_factors
+from kvexp.models.layer_input import LayerInput, layer_input
+from kvexp.models.output_projection import output_blocks, output_factors
 from kvexp.models.repeated_prompt import RepeatedPrompt
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
 from kvexp.models.texts import texts_of
@@ -53,16 +57,18 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
 
     state: the layer's cache in kvexp's core; rope: the model's RoPE where cached keys are rotated (renumbered
-    positions).
+    positions); layer_input: of the model, where the method scores tokens by it.
     """
 
     is_compileable = False
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, state: LayerCache, rope: RoPE | None, model_config: Any) -> None:
+    def __init__(
+        self, state: LayerCache, rope: RoPE | None, model_config: Any, layer_input: LayerInput | None = None
+    ) -> None:
         super().__init__()
-        self.state, self.rope, self.model_config = state, rope, model_config
+        self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -71,6 +77,9 @@ class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the new keys, tagged with this layer: the attention function stores them."""
         check_patched(self.model_config)
+        hidden = None if self.layer_input is None else self.layer_input.take()
+        if hidden is not None:
+            self.state.take_input(hidden)  # type: ignore[attr-defined]
         tagged = key_states.view_as(key_states)
         setattr(tagged, LAYER_ATTR, self)
         return tagged, value_states
@@ -134,9 +143,9 @@ class EvictionCache(Cache):  # type: ignore[misc]
         if config.head_scores is not None:
             config.head_scores.check_shape(*query_shape(model.config)[:2])
         moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
-        turns_queries = method.needs.queries_after is not None or method.needs.calibration
-        why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns queries back,"
-        rope = rope_of(model, why) if moves_keys or turns_queries else None
+        turns = "queries" if method.needs.queries_after is not None or method.needs.calibration else "keys"
+        why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns {turns} back,"
+        rope = rope_of(model, why) if moves_keys or turns == "queries" or method.needs.rope else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -155,9 +164,19 @@ class EvictionCache(Cache):  # type: ignore[misc]
         else:
             common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
             factors = output_factors(model) if method.needs.output_norms else [None] * count
+            shares: LayerAllocation | None = None
+            if config.shares_by_preference and config.budget is not None:
+                shares = LayerAllocation(layer_budgets_of(method, config.budget), count)
+            blocks = output_blocks(model) if config.select.values == "critical" else [None] * count
             heads = ModelHeadBudgets.of(config.budget, count)
-            states = [EvictionLayer(config, i, count, *common, factors[i], heads) for i in range(count)]
-        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
+            states = [
+                EvictionLayer(config, i, count, *common, factors[i], heads, shares, blocks[i]) for i in range(count)
+            ]
+        if config.surrogate is not None and method.needs.surrogate:
+            kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
+            config.surrogate.check_shape(count, kv_heads, width)
+        told = layer_input(model) if method.needs.surrogate else None
+        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config, told) for state in states])
         self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
         self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
         second = method.needs.second_pass
@@ -226,8 +245,12 @@ class EvictionCache(Cache):  # type: ignore[misc]
         # Slots are large: only the wanted rows are copied, or shared; everything else is copied whole.
         apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
         evicting = [state for state in self.layer_states if isinstance(state, EvictionLayer)]
-        fixed = [part for state in evicting for part in (state.output_factors, state.calibration)]
-        for shared in (self.config, self.layers[0].model_config, *fixed):
+        fixed = [
+            part
+            for state in evicting
+            for part in (state.output_factors, state.output_projection, state.calibration, state.surrogate)
+        ]
+        for shared in (self.config, self.layers[0].model_config, self.layers[0].layer_input, *fixed):
             apart[id(shared)] = shared
         other = copy.deepcopy(self, apart)
         other._select(rows)

@@ -70,6 +70,11 @@ def read_head_scores(model: str) -> HeadScores | None:
 def _write(file: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Path:
     """Write tensors and notes to a file, whole or not at all; returns it. ConfigError where it cannot be written."""
     content = save({name: each.contiguous() for name, each in tensors.items()}, {ABOUT: json.dumps(notes)})
+    return write_whole(file, content)
+
+
+def write_whole(file: Path, content: bytes) -> Path:
+    """Write a file of the cache folder, whole or not at all; returns it. ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")

@@ -17,6 +17,7 @@ from kvexp.errors import CacheError, ConfigError
 from kvexp.models.attention_hook import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
 from kvexp.models.families import family_of
 from kvexp.models.gptj import KvexpGPTJAttention
+from kvexp.models.layer_input import forget_layer_input
 from kvexp.models.mpt import KvexpMptAttention
 from kvexp.models.second_pass_hook import second_pass_hook
 
@@ -71,6 +72,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     Attention implementation, classes of attention modules, hooks, `use_cache` and training mode are as before, whatever
     was set meanwhile. A kvexp cache raises a CacheError when the model is called with it after this.
     """
+    forget_layer_input(model)
     record: _Patch | None = vars(model).pop(_RECORD, None)
     if record is not None:
         record.undo()

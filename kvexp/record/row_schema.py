@@ -11,7 +11,7 @@ EACH = "*"  # every field of a group
 ROW: dict[str, Any] = {
     **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
-    **dict.fromkeys(("calibration", "question"), TEXT),
+    **dict.fromkeys(("calibration", "surrogate", "question"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
     "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
     "context": {"digest": TEXT, "question": WHOLE, "questions": WHOLE},

@@ -217,6 +217,10 @@ class Task:
             yield replace(made, id=name)
         self._check_unchanged(before)
 
+    def articles_read(self) -> set[str]:
+        """Ids of kvexp's own articles that the examples are made of; nothing for other texts."""
+        return set()
+
     def check(self) -> None:
         """Raise ConfigError for all that could go wrong later: options, files, rows, metrics. Call before weights load.
 

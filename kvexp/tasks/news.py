@@ -37,6 +37,9 @@ class News(SummaryTask):
         article = row["article"]
         return self.summary_of(article.id, article.text, "\n".join(article.highlights))
 
+    def articles_read(self) -> set[str]:
+        return {row["article"].id for _, row in self.rows()}
+
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()}"
 

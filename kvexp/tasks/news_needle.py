@@ -54,6 +54,9 @@ class NewsNeedle(NewsQuestions):
             row = {"length": length, "depth": depth, "repeat": repeat}
             yield f"cell {row}", row
 
+    def articles_read(self) -> set[str]:
+        return {one.id for one in articles()}  # the filler may be any of them
+
     def example(self, row: dict[str, Any], where: str) -> Example:
         return self._made(row, DRAFT)
 

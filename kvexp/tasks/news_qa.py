@@ -44,5 +44,8 @@ class NewsQA(NewsQuestions):
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * contains(output, reference), "f1": 100 * qa_f1(output, reference)}
 
+    def articles_read(self) -> set[str]:
+        return {row["article"].id for _, row in self.rows()}
+
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()}"

@@ -1,4 +1,7 @@
-"""`kvexp train-testbed`: train the testbed's models from scratch. A killed training goes on where it was."""
+"""`kvexp train-testbed`: train the testbed's models from scratch. A killed training goes on where it was.
+
+`python -m kvexp.training kvzap model=NAME` trains KVzap's scores of a model instead (kvexp.calibrate.kvzap_command).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,11 @@ MODELS = Path(__file__).resolve().parents[1] / "testbed" / "models"
 
 def main(arguments: list[str] | None = None) -> int:
     """0, 1 if a training failed, 2 if one cannot begin, 130 if it was interrupted."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["kvzap"]:
+        from kvexp.calibrate.kvzap_command import main as train_kvzap
+
+        return train_kvzap(given[1:])
     asked = _asked(arguments)
     try:
         if len(asked.models) == 1 and not sys.stdout.isatty():  # in a terminal even one gets a bar

@@ -1,0 +1,182 @@
+"""How slots are chosen by a method's priorities: one by one, by whole chunks, or with an eye on the values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kvexp.core.budget import Budget
+from kvexp.core.method import EvictionContext, Method
+from kvexp.core.select import INT64_MAX, keep_mask
+from kvexp.errors import ConfigError
+
+CHUNK = 10  # tokens, as in ChunkKV's paper
+STAGES = 2  # in the first of which a half of the kept slots is chosen, as in CriticalKV's paper and code
+EPSILON = 1e-4  # of attention, added before values weigh it, as in CriticalKV's code
+BLOCK_ELEMENTS = 1 << 22  # projected values at a time: 16 MiB in float32
+By = Literal["token", "chunk"]
+Values = Literal["none", "critical"]
+
+
+@dataclass(frozen=True)
+class SlotSelection:
+    """A wrapper around any method: its priorities [B, H, S] to other ones, by which the core then keeps slots.
+
+    by="chunk": the priority of a slot is the mean over its chunk, `chunk` neighbouring positions, and over all kv heads
+    of the layer, so that they keep the same positions; the last chunk that is kept may be kept in part, its newest
+    tokens. What the method protects is kept as ever and has no part in a chunk's mean. Source: Liu et al., ChunkKV,
+    arXiv:2502.00299, algorithm 1 (chunks of 10; kvpress 20). Departures: exactly the budget is kept, where the paper
+    and kvpress keep whole chunks; chosen anew at every eviction; layers do not reuse each other's choice.
+    values="critical": half of the kept slots are those of the highest priority, the other half those of the highest
+    (a_j + 1e-4) * mean over a kv head's query heads of ||W v_j||_1, where a_j is the priority as a share of attention
+    and W a query head's block of the output projection. Source: Feng et al., CriticalKV, arXiv:2502.03805, as in
+    kvpress's CriticalKVPress. Departure: chosen anew at every eviction.
+    chunk: tokens of a chunk; None: 10. ConfigError for values outside these, and for both wrappers at once.
+    """
+
+    by: By = "token"
+    values: Values = "none"
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("by", By), ("values", Values)):
+            if getattr(self, key) not in get_args(allowed):
+                raise ConfigError(
+                    f"select.{key} must be one of {', '.join(get_args(allowed))}, got {getattr(self, key)!r}"
+                )
+        if self.chunk is not None and (isinstance(self.chunk, bool) or not isinstance(self.chunk, int)):
+            raise ConfigError(f"select.chunk must be a whole number of tokens or null, got {self.chunk!r}")
+        if self.chunk is not None and self.chunk < 1:
+            raise ConfigError(f"select.chunk must be at least 1 token, got {self.chunk}")
+        if self.chunk is not None and self.by != "chunk":
+            raise ConfigError(f"select.chunk={self.chunk} has no effect with select.by=token: set select.by=chunk")
+        if self.by == "chunk" and self.values == "critical":
+            raise ConfigError(
+                "select.by=chunk keeps whole chunks, select.values=critical half of its slots token by token: set one "
+                "of the two"
+            )
+
+    @property
+    def plain(self) -> bool:
+        """Whether slots are kept by the method's own priorities."""
+        return self.by == "token" and self.values == "none"
+
+    def check_method(self, method: Method, budget: Budget | None) -> None:
+        """ConfigError for methods and budgets of heads whose slots cannot be chosen like this."""
+        if self.plain or not method.evicts:
+            return
+        setting = "select.by=chunk" if self.by == "chunk" else "select.values=critical"
+        if budget is not None and (budget.heads != "uniform" or budget.threshold is not None):
+            raise ConfigError(
+                f"{setting} makes other numbers of the priorities by which budget.heads and budget.threshold share out "
+                "slots: leave budget.heads at uniform and budget.threshold alone, or the group select"
+            )
+        if method.is_window or method.per_query or method.full_cache:
+            why = "keeps the newest tokens" if method.is_window else "drops nothing"
+            raise ConfigError(
+                f"{setting} chooses by priorities which slots are dropped, and method {method.name} {why}: leave the "
+                "group select alone"
+            )
+        if self.values == "critical" and method.priority_kind == "order":
+            raise ConfigError(
+                "select.values=critical weighs attention by values, and the priorities of method "
+                f"{method.name} are no attention (Method.priority_kind): leave select.values at none, or take h2o, "
+                "snapkv or expected_attention"
+            )
+
+    def priorities(
+        self,
+        method: Method,
+        ctx: EvictionContext,
+        priority: Tensor,
+        protected: Tensor,
+        keep: Tensor,
+        max_keep: int,
+        positions: int,
+        projection: Tensor | None,
+    ) -> Tensor:
+        """The priorities [B, H, S] float32 by which slots are kept.
+
+        priority [B, H, S] float32: the method's; protected [B, H, S] bool; keep [B]: slots kept, at most `max_keep`;
+        positions: more than any position id; projection [H, G, n, Dv]: blocks of the output projection.
+        """
+        if self.by == "chunk":
+            return by_chunk(self.chunk or CHUNK, method, ctx, priority, protected, positions)
+        if self.values == "critical":
+            return by_values(method, ctx, priority, protected, keep, max_keep, projection)
+        return priority
+
+
+def attention_shares(method: Method, ctx: EvictionContext, priority: Tensor) -> Tensor:
+    """The priority [B, H, S] as shares of attention, float64, 0 for slots that hold nothing.
+
+    Priorities made of the score are divided by the sum of the kv head's scores, which is what its queries had to give.
+    """
+    held, made = ctx.held(), priority.double()
+    if method.priority_kind == "log_share":
+        made = made.exp()
+    elif method.priority_kind == "score":
+        total = ctx.score.double().masked_fill(~held, 0.0).sum(-1, keepdim=True)
+        made = made / total.clamp_min(torch.finfo(torch.float32).tiny)
+    return made.masked_fill(~held, 0.0)
+
+
+def by_chunk(
+    size: int, method: Method, ctx: EvictionContext, priority: Tensor, protected: Tensor, positions: int
+) -> Tensor:
+    """Every slot's priority as the mean of its chunk; arguments of `SlotSelection.priorities`."""
+    counted = ctx.held() & ~protected & priority.isfinite()
+    value = priority.double()
+    if method.priority_kind == "log_share":  # a factor that all slots of a row share changes no order
+        value = (value - value.masked_fill(~counted, -torch.inf).amax((1, 2), keepdim=True)).exp()
+    # Summed in the order of positions, wherever slots lie: sums of one order are equal to the bit.
+    order = ctx.positions.masked_fill(~counted, INT64_MAX).argsort(dim=-1, stable=True)
+    value, chunk = value.masked_fill(~counted, 0.0), (ctx.positions // size).masked_fill(~counted, 0)
+    index, sorted_values = chunk.gather(-1, order).flatten(1), value.gather(-1, order).flatten(1)
+    sums = value.new_zeros(2, len(value), positions // size + 1)
+    sums[0].scatter_add_(-1, index, sorted_values)
+    sums[1].scatter_add_(-1, index, counted.gather(-1, order).flatten(1).double())
+    mean = sums[0] / sums[1].clamp_min(1.0)
+    of_slot = mean.gather(-1, chunk.flatten(1)).view(priority.shape).float()
+    return torch.where(counted, of_slot, priority)
+
+
+def by_values(
+    method: Method,
+    ctx: EvictionContext,
+    priority: Tensor,
+    protected: Tensor,
+    keep: Tensor,
+    max_keep: int,
+    projection: Tensor | None,
+) -> Tensor:
+    """Infinity for the first half of the slots, else attention times values; arguments as of `priorities`."""
+    if projection is None:
+        raise ConfigError(
+            "select.values=critical needs the model's output projection: make the cache with kvexp.models.EvictionCache"
+        )
+    held = ctx.held()
+    first, most = keep // STAGES, min(max_keep // STAGES, priority.shape[-1])
+    chosen = keep_mask(priority, ctx.positions.masked_fill(~held, -1), protected & held, first, most)
+    sizes = projected_sizes(ctx.slots.values[:, :, : ctx.slots.length], projection)
+    second = ((attention_shares(method, ctx, priority) + EPSILON) * sizes).float()
+    made = second.masked_fill(priority == torch.inf, torch.inf).masked_fill(chosen, torch.inf)
+    return made.masked_fill(~held | (priority == -torch.inf), -torch.inf)
+
+
+def projected_sizes(values: Tensor, projection: Tensor) -> Tensor:
+    """Mean over query heads of ||W v_j||_1 [B, H, S] float64 of values [B, H, S, Dv]; projection [H, G, n, Dv].
+
+    In blocks of slots, so that no more than 16 MiB are projected at a time.
+    """
+    b, h, _, _ = values.shape
+    g, n = projection.shape[1:3]
+    size = max(1, BLOCK_ELEMENTS // (b * h * n))
+    parts = []
+    for part in values.float().split(size, dim=2):
+        heads = [(part @ each.float().transpose(-1, -2)).abs().double().sum(-1) for each in projection.unbind(1)]
+        parts.append(torch.stack(heads).sum(0) / g)
+    return torch.cat(parts, dim=2)

@@ -1,0 +1,73 @@
+"""CAKE: layers share slots by how their attention spreads and shifts; what is looked at much or unevenly is kept."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvexp.core import EvictionContext, Method, Needs
+from kvexp.core.layer_budgets import CakeLayers, LayerBudgets
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CAKE(Method):
+    """s[j] = mean over a kv head's query heads of the mean over `kernel` neighbours of j of mean_q(a_q[j]) + `gamma` *
+    var_q(a_q[j]), a_q the softmax of the last `window` prompt queries; keep = those last `window` tokens U top of s, in
+    each layer with slots as its preference E^(1 / tau1) * V^(1 / tau2). Chosen once, after prefill.
+
+    E: entropy of a_q over the tokens before the window, V: its variance over q, both summed over the layer. Source: Qin
+    et al., arXiv:2503.12491, and the authors' code (window 32, kernel 5, gamma 200, tau1 and tau2 of its table by
+    model, else 1). Departures: nothing is evicted while decoding (the authors' code drops a token a step by the newest
+    query's attention); layers are cut when the last one has seen the prompt, not on the way, which takes memory and
+    changes no slot; a prompt a little above the budget is cut as well (the authors' code leaves `window` more).
+    `budget.layers=uniform` gives every layer the same, `budget.layers=cake` any other method these layer budgets.
+    """
+
+    name: ClassVar[str] = "cake"
+    evicts_while_decoding: ClassVar[bool] = False
+    window: int = 32
+    kernel: int = 5
+    gamma: float = 200.0
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ConfigError(f"kernel must be odd and at least 1, got {self.kernel}")
+        if not self.gamma >= 0:
+            raise ConfigError(f"gamma must be at least 0, got {self.gamma:g}")
+        if self.window < 2:
+            raise ConfigError(f"window must be at least 2 queries, got {self.window}")
+        CakeLayers(self.tau1, self.tau2, self.window)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(last_queries=self.window)
+
+    @property
+    def layer_budgets(self) -> LayerBudgets:
+        return CakeLayers(self.tau1, self.tau2, self.window)
+
+    def recent(self, budget: int) -> int:
+        return self.window
+
+    @property
+    def priority_kind(self) -> Literal["share"]:
+        return "share"
+
+    def priority(self, ctx: EvictionContext) -> Tensor:
+        assert ctx.last_logits is not None
+        # Prompt slots stand in the order of their columns. Padding queries see nothing and count for nothing.
+        rows = ctx.last_logits.double().softmax(-1)
+        real = ctx.last_logits.isfinite().any(-1, keepdim=True)
+        number = real.sum(-2).clamp_min(1)
+        rows = rows.masked_fill(~real, 0.0)
+        mean = rows.sum(-2) / number
+        spread = ((rows - mean[..., None, :]) ** 2).masked_fill(~real, 0.0).sum(-2) / (number - 1).clamp_min(1)
+        outside = (ctx.held() & (ctx.age() >= self.window))[:, :, None]
+        score = (mean + self.gamma * spread).masked_fill(~outside, 0.0)
+        pooled = avg_pool1d(score.flatten(0, 1), self.kernel, stride=1, padding=self.kernel // 2).view(score.shape)
+        return pooled.mean(2).float().masked_fill(ctx.age() < self.window, torch.inf)

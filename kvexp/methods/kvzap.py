@@ -1,0 +1,43 @@
+"""KVzap: KVzip+'s scores as a trained surrogate predicts them from what the attention layer gets."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from kvexp.core import Method, Needs
+from kvexp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KVzap(Method):
+    """s[j] = w.h_j + b, h_j what the attention layer gets at token j, after the norm; keep = sinks U newest U top of s.
+
+    w and b of each layer and kv head are trained to predict the logarithm of KVzip+'s score of the model's own prompts
+    (python -m kvexp.training kvzap), so that nothing is fed twice. Source: KVzap, arXiv:2601.07891, its linear
+    form. Departures: a budget, where the paper evicts what lies below a threshold; each kv head keeps as many;
+    the newest `protect_recent` tokens are kept, and `n_sinks` as in KVzip, where the paper keeps the newest 128
+    (`protect_recent=128`) and no sinks.
+    """
+
+    name: ClassVar[str] = "kvzap"
+    n_sinks: int = 4
+    protect_recent: int = 8
+
+    def __post_init__(self) -> None:
+        for setting in ("n_sinks", "protect_recent"):
+            if getattr(self, setting) < 0:
+                raise ConfigError(f"{setting} must be at least 0, got {getattr(self, setting)}")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(surrogate=True)
+
+    @property
+    def sinks(self) -> int:
+        return self.n_sinks
+
+    def recent(self, budget: int) -> int:
+        return self.protect_recent
+
+    @property
+    def priority_kind(self) -> Literal["log_share"]:
+        return "log_share"
