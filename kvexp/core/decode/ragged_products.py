@@ -57,7 +57,7 @@ class RaggedProducts:
     def output(self, probabilities: Tensor) -> Tensor:
         """As `apply_probs`: probabilities [R, H, G, 1, S] float32 -> [R, H, G, 1, Dv], in the dtype of the values."""
         r, h, g, _, _ = probabilities.shape
-        like = self._values[0]
+        like: Tensor = self._values[0]
         out = like.new_empty(r * h, g, like.shape[-1])
         rows = probabilities.to(like.dtype).reshape(r * h, g, -1).unbind(0)
         for into, row, values, width in zip(out.unbind(0), rows, self._values, self._widths, strict=True):
