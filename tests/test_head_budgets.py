@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -305,6 +306,31 @@ def test_after_a_second_pass(how: str) -> None:
         assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
     sizes = {len(head) for layer in range(LAYERS) for head in runs[0].cache.kept_positions(layer)[0]}
     assert (len(sizes) == 1) == (how == "union")
+
+
+@pytest.mark.parametrize(
+    ("how", "layers"), sampled([("adaptive", "cake")], product(("adaptive", "union"), ("cake", "pyramid")))
+)
+def test_beside_budgets_of_layers(how: str, layers: str) -> None:
+    """A layer's heads share what the layer was given."""
+    budget = Budget(kv_ratio=0.7, heads=how, layers=layers)  # type: ignore[arg-type]
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), budget, decoding=GenerationParams(9, eos=None),
+            mode=mode,
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    plain = generate(
+        tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), replace(budget, heads="uniform"),
+        decoding=GenerationParams(9, eos=None),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        kept = runs[0].cache.kept_positions(layer)
+        assert kept == runs[1].cache.kept_positions(layer) == runs[2].cache.kept_positions(layer)
+        for row, uniform in zip(kept, plain.cache.kept_positions(layer), strict=True):
+            assert sum(map(len, row)) == sum(map(len, uniform))
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
