@@ -22,8 +22,8 @@ class KVzip(Method):
     algorithm 1, and the authors' code, which takes 2000 tokens at a time. The words are kvpress's; `instruct=false`
     feeds none, `end_turn` puts the chat template's end of the user's turn behind them, a newline without a template.
     Departures: each kv head has the same budget (the authors' "uniform"; the paper's default, the best of all layers
-    and heads, is `budget.heads=global`); the authors keep the whole system prompt outside the budget, here `n_sinks` tokens inside it; a
-    question in the prompt is repeated with it.
+    and heads, is `budget.heads=global`); the authors keep the whole system prompt outside the budget, here `n_sinks`
+    tokens inside it; a question in the prompt is repeated with it.
     """
 
     name: ClassVar[str] = "kvzip"
