@@ -470,14 +470,20 @@ def evict_batch(family: str, name: str, rows: Sequence[int], *, chunk: int | Non
     return feed(cache, tiny(family), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+def each_case() -> Iterator[Any]:
+    """Every method in every family; what only wraps a method, or knows no family, quickly in one of them."""
+    quick = ("pyramidkv", "cake", "h2o_chunks", "h2o_critical", "kvzap")
+    for family, name in product(FAMILIES, METHODS):
+        marks = [pytest.mark.slow] if name in quick and family != "llama" else []
+        yield pytest.param(family, name, marks=marks, id=f"{family}-{name}")
+
+
+@pytest.mark.parametrize(("family", "name"), each_case())
 def test_one_row(family: str, name: str) -> None:
     agree(evict_batch(family, name, [1]), family, name, [1])
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), each_case())
 def test_padded_batch_in_chunks(family: str, name: str) -> None:
     """Chunks of 5 columns: the short row's first chunk is mostly padding."""
     agree(evict_batch(family, name, [0, 2, 1], chunk=5), family, name, [0, 2, 1])

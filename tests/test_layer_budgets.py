@@ -145,7 +145,12 @@ def test_cake_by_itself_and_around_snapkv(method: Method, layers: Any) -> None:
     assert {len(head) for heads in kept(uniform, 0) for head in heads} == {BUDGET - 1}
 
 
-METHODS = [CAKE(), PyramidKV(), H2O(), KVzip(n_sinks=1, chunk=30, instruct=False)]
+METHODS = [
+    CAKE(),
+    H2O(),
+    pytest.param(PyramidKV(), marks=pytest.mark.slow),
+    pytest.param(KVzip(n_sinks=1, chunk=30, instruct=False), marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("how", [{"mode": "compact"}, {"mode": "mask"}, {"chunk": 13}, {"block": 5}], ids=str)

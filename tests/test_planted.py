@@ -139,8 +139,8 @@ TABLE: dict[str, tuple[Method, str]] = {
     "kvzip": (KVzip(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
     # Of one length are all values but the sink's, and all that attention gets.
     "kvzip_plus": (KVzipPlus(chunk=40, instruct=False), "++ +-+-- ++ -+ + -"),
-    # Trained on five copies of the prompt: what kvzip_plus sees of each word (with learned positions: of each place). A
-    # word that no prompt had, told, is like any other, and the newest stay; two of those are protected.
+    # Trained on three copies of the prompt: what kvzip_plus sees of each word (with learned positions: of each place).
+    # A word that no prompt had, told, is like any other, and the newest stay; two of those are protected.
     "kvzap": (KVzap(n_sinks=1, protect_recent=2), "++ +-+-- +- ++ + -"),
     # A key that stands once is an outlier, whatever its norm and whoever looks: its leverage is near 1, a P's 1/12, a
     # filler's 1/74, and all have a spread of 0.1. Twice that beats the crowd, at which everyone looks (with fifteen
@@ -182,9 +182,9 @@ def ask(plant: Plant, method: Method, budget: Budget | None, batch: int = 1) -> 
 
 
 def learned_of(plant: Plant) -> Surrogate:
-    """What KVzip+ sees of the prompt itself, learned five times over: a word of one prompt would be half believed."""
+    """What KVzip+ sees of the prompt itself, learned three times over: a word of one prompt would be half believed."""
     method = KVzipPlus(n_sinks=1, chunk=40, instruct=False)
-    return train_surrogate(plant.model, method, [plant.prompt] * 5, [], None).surrogate
+    return train_surrogate(plant.model, method, [plant.prompt] * 3, [], None).surrogate
 
 
 def margin(logits: Tensor, answer: int) -> float:

@@ -181,7 +181,11 @@ def test_chunks_are_whole_and_the_same_in_all_heads(method: Method) -> None:
 
 @pytest.mark.parametrize("how", [{"mode": "compact"}, {"mode": "mask"}, {"chunk": 13}], ids=str)
 @pytest.mark.parametrize("select", [CHUNKS, CRITICAL], ids=["chunk", "critical"])
-@pytest.mark.parametrize("method", [H2O(), SnapKV(window=5), CAOTE()], ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method",
+    [H2O(), *(pytest.param(each, marks=pytest.mark.slow) for each in (SnapKV(window=5), CAOTE()))],
+    ids=lambda method: method.name,
+)
 def test_modes_batches_padding_and_chunked_prompts_agree(
     method: Method, select: SlotSelection, how: dict[str, Any]
 ) -> None:
