@@ -15,8 +15,9 @@ from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
 from kvexp.core.slot_bytes import SlotBytes, bytes_at_16
 from kvexp.dry_run.bits_and_tokens import main, possibilities
 from kvexp.errors import ConfigError
-from kvexp.generate import GenerationParams, generate
+from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.methods import H2O, Full, Window
+from kvexp.retrieval import PQCache, SparQ
 
 HOWS = [
     None,
@@ -89,6 +90,23 @@ def test_a_budget_in_bytes_runs_like_the_same_number_of_slots() -> None:
         generate(model, rows, H2O(), b, decoding=decoding, quantization=how) for b in (budget, Budget(tokens=slots))
     ]
     assert made[0].tokens == made[1].tokens and 10 < slots < 40
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_retrieval_methods_stand_on_the_same_axis(offload: bool) -> None:
+    """Of a float32 model: floating-point numbers halve, PQCache's codes do not, which are offloaded with the keys."""
+    model, rows, decoding = tiny("llama"), prompts_of(3, (40,)), GenerationParams(4, eos=None)
+    for method in (SparQ(r=4, offload=offload), PQCache(b=3, offload=offload, cache_tokens=0)):
+        (held,) = receipts(generate(model, rows, method, Budget(kv_ratio=0.5), decoding=decoding).cache)
+        assert held.kv_bytes_at_16 is not None
+        codes = 2 * held.kv_bytes_at_16 - held.kv_bytes
+        if offload or isinstance(method, SparQ):
+            assert codes == 0
+        else:
+            assert 0 < codes < held.kv_bytes / 2
+    for quantization in (None, Quantization(4, 4, group=7, residual=6)):
+        made = generate(model, rows, Full(), decoding=decoding, quantization=quantization)
+        assert (receipts(made.cache)[0].kv_bytes_at_16 is None) == (quantization is None)
 
 
 def test_numbers_count_as_sixteen_bits_whatever_their_dtype() -> None:
