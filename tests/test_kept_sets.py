@@ -478,12 +478,12 @@ def each_case() -> Iterator[Any]:
         yield pytest.param(family, name, marks=marks, id=f"{family}-{name}")
 
 
-@pytest.mark.parametrize(("family", "name"), each_case())
+@pytest.mark.parametrize(("family", "name"), list(each_case()))
 def test_one_row(family: str, name: str) -> None:
     agree(evict_batch(family, name, [1]), family, name, [1])
 
 
-@pytest.mark.parametrize(("family", "name"), each_case())
+@pytest.mark.parametrize(("family", "name"), list(each_case()))
 def test_padded_batch_in_chunks(family: str, name: str) -> None:
     """Chunks of 5 columns: the short row's first chunk is mostly padding."""
     agree(evict_batch(family, name, [0, 2, 1], chunk=5), family, name, [0, 2, 1])
