@@ -54,6 +54,8 @@ TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a
 # The group `cache` as a user types it: fields of kvexp.core's CacheConfig and Cadence, and names its messages use.
 CACHE_KEYS = {
     **{name: f"cache.{name}" for name in CACHE if name != "beyond_context"},
+    "bounded_chunk at null": "prefill=whole",
+    "bounded_chunk": "prefill.chunk",
     "cadence.every": "cache.evict_every",
     "score_source": "method.score_source",
 }
@@ -123,11 +125,14 @@ def build_cache(
     head_scores: HeadScores | None = None,
     select: Mapping[str, Any] = types.MappingProxyType({}),
     surrogate: Surrogate | None = None,
+    bounded_chunk: int | None = None,
+    keep: Any = None,
 ) -> CacheConfig:
     """What a cache does: a method, its budget and the group `cache`, whose missing keys are those of CACHE.
 
     calibration, surrogate: of the model, where the method needs one; head_scores: where the budget needs them; select:
-    the group of that name, which a method that evicts nothing leaves alone.
+    the group of that name, which a method that evicts nothing leaves alone; bounded_chunk: of the group `prefill`;
+    keep: of the root.
     """
     from kvexp.core import CacheConfig, Cadence
 
@@ -153,6 +158,8 @@ def build_cache(
             head_scores=head_scores,
             select=chosen,
             surrogate=surrogate,
+            bounded_chunk=bounded_chunk,
+            keep=keep,
         )
 
 

@@ -98,17 +98,20 @@ def dot(a: Vector, b: Vector) -> float:
 class Reference:
     """q[layer][query head][position], k and v[layer][kv head][position]: vectors. widths: tokens per forward.
 
-    The first forward is the whole prompt. `steps[forward][layer]` is what came out.
+    prompt: its tokens, which are evicted after every forward; None: the first forward is the whole prompt.
+    `steps[forward][layer]` is what came out.
     """
 
-    def __init__(self, rule: Rule, world: World, q: list, k: list, v: list, widths: Sequence[int]) -> None:
+    def __init__(
+        self, rule: Rule, world: World, q: list, k: list, v: list, widths: Sequence[int], prompt: int | None = None
+    ) -> None:
         self.rule, self.world, self.q, self.k, self.v = rule, world, q, k, v
         self.layers, self.kv_heads = len(q), len(k[0])
         self.group = len(q[0]) // self.kv_heads
         self.heads = [[Head() for _ in range(self.kv_heads)] for _ in range(self.layers)]
         self.total: list[dict[int, float]] = [{} for _ in range(self.kv_heads)]  # score of the whole model
         self.evicted = [False] * self.layers
-        self.prompt = widths[0]
+        self.prompt = prompt or widths[0]
         self.steps: list[list[Step]] = []
         start = 0
         for width in widths:

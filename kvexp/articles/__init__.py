@@ -52,6 +52,26 @@ class NeedleSentence:
     answer: str
 
 
+@dataclass(frozen=True)
+class AssistantFact:
+    """A sentence of a system prompt, a question about it, and what a right answer has one of, in lower case."""
+
+    statement: str
+    ask: str
+    accepted: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """A system prompt in parts: who the assistant is, three facts, and a secret with its code."""
+
+    id: str
+    assistant: str
+    facts: tuple[AssistantFact, ...]
+    secret: str
+    code: str
+
+
 @cache
 def articles() -> tuple[Article, ...]:
     """All articles, in the order of their ids."""
@@ -71,6 +91,26 @@ def training_articles() -> tuple[Article, ...]:
 def needles() -> tuple[NeedleSentence, ...]:
     """All needles, in the order of the file."""
     return tuple(NeedleSentence(**row) for row in json.loads(_needles_file()))
+
+
+@cache
+def assistants() -> tuple[Assistant, ...]:
+    """All assistants, in the order of the file."""
+    return tuple(
+        Assistant(
+            row["id"],
+            row["assistant"],
+            tuple(AssistantFact(one["statement"], one["ask"], tuple(one["accepted"])) for one in row["facts"]),
+            **{"secret": row["secret"]["statement"], "code": row["secret"]["code"]},
+        )
+        for row in json.loads(_assistants_file())
+    )
+
+
+@cache
+def assistants_digest() -> str:
+    """16 hex digits of the bytes of the assistants' file."""
+    return hashlib.sha256(_assistants_file()).hexdigest()[:16]
 
 
 @cache
@@ -98,6 +138,11 @@ def _files() -> dict[str, bytes]:
 @cache
 def _needles_file() -> bytes:
     return (resources.files(__name__) / "needles.json").read_bytes()
+
+
+@cache
+def _assistants_file() -> bytes:
+    return (resources.files(__name__) / "assistants.json").read_bytes()
 
 
 def _article(row: dict[str, Any]) -> Article:

@@ -68,6 +68,8 @@ def refusal(settings: Settings) -> str | None:
         return "the full cache is what divergence is measured from"
     if isinstance(task, LMEval):
         return "lm-eval's items are scored under their own protocol: their flips are counted from the rows"
+    if task.has_turns:
+        return f"the rows of task={task.name} say how far each turn is from the full cache (info.kl)"
     if not generates(settings):
         return f"task={task.name} scores given texts itself: flips and divergence over choices come from the rows"
     if decoding.num_beams > 1:

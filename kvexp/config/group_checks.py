@@ -63,6 +63,38 @@ def check_padding(settings: Settings) -> None:
         )
 
 
+def check_turns(settings: Settings) -> None:
+    """ConfigError where a conversation is asked for that settings of other groups cannot go on after its first turn."""
+    task, decoding, budget = settings.task, settings.decoding, settings.budget
+    if not task.has_turns:
+        return
+    if decoding.num_beams > 1 or decoding.stop_strings:
+        raise ConfigError(
+            f"task={task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
+            "generation.stop_strings do not leave at its end: set generation=greedy"
+        )
+    if budget is not None and budget.of == "sequence":
+        raise ConfigError(
+            f"task={task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of=sequence"
+        )
+
+
+def check_keep(settings: Settings) -> None:
+    """ConfigError where marked spans are to be spared (`keep`) and the task's prompts cannot be marked."""
+    keep, task = settings.cache.keep, settings.task
+    if keep is None:
+        return
+    if isinstance(task, LMEval):
+        raise ConfigError(
+            f"keep={keep} does not reach lm-eval's tasks, whose prompts have no marked spans: leave it out"
+        )
+    if task.truncate == "halves":
+        raise ConfigError(
+            f"keep={keep} needs to know where a prompt's parts stand, which task.truncate=halves takes apart: set "
+            "task.truncate=middle or skip"
+        )
+
+
 def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
     """What the cache of a batch of prompts of so many tokens does: the run's, with the batch's budget."""
     return dataclasses.replace(settings.cache, budget=batch_budget(settings, lengths))

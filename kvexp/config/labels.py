@@ -17,6 +17,9 @@ EXECUTION_KEYS = (
 NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
 FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
+DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
+# Overrides that the full cache does not know.
+OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "prefill", "keep=", "seed=")
 QUOTES = "\"'"
 FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
@@ -26,7 +29,7 @@ def override_label(overrides: Sequence[str]) -> str:
     """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
     words = [word.lstrip("+~") for word in overrides]
     shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
-    shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word != "budget=ratio"]
+    shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word not in DEFAULT_OPTIONS]
     named = [(word, *word.partition("=")[::2]) for word in shown]
     return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
 
@@ -66,11 +69,7 @@ def labels_of(
 
 def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
     """The same with full attention, which knows no method, budget, cache options or (unless it samples) seed."""
-    own = [
-        w
-        for w in labels["setting"].split()
-        if not w.startswith(("method.", "budget", "bytes_ratio=", "cache.", "select.", "seed="))
-    ]
+    own = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
     return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
 
 

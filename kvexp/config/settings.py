@@ -12,9 +12,10 @@ from kvexp.build import CACHE, STORAGE, build, build_cache, typed
 from kvexp.config.bytes_ratio import budget_of_bytes
 from kvexp.config.calibration_of_model import calibration_for, head_scores_for
 from kvexp.config.divergence_options import DivergenceOptions, refusal
-from kvexp.config.group_checks import check_chat, check_padding
+from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
 from kvexp.config.model_spec import ModelSpec
+from kvexp.config.prefill_options import bounded_chunk, check_prefill
 from kvexp.config.root_values import Shard, check_values
 from kvexp.config.surrogate_of_model import surrogate_for
 from kvexp.core import Budget, CacheConfig, Method
@@ -119,6 +120,10 @@ class Settings:
                 identity["head_scores"] = cache.head_scores.digest
             if not cache.select.plain:
                 identity["select"] = _plain(cache.select)
+            if cache.bounded_chunk is not None:  # else left out: every older run keeps its hash
+                identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
+            if cache.keep is not None:
+                identity["keep"] = cache.keep
         if self.decoding.sample or not self.is_baseline:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
@@ -160,9 +165,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     head_scores = head_scores_for(budget, model, choices, overrides)
     surrogate = surrogate_for(method, model, task, choices, overrides)
     select = config.get("select") or {}
+    chunk, keep = (bounded_chunk(config), config.get("keep")) if method.evicts else (None, None)
     settings = Settings(
         model=model,
-        cache=build_cache(method, budget, config["cache"], calibration, head_scores, select, surrogate),
+        cache=build_cache(method, budget, config["cache"], calibration, head_scores, select, surrogate, chunk, keep),
         task=task,
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
@@ -214,6 +220,9 @@ def _check(settings: Settings) -> None:
     if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
         raise ConfigError(f"divergence=only would measure nothing: {why}")
     check_padding(settings)
+    check_prefill(settings)
+    check_keep(settings)
+    check_turns(settings)
     check_chat(settings)
     if isinstance(settings.task, LMEval):
         from kvexp.config.group_checks import check_item_settings

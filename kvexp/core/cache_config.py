@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack, get_args
 
+from kvexp.core import bounded_prefill, spans
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.head_scores import HeadScores
@@ -38,6 +39,8 @@ class CacheOptions(TypedDict, total=False):
     head_scores: HeadScores | None
     select: SlotSelection
     surrogate: Surrogate | None
+    bounded_chunk: int | None
+    keep: spans.Keep | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,10 @@ class CacheConfig:
     head_scores: of the model's kv heads, for budget.heads=duo.
     select: how slots are chosen by the method's priorities.
     surrogate: of the model, for methods whose scores a trained map predicts.
+    bounded_chunk: prompts are fed in chunks of so many columns and evicted after each (`bounded_prefill`); None: they
+        are evicted at their end.
+    keep: what happens to marked spans of a prompt (`kvexp.core.spans`): span, they are never evicted; fair, they lose
+        the same share as the rest; None, nothing.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.
@@ -77,6 +84,8 @@ class CacheConfig:
     head_scores: HeadScores | None = None
     select: SlotSelection = field(default_factory=SlotSelection)
     surrogate: Surrogate | None = None
+    bounded_chunk: int | None = None
+    keep: spans.Keep | None = None
 
     @classmethod
     def of(
@@ -148,6 +157,22 @@ class CacheConfig:
             raise ConfigError("score_source=full needs the rows of evicted tokens: set mode=mask")
         if self.quantization is not None:
             self._check_quantization(self.quantization)
+        self._check_bounded()
+        if self.keep is not None:
+            if self.keep not in get_args(spans.Keep):
+                raise ConfigError(f"keep must be one of {', '.join(get_args(spans.Keep))} or null, got {self.keep!r}")
+            if (why := spans.obstacle(self)) is not None:
+                raise ConfigError(why)
+
+    def _check_bounded(self) -> None:
+        """ConfigError where prompts are to be evicted between chunks and that is impossible."""
+        if self.bounded_chunk is None:
+            return
+        if self.bounded_chunk < 1:
+            raise ConfigError(f"bounded_chunk must be at least 1 token, got {self.bounded_chunk}")
+        why = bounded_prefill.obstacle(self)
+        if why is not None:
+            raise ConfigError(why)
 
     def _check_quantization(self, quantization: Quantization) -> None:
         """ConfigError where slots in few bits cannot be combined with the rest."""

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvexp.core import bounded_prefill, spans
 from kvexp.core.attention import (
     AttentionInputs,
     AttentionParams,
@@ -21,7 +22,14 @@ from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode import fast_step
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.eviction_backend import InPlace, ResolvedBudget, make_backend, masked_priority, protected_mask
+from kvexp.core.eviction_backend import (
+    Compacting,
+    InPlace,
+    ResolvedBudget,
+    make_backend,
+    masked_priority,
+    protected_mask,
+)
 from kvexp.core.head_budgets import ModelHeadBudgets, RankedSlots, union_priority
 from kvexp.core.last_queries import LastQueries
 from kvexp.core.layer_allocation import LayerAllocation
@@ -178,15 +186,18 @@ class EvictionLayer:
             if self.last_queries is None:
                 self.last_queries = LastQueries(number, inputs)
             self.last_queries.add(inputs)
-        if self._should_evict():
+        between_chunks = self._evicts_after_chunk()
+        if between_chunks or self._should_evict():
             logits = None if self.last_queries is None else self.last_queries.logits(inputs)
             due = DueEviction(
                 inputs.params,
                 newest_attention(inputs, probabilities) if needs.newest_attention else None,
                 None if logits is None or not needs.last_queries else logits[..., -needs.last_queries :, :],
-                RetainedAttention.before(inputs, slots) if sequence.in_prompt else None,
+                RetainedAttention.before(inputs, slots) if sequence.in_prompt and not self.is_bounded else None,
             )
-            if allocation is None and needs.second_pass is None:
+            if between_chunks:
+                self._drop_after_chunk(self._ranked(slots, due, None))
+            elif allocation is None and needs.second_pass is None:
                 self._evict(slots, due, None)
             else:
                 self.due_eviction = due
@@ -315,7 +326,9 @@ class EvictionLayer:
             slots.write(free_slot, key, value)
             slots.set_metadata(free_slot, positions, born)
         else:
-            slots.append(key, value, positions, born, reserve=self._final_length())
+            # Of a prompt that is evicted between chunks, no chunk brings room for more than itself.
+            exact = slots.length + key.shape[2] if self.is_bounded and sequence.in_prompt else self._final_length()
+            slots.append(key, value, positions, born, reserve=exact)
         return slots
 
     def _final_length(self) -> int:
@@ -405,6 +418,23 @@ class EvictionLayer:
 
     # -- evicting -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether prompts are evicted between the chunks they are fed in."""
+        return self.config.bounded_chunk is not None
+
+    def _evicts_after_chunk(self) -> bool:
+        """Whether this forward is a chunk of a prompt that goes on, and some row holds more than its budget now."""
+        if not self.is_bounded or not self.sequence.in_prompt:
+            return False
+        if self.sequence.padded:
+            raise CacheError(
+                "prompts with padding cannot be evicted between chunks: give one, or several of one length"
+            )
+        if self.resolved_budget is None:
+            self.resolved_budget = self._resolve()
+        return bounded_prefill.evicts_after_chunk(self.config, self.sequence, self.resolved_budget.keep)
+
     def _should_evict(self) -> bool:
         """Whether this forward ends with an eviction: the cadence says so, and some row holds more than its budget."""
         sequence, every = self.sequence, self.config.evict_every
@@ -436,7 +466,7 @@ class EvictionLayer:
         """The budget in slots, from the real lengths of the prompts; preferences: as of `eviction_backend.granted`."""
         sequence = self.sequence
         assert sequence.prompt_columns is not None and self.slots is not None
-        lengths, new, device = sequence.prompt_lengths, sequence.max_new_tokens, self.slots.positions.device
+        lengths, new, device = sequence.prompt_lengths_ahead(), sequence.max_new_tokens, self.slots.positions.device
         return ResolvedBudget.from_config(
             self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, device, preferences
         )
@@ -473,6 +503,23 @@ class EvictionLayer:
         second [B, H, G, S]: attention of the second pass, where the method needs it. Where slots of all layers are
         shared out among all heads, the last layer's call carries out every layer's.
         """
+        ranked, resolved = self._ranked(slots, due, second), self.resolved_budget
+        assert resolved is not None
+        if not self.config.is_ragged or resolved.head_keep is not None:
+            self._drop(ranked, due)
+        elif not self.sequence.in_prompt:
+            self._share_out(None)
+            self._drop(ranked, due)
+        elif self.model_head_budgets is not None:
+            self.model_head_budgets.add(ranked, resolved.keep, partial(self._evict_shared, ranked, due))
+        else:
+            self._evict_shared(ranked, due, ranked.share(resolved.keep, self._budget))
+
+    def _ranked(self, slots: Slots, due: DueEviction, second: Tensor | None) -> RankedSlots:
+        """What these slots are evicted by: the method's priority, what it protects, and marked spans that are spared.
+
+        second: as of `_evict`.
+        """
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         newest = self.sequence.num_real.to(slots.positions.device) - 1
         ctx = self._context(slots, newest, due, second)
@@ -497,16 +544,12 @@ class EvictionLayer:
         priority = resolved.by_stream(priority, ctx.positions)
         if self.config.is_union:
             priority = union_priority(priority)
-        ranked = RankedSlots(priority, ctx.positions, protected, hidden)
-        if not self.config.is_ragged or resolved.head_keep is not None:
-            self._drop(ranked, due)
-        elif not self.sequence.in_prompt:
-            self._share_out(None)
-            self._drop(ranked, due)
-        elif self.model_head_budgets is not None:
-            self.model_head_budgets.add(ranked, resolved.keep, partial(self._evict_shared, ranked, due))
-        else:
-            self._evict_shared(ranked, due, ranked.share(resolved.keep, self._budget))
+        if self.config.keep is not None and self.sequence.spans is not None:
+            marked, held = self.sequence.spans, ctx.held()
+            priority, protected = spans.spare(
+                self.config.keep, marked, priority, protected, held, ctx.positions, resolved, method.sinks
+            )
+        return RankedSlots(priority, ctx.positions, protected, hidden)
 
     def _evict_shared(self, ranked: RankedSlots, due: DueEviction, by_head: Tensor) -> None:
         """Evict until the heads of rows that lose slots hold by_head [B, H] of them, at the end of the prompt."""
@@ -538,15 +581,7 @@ class EvictionLayer:
             self.slots = slots = RaggedSlots.of(slots)
         assert self.resolved_budget is not None and self.sequence.num_real is not None
         self.backend.evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
-        # A row or head within its budget has lost nothing, whatever its neighbours lose.
-        if type(method).after_eviction is not Method.after_eviction:
-            tokens = self.sequence.num_real.to(slots.positions.device)
-            reduced = (tokens[:, None] > self.resolved_budget.keep_by_head)[..., None]
-            after = checked(
-                method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
-            )
-            slots.score.copy_(torch.where(reduced, after, slots.score))
-        self.has_evicted = True
+        self._update_after_eviction(slots)
         self.backend.at_budget = self._all_at_budget()
         self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.least) + (
             self.config.evict_every or 0
@@ -556,6 +591,27 @@ class EvictionLayer:
             self.retained_attention = due.before.after(slots)
         if not method.evicts_while_decoding:
             self.query_statistics = self.local_attention = None
+
+    def _drop_after_chunk(self, ranked: RankedSlots) -> None:
+        """Evict from a prompt that goes on: the slots are not laid out for decode steps yet."""
+        slots = self.require_slots()
+        assert self.resolved_budget is not None
+        Compacting().evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
+        self._update_after_eviction(slots)
+
+    def _update_after_eviction(self, slots: Slots) -> None:
+        """Change the scores of what is left as the method says."""
+        method = self.config.method
+        assert self.resolved_budget is not None and self.sequence.num_real is not None
+        # A row or head within its budget has lost nothing, whatever its neighbours lose.
+        if type(method).after_eviction is not Method.after_eviction:
+            tokens = self.sequence.num_real.to(slots.positions.device)
+            reduced = (tokens[:, None] > self.resolved_budget.keep_by_head)[..., None]
+            after = checked(
+                method.after_eviction(slots.score), slots.score.shape, method, "after_eviction", "[B, H, S]"
+            )
+            slots.score.copy_(torch.where(reduced, after, slots.score))
+        self.has_evicted = True
 
     def _all_at_budget(self) -> bool:
         """Whether every row holds as many tokens as its budget allows."""

@@ -114,6 +114,9 @@ class Method:
     is_window: ClassVar[bool] = False  # keeps sinks and the newest tokens in every row and head, and nothing else
     per_query: ClassVar[bool] = False  # each query attends to its own choice of everything seen; nothing is dropped
     positions: ClassVar[str] = "original"  # the position ids the method's paper gives to survivors
+    needs_whole_prompt: ClassVar[str] = (
+        ""  # what `priority` does with a whole prompt, in words behind the method's name
+    )
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Name the subclass after its class unless it says a `name`, and take hooks declared under their old names."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvexp.core.spans import MarkedSpans, Span
 from kvexp.errors import CacheError, ConfigError
 
 
@@ -68,6 +69,7 @@ class SequenceState:
         self.num_real: Tensor | None = None
         self.seeds: Tensor = torch.zeros(0)
         self._positions: dict[torch.device, Tensor] = {}
+        self.spans: MarkedSpans | None = None  # of the prompts, where any were marked
 
     @property
     def in_prompt(self) -> bool:
@@ -131,6 +133,16 @@ class SequenceState:
         self._positions = {device: positions}
         if self.in_prompt and self.seq_len == self.prompt_columns:
             self._close_prompt()
+
+    def mark_spans(self, spans: Sequence[Sequence[Span]], prompts: Sequence[int]) -> None:
+        """Mark spans of every sample's prompt, in its real tokens; prompts: real tokens of each. Before the prompt."""
+        rows = [row for row in range(len(prompts)) for _ in range(self.num_beams)]
+        self.spans = MarkedSpans.of([spans[row] for row in rows], [prompts[row] for row in rows])
+
+    def prompt_lengths_ahead(self) -> list[int]:
+        """Real tokens of each row's prompt; before it has ended, of a batch without padding."""
+        assert self.num_real is not None and self.prompt_columns is not None
+        return self.prompt_lengths or [self.prompt_columns] * self.num_real.shape[0]
 
     def first_eviction_steps(self, noted: list[int | None], limits: Sequence[int]) -> list[int | None]:
         """Per row, the number of decode tokens at which it first had more than its limit of tokens; None: not yet.
@@ -208,3 +220,5 @@ class SequenceState:
         if self.prompt_lengths and not same_prompts:
             self.prompt_lengths = [self.prompt_lengths[i] for i in rows.tolist()]
         self._positions = {d: p[rows.to(d)] for d, p in self._positions.items()}
+        if self.spans is not None and not same_prompts:
+            self.spans.select_rows(rows)

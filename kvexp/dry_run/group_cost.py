@@ -158,7 +158,7 @@ class GroupPlan:
             most = sum(max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds)
             forced.append((self.lead.baseline(), most))
         return GroupWork(
-            prompts=self.prompts * here.parts,
+            prompts=self.prompts * self._prefills(here),
             prompt=self.prompt,
             new=self.new,
             scores=len(scores),
@@ -170,6 +170,12 @@ class GroupPlan:
             groups=here.groups * here.parts,
             second_passes=second_passes(runs),
         )
+
+    def _prefills(self, here: Arrangement) -> int:
+        """How often a prompt is read: once for all runs of a part, once more for each that evicts between chunks."""
+        own = sum(run.settings.cache.bounded_chunk is not None for run in self.active)
+        together = here.parts if own < len(self.active) or self.kinds else 0
+        return together + own
 
     def _mean_slots(self, rows: Sequence[tuple[Settings, int]]) -> float:
         """Slots that a row holds, in the middle of its answer; rows: how many of each run."""

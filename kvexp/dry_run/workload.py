@@ -38,9 +38,11 @@ class Workload:
 
     @property
     def prefills(self) -> int:
-        """How many all examples take: one each, or one per context where its questions share it (questions=all)."""
-        alone = sum(not example.questions for example in self.asked)
-        contexts = {example.prompt for example in self.asked if example.questions}
+        """How many all examples take: one each, or one per context where its questions share it (questions=all), or per
+        conversation.
+        """
+        alone = sum(not (example.questions or example.turns) for example in self.asked)
+        contexts = {example.prompt for example in self.asked if example.questions or example.turns}
         return alone + len(contexts) if self.asked else len(self.examples)
 
 

@@ -110,16 +110,18 @@ def _prefilled(
         # Where scores are added up over a batch, prompts are prefilled one by one: batch_size is 1, and all
         # prompts of the part are one context's.
         alone = shares_score_across_batch(settings) and not prompt.example.questions
-        key = (seed, tuple(prompt.ids), index if alone else None)
+        key = (seed, tuple(prompt.ids), tuple(prompt.spans), index if alone else None)
         place_of[index] = places.setdefault(key, len(places))
     choosing, decoding = bool(part[0][1].choices), settings.decoding
     # Not of the longest question: what is allocated shall not depend on the company.
     ahead = tokens_to_come(settings, part[0][1]) if _counts_ahead(settings) else decoding.max_new_tokens
-    prompts = [list(ids) for _, ids, _ in places]
-    seeds = [seed for seed, _, _ in places]
+    prompts = [list(ids) for _, ids, _, _ in places]
+    seeds, spans = [seed for seed, _, _, _ in places], [list(each) for _, _, each, _ in places]
     configs = [batch_cache(run, [len(ids) for ids in prompts]) for run in runs]
     if len(runs) > 1:
-        made = prefill_together(model, prompts, configs, max_new_tokens=ahead, tokenizer=tokenizer, seeds=seeds)
+        made = prefill_together(
+            model, prompts, configs, max_new_tokens=ahead, tokenizer=tokenizer, seeds=seeds, spans=spans
+        )
         return made, place_of
     context = prefill(
         model,
@@ -130,6 +132,7 @@ def _prefilled(
         chunk=decoding.prefill_chunk,
         tokenizer=tokenizer,
         seeds=seeds,
+        spans=spans,
     )
     return [context], place_of
 

@@ -18,6 +18,7 @@ from kvexp.console import Progress
 from kvexp.core import CacheConfig
 from kvexp.errors import CacheError, ConfigError, NotFinite
 from kvexp.evaluate.context_outputs import outputs_from_context, shares_score_across_batch
+from kvexp.evaluate.conversations import conversation_outputs
 from kvexp.evaluate.example_prompts import (
     MAX_QUESTIONS_PER_CONTEXT,
     Batch,
@@ -181,6 +182,9 @@ def _generate(settings: Settings, model: Model, tokenizer: Tokenizer, batch: Ite
     if isinstance(settings.task, LMEval):
         answers = item_answers(settings, model, tokenizer, batch)
         return {index: row_of(settings, model, tokenizer, index, prompt, answers[index]) for index, prompt in batch}
+    if settings.task.has_turns:
+        answers_of_turns = conversation_outputs(settings, model, tokenizer, batch)
+        return {i: row_of(settings, model, tokenizer, i, prompt, answers_of_turns[i]) for i, prompt in batch}
     straight = [(i, prompt) for i, prompt in batch if not prompt.question_ids and not prompt.choices]
     others = [(i, prompt) for i, prompt in batch if prompt.question_ids or prompt.choices]
     made = generate_outputs(settings, model, tokenizer, straight) if straight else {}

@@ -12,6 +12,7 @@ from kvexp.config.model_spec import config_of_spec, max_positions
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.evaluate.lm_eval_items import item_prompt
+from kvexp.evaluate.marked_spans import token_spans
 from kvexp.evaluate.preflight import budget_obstacle, check_max_new_tokens, check_template, fit_examples, within_budget
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, tokenize
 from kvexp.models.families import check_positions
@@ -47,12 +48,14 @@ def pending_batches(
 def batches(todo: Sequence[tuple[int, Example]], size: int, shared: int) -> Iterator[Batch]:
     """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow.
 
-    Examples that are to share a context (`questions`) are never parted.
+    Examples that are to share a context (`questions`), and the turns of a conversation, are never parted.
     """
     batch: Batch = []
     for item in todo:
         same = bool(batch) and bool(item[1].question) and item[1].prompt == batch[-1][1].prompt
         together = same and bool(item[1].questions) and item[1].number > 0
+        if item[1].turns and batch and item[1].prompt == batch[-1][1].prompt:
+            together = True
         if not together and len(batch) >= (max(size, shared) if same else size):
             yield batch
             batch = []
@@ -116,6 +119,15 @@ def answerable(
     return held, [(index, prompt) for index, prompt in held if prompt.skipped is None]
 
 
+def _with_spans(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
+    """The prompt with the tokens of its marked texts, of those that are not skipped."""
+    if prompt.skipped:
+        return prompt
+    templated = settings.model.chat and settings.task.uses_chat_template and settings.task.frame is None
+    spans = token_spans(prompt.example, prompt.text, len(prompt.ids), tokenizer, templated=templated)
+    return dataclasses.replace(prompt, spans=spans)
+
+
 def prompt_of(
     settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, example: Example
 ) -> TokenizedExample:
@@ -136,6 +148,7 @@ def prompt_of(
     prompt = tokenize(example, settings.task, tokenizer, room, chat=settings.model.chat)
     if not prompt.skipped and not prompt.ids:
         return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
+    prompt = _with_spans(settings, tokenizer, prompt)
     given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
     if prompt.skipped or not given:
         return prompt

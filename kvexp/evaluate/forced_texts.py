@@ -78,11 +78,17 @@ class ForcedText:
     contexts: Mapping[int, Any]
     texts: Sequence[Sequence[int]] | None
 
+    @property
+    def bounded(self) -> set[int]:
+        """Places whose prompts were evicted between chunks."""
+        return {place for place, one in self.contexts.items() if one.cache.config.bounded_chunk is not None}
+
     def add_lines(self, found: Sequence[Sequence[Any]]) -> None:
         """Of `divergence_of_batches`: one list of rows per place."""
         for place, rows in zip(self.into.texts[self.kind], found, strict=True):
             for (index, prompt), one in zip(self.batch, rows, strict=True):
-                by_prefill = not prompt.question_ids
+                # Nothing was evicted yet, unless the prompt was evicted between chunks.
+                by_prefill = not prompt.question_ids and place not in self.bounded
                 line = {"example": prompt.example.id, "index": index, "text": self.kind, "first_by_prefill": by_prefill}
                 line |= asdict(one) | {"same_top1": [int(same) for same in one.same_top1]}
                 self.into.lines.setdefault(place, []).append(line)

@@ -39,7 +39,7 @@ class ModelOutput:
     """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any.
 
     finish_reason: "stop" or "length", stop_reason: the text of the end token or stop string; None of what was not
-    generated. tokens: ids of a generated answer, its end token included.
+    generated. tokens: ids of a generated answer, its end token included. info: joins the row's.
     """
 
     output: str
@@ -51,6 +51,7 @@ class ModelOutput:
     finish_reason: str | None = None
     stop_reason: str | None = None
     tokens: list[int] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
 
 
 def generate_outputs(
@@ -66,6 +67,7 @@ def generate_outputs(
         decoding=settings.decoding,
         tokenizer=tokenizer,
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in batch],
+        spans=[prompt.spans for _, prompt in batch],
     )
     return dict(zip((index for index, _ in batch), outputs_of(result, tokenizer), strict=True))
 
@@ -119,7 +121,13 @@ def generate_outputs_of_batches(
         prompts = [prompt.ids for _, prompt in batch.prompts]
         configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in batch.runs]
         contexts = prefill_together(
-            model, prompts, configs, max_new_tokens=decoding.max_new_tokens, tokenizer=tokenizer, seeds=batch.seeds
+            model,
+            prompts,
+            configs,
+            max_new_tokens=decoding.max_new_tokens,
+            tokenizer=tokenizer,
+            seeds=batch.seeds,
+            spans=[prompt.spans for _, prompt in batch.prompts],
         )
         forced = batch.forced
         copied.append(forced.copies(contexts, range(len(prompts)), keep=False) if forced is not None else [])
@@ -194,6 +202,7 @@ def continuation_logprobs(
         max_new_tokens=ahead,
         tokenizer=tokenizer,
         seeds=[noise_seed(settings, prompt.example, asked=bool(prompt.question_ids))],
+        spans=[prompt.spans],
     )
     questions = [prompt.question_ids] if prompt.question_ids else None
     start = time.perf_counter()

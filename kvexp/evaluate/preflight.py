@@ -11,6 +11,7 @@ from kvexp.config.model_spec import max_positions
 from kvexp.config.settings import Settings
 from kvexp.core import Budget
 from kvexp.core.eviction_backend import check_budget, may_evict
+from kvexp.core.span_room import check_spans
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_to_come
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, in_template, tokenize
@@ -120,6 +121,8 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
         size, fed = len(prompt.ids), _fed(settings, tokenizer, prompt)
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
+        for new in fed:
+            check_spans(cache, [prompt.spans] if prompt.spans else None, [size], size, new, num_layers(config))
         if not cache.beyond_context and any(may_evict(cache, [size], size, new, num_layers(config)) for new in fed):
             check_second_pass(cache, tokenizer, size, positions_of(config))
     except ConfigError as error:

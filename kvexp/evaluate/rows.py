@@ -104,6 +104,7 @@ def row_of(
         metrics, answer = {**metrics, **of_nll}, answer or fed
         head["info"] |= {**info, "nll_tokens": len(logprobs)}
     assert answer is not None
+    head["info"] |= answer.info
     row = {
         **head,
         "metrics": metrics,

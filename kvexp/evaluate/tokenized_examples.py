@@ -24,7 +24,8 @@ class TokenizedExample:
 
     question_text, question_ids: what is fed after the eviction; an answer follows text + question_text. truncated:
     whether something was left out; tokens: the count before that, question included. choices: ids of the example's
-    choices where they stand. chat_templated: the text came out of a chat template, start token and all.
+    choices where they stand. chat_templated: the text came out of a chat template, start token and all. spans: of the
+    marked texts, as of `token_spans`.
     """
 
     example: Example
@@ -37,6 +38,7 @@ class TokenizedExample:
     question_ids: list[int] = field(default_factory=list)
     choices: list[list[int]] = field(default_factory=list)
     chat_templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def digest(self) -> str | None:
@@ -139,6 +141,35 @@ def _longest_question(example: Example, tokenizer: Tokenizer, frame: str | None)
     return SLACK + max(len(tokenizer(words, add_special_tokens=False, verbose=False).input_ids) for words in asked)
 
 
+def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, chat: bool) -> list[int]:
+    """Token ids of a further message of the user, from the end of the answer before it to the beginning of the next.
+
+    Of a chat model the template's, which end the answer's turn first; of any other the message in a paragraph.
+    """
+    words = f"\n\n{message}\n"
+    if chat and prompt.chat_templated:
+        answer = "Thank you."
+        turns = [{"role": role, "content": said} for role, said in (("user", "Hello."), ("assistant", answer))]
+        turns.append({"role": "user", "content": message})
+        try:
+            text: str = tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True, date_string=TODAY
+            )
+        except Exception as error:  # as in `in_template`
+            raise ConfigError(
+                f"the tokenizer's chat template knows no second turn: set model.chat=false ({error})"
+            ) from error
+        _, _, words = text.partition(answer)
+    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def reference_ids(words: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of an answer that is put into a conversation as it stands, without an end."""
+    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
 def continuation(prompt: TokenizedExample, tokenizer: Tokenizer, *, chat: bool, words: str | None = None) -> list[int]:
     """Token ids of `words` (None: the example's continuation) where they follow the prompt and its question."""
     words = prompt.example.continuation if words is None else words
@@ -166,7 +197,8 @@ def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: s
     if frame is not None:
         before, _, after = frame.partition("{prompt}")
         return (before + words, question + after) if question else (before + words + after, "")
-    text = in_template(tokenizer, words + question)
+    system = example.system if words.startswith(example.system) else ""
+    text = in_template(tokenizer, words[len(system) :].lstrip() + question if system else words + question, system)
     if not question:
         return text, ""
     # A template may strip what it is given; the white space before the question then stays with the context.
@@ -180,11 +212,15 @@ def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: s
     return text[:at], text[at:]
 
 
-def in_template(tokenizer: Tokenizer, words: str) -> str:
-    """The words as the user's turn of the tokenizer's chat template, up to where the answer begins."""
+def in_template(tokenizer: Tokenizer, words: str, system: str = "") -> str:
+    """The words as the user's turn of the tokenizer's chat template, up to where the answer begins.
+
+    system: of the turn before it; without it the template's own stands there, if it has one.
+    """
+    turns = [{"role": "system", "content": system.strip()}] if system else []
     try:
         text: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": words}], tokenize=False, add_generation_prompt=True, date_string=TODAY
+            [*turns, {"role": "user", "content": words}], tokenize=False, add_generation_prompt=True, date_string=TODAY
         )
     except Exception as error:  # jinja's, and whatever a template does with its values: no common base
         raise ConfigError(

@@ -11,11 +11,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.core.spans import Span
 from kvexp.errors import ConfigError
 from kvexp.generate.beam_search import beam_search
 from kvexp.generate.decode_loop import batched_cache, decode
 from kvexp.generate.generation_params import GenerationParams
-from kvexp.generate.inputs import check_length, check_prompts, check_questions, pad_id, pad_left, seeds_per_row
+from kvexp.generate.inputs import (
+    check_bounded,
+    check_length,
+    check_prompts,
+    check_questions,
+    pad_id,
+    pad_left,
+    seeds_per_row,
+)
 from kvexp.generate.output import Generation
 from kvexp.generate.prefilled_context import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.models import EvictionCache
@@ -34,6 +43,7 @@ def generate(
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
     prepare: Callable[[EvictionCache], object] | None = None,
+    spans: Sequence[Sequence[Span]] | None = None,
     **options: Unpack[CacheOptions],
 ) -> Generation:
     """Generate for a batch of prompts (token ids per row) under an eviction method.
@@ -46,6 +56,7 @@ def generate(
         prompt, question and seed alone.
     keep_logits: keep one [B, V] tensor per step.
     prepare: is called with the new cache before anything is fed.
+    spans: of each prompt what `keep` of the options spares, as (first token, one behind the last).
 
     Errors are ConfigError, before the model runs.
     """
@@ -54,9 +65,10 @@ def generate(
     row_seeds = seeds_per_row(seeds, len(prompts))
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
+    check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
         ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
-        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer)
+        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer, spans)
         if prepare is not None:
             prepare(cache)
         start = time.perf_counter()
@@ -72,6 +84,7 @@ def generate(
         tokenizer=tokenizer,
         seeds=row_seeds,
         prepare=prepare,
+        spans=spans,
     )
     if questions is None:
         return decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]

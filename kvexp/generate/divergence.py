@@ -31,7 +31,8 @@ class TextDivergence:
     kl: KL(full || variant) of the next-token distributions in nats, >= 0 up to rounding.
     full_logprob, logprob: natural-log probability of the forced token under the full cache and under the variant.
     same_top1: whether both rank the same token first.
-    tokens: the text's token ids. The first entry of each list is predicted by the prefill, before anything was evicted.
+    tokens: the text's token ids. The first entry of each list is predicted by the prefill, before anything was evicted
+        (unless prompts are evicted between chunks).
     """
 
     tokens: list[int]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from kvexp.core import CacheConfig
 from kvexp.errors import ConfigError
 from kvexp.models.families import max_positions
 
@@ -68,6 +69,30 @@ def seeds_per_row(seeds: int | Sequence[int], rows: int) -> list[int]:
     if any(not 0 <= seed < 1 << 63 for seed in result):
         raise ConfigError("seeds must be between 0 and 2**63 - 1")
     return result
+
+
+def check_bounded(
+    config: CacheConfig, prompts: Sequence[Sequence[int]], num_beams: int, chunk: int | None
+) -> int | None:
+    """The columns of a forward of these prompts; ConfigError where they cannot be evicted between chunks and are to be.
+
+    chunk: as asked for beside the configuration. Chunks of a shorter prompt would be cut by its padding, and what it
+    keeps would go by its neighbours.
+    """
+    if config.bounded_chunk is None:
+        return chunk
+    if chunk is not None:
+        raise ConfigError(
+            f"prefill_chunk={chunk} has no effect beside bounded_chunk={config.bounded_chunk}: leave it out"
+        )
+    if num_beams > 1:
+        raise ConfigError(f"num_beams={num_beams}: a prompt that is evicted between chunks is read by one row: set 1")
+    if len(lengths := {len(prompt) for prompt in prompts}) > 1:
+        raise ConfigError(
+            f"prompts of {min(lengths)} to {max(lengths)} tokens: those of one batch must be of equal length where they"
+            " are evicted between chunks (bounded_chunk); read them one by one"
+        )
+    return config.bounded_chunk
 
 
 def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:

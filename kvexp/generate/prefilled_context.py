@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.core.spans import Span
 from kvexp.deprecation import OldName
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_prompts, pad_id, pad_left, seeds_per_row
+from kvexp.generate.inputs import check_bounded, check_prompts, pad_id, pad_left, seeds_per_row
 from kvexp.models import EvictionCache
 
 
@@ -83,21 +84,26 @@ def prefill(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
     prepare: Callable[[EvictionCache], object] | None = None,
+    spans: Sequence[Sequence[Span]] | None = None,
     **options: Unpack[CacheOptions],
 ) -> PrefilledContext:
     """Feed a batch of prompts (token ids per row) and evict at their end, where the cadence says so.
 
     max_new_tokens: all tokens that will follow, questions included. num_beams: rows per prompt. chunk: columns per
     forward, None: all. seeds: of noise inside methods, one or one per row. prepare: is called with the new cache before
-    anything is fed. method, budget, options: as of `generate`. Errors are ConfigError before the model runs.
+    anything is fed. spans: of each prompt, what `keep` spares (`EvictionCache.mark_spans`). method, budget, options: as
+    of `generate`. Errors are ConfigError before the model runs.
+
+    With `bounded_chunk` of the options that is the chunk, and the cache evicts after each of them.
     """
     # 1. Check what was asked for, and make one padded batch of it.
     config = CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
+    chunk = check_bounded(config, prompts, num_beams, chunk)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     # 2. An empty cache, whose budget is known to hold these prompts.
     row_seeds = seeds_per_row(seeds, len(prompts))
-    cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds, num_beams, tokenizer)
+    cache = new_cache(model, prompts, config, ids.shape[1], max_new_tokens, row_seeds, num_beams, tokenizer, spans)
     if prepare is not None:
         prepare(cache)
     # 3. Feed the prompts, `chunk` columns at a time. The cache evicts by itself when the last column has come.
@@ -122,6 +128,7 @@ def new_cache(
     seeds: Sequence[int],
     num_beams: int = 1,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    spans: Sequence[Sequence[Span]] | None = None,
 ) -> EvictionCache:
     """An empty cache for these prompts, padded to `columns` columns; other arguments as of `prefill`.
 
@@ -136,7 +143,9 @@ def new_cache(
         seeds=seeds,
         tokenizer=tokenizer,
     )
-    cache.check_budget([len(prompt) for prompt in prompts], columns)
+    lengths = [len(prompt) for prompt in prompts]
+    cache.check_budget(lengths, columns)
+    cache.mark_spans(spans, lengths, columns)
     cache.prompts = [list(prompt) for prompt in prompts]
     return cache
 

@@ -24,6 +24,7 @@ class CUR(Method):
 
     name: ClassVar[str] = "cur"
     evicts_while_decoding: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[str] = "compares each token of the prompt with the block around it"
     n_sinks: int = 4
     block: int = 16
     leverage: Literal["product", "mean", "key", "value"] = "product"

@@ -26,6 +26,7 @@ class LagKV(Method):
 
     name: ClassVar[str] = "lagkv"
     evicts_while_decoding: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[str] = "compares each partition of the prompt with the next one"
     n_sinks: int = 16
     lag: int = 128
 

@@ -31,6 +31,8 @@ from kvexp.core.head_budgets import ModelHeadBudgets
 from kvexp.core.layer_allocation import LayerAllocation
 from kvexp.core.layer_budgets import layer_budgets_of
 from kvexp.core.layer_cache import LayerCache, RowsCache
+from kvexp.core.span_room import check_spans
+from kvexp.core.spans import Span
 from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
@@ -287,6 +289,16 @@ class EvictionCache(Cache):  # type: ignore[misc]
         check_budget(self.config, prompt_lengths, padded, new, layers)
         if may_evict(self.config, prompt_lengths, padded, new, layers):
             self.check_second_pass(prompt_lengths)
+
+    def mark_spans(self, spans: Sequence[Sequence[Span]] | None, prompt_lengths: Sequence[int], padded: int) -> None:
+        """Mark spans of every prompt, which the configuration's `keep` spares; other arguments as of `check_budget`.
+
+        spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
+        and not given, or no budget holds them. To be called before the model runs.
+        """
+        check_spans(self.config, spans, prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        if self.config.keep is not None and spans is not None:
+            self.sequence.mark_spans(spans, prompt_lengths)
 
     def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:
         """ConfigError where the method's second pass over prompts of so many tokens is too long for the model."""

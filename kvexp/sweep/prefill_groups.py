@@ -59,6 +59,8 @@ def can_share(settings: Settings) -> bool:
         return False
     if isinstance(task, LMEval) or task.only_nll or decoding.num_beams > 1 or decoding.prefill_chunk is not None:
         return False
+    if task.has_turns:  # each conversation goes its own way
+        return False
     if settings.budget is not None and settings.budget.of == "sequence":  # it goes by what each question adds
         return False
     return not shares_score_across_batch(settings) and not settings.method.modifies_prefill

@@ -6,7 +6,9 @@ from kvexp.tasks.context_qa import ContextQA
 from kvexp.tasks.govreport import GovReport
 from kvexp.tasks.govreport_sections import GovReportSections
 from kvexp.tasks.gsm8k import GSM8K
+from kvexp.tasks.instructions import Instructions, InstructionsLeak
 from kvexp.tasks.lm_eval import LMEval
+from kvexp.tasks.long_answers import LongAnswers
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle
 from kvexp.tasks.news import News
@@ -18,6 +20,7 @@ from kvexp.tasks.soda import Soda
 from kvexp.tasks.stories import Stories
 from kvexp.tasks.summarization import TEMPLATES, Summarization
 from kvexp.tasks.testbed import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
+from kvexp.tasks.turn_dialogues import Dialogue, SodaTurns
 from kvexp.tasks.xsum import XSum
 
 __all__ = [
@@ -28,10 +31,14 @@ __all__ = [
     "TRUNCATIONS",
     "CNNDailyMail",
     "ContextQA",
+    "Dialogue",
     "Example",
     "GovReport",
     "GovReportSections",
+    "Instructions",
+    "InstructionsLeak",
     "LMEval",
+    "LongAnswers",
     "LongBench",
     "Needle",
     "News",
@@ -40,6 +47,7 @@ __all__ = [
     "Perplexity",
     "QuestionTask",
     "Soda",
+    "SodaTurns",
     "Stories",
     "Summarization",
     "Task",

@@ -20,6 +20,15 @@ SAMPLES = data.SAMPLES
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What the user says in one turn, what a right answer would be, and how many turns before the fact was told."""
+
+    message: str
+    reference: str
+    distance: int = 0
+
+
+@dataclass(frozen=True)
 class Example:
     """One thing to ask: `prompt` and the `reference` its answer is compared with. All text, nothing tokenised.
 
@@ -34,6 +43,12 @@ class Example:
 
     `questions`: all that are asked of copies of one evicted cache of this prompt, `question` at the place `number`;
     none where each question has a prefill of its own, or may have.
+
+    `system`: the beginning of the prompt that a chat model reads as its system turn, and any other as it stands.
+
+    `marks`: texts of the prompt, in their order, that `keep=span` and `keep=fair` spare; none: its prefix and suffix.
+
+    `turns`: all of a conversation, of which this example is the turn `number`; the prompt is the first message.
 
     `skipped`: why it cannot be asked ("" where it can), such as a text too short for the task; its row says so.
 
@@ -54,6 +69,9 @@ class Example:
     choices: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()
     number: int = 0
+    turns: tuple[Turn, ...] = ()
+    system: str = ""
+    marks: tuple[str, ...] = ()
     skipped: str = ""
     info: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -62,6 +80,8 @@ class Example:
             object.__setattr__(self, "body", self.prompt)
         if self.prompt != "".join(self.prompt_parts):
             raise ValueError(f"example {self.id}: prompt is not prefix + body + suffix")
+        if not self.prompt.startswith(self.system):
+            raise ValueError(f"example {self.id}: prompt does not begin with its system turn")
         if self.question and not self.question.strip():
             raise ValueError(f"example {self.id}: the question is white space alone")
         if self.questions and self.questions[self.number] != self.question:
@@ -104,6 +124,7 @@ class Task:
     only_nll: ClassVar[bool] = False  # nothing is generated, the continuation's log-probabilities are all
     uses_chat_template: ClassVar[bool] = True  # whether a chat model's prompts go through its chat template
     frame: ClassVar[str | None] = None  # a text with {prompt} in place of that template, tokenised like any text
+    has_turns: ClassVar[bool] = False  # examples are the turns of conversations, each in the cache that the others left
     only_answered: ClassVar[bool] = False  # examples count only where the full cache's answer is right: `answered`
     # Texts whose last token ends an answer, besides the model's end token.
     extra_end_texts: ClassVar[tuple[str, ...]] = ()

@@ -38,7 +38,7 @@ class Soda(QuestionTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative = text(row, "narrative", where, "data_files")
-        speakers, turns = _list(row, "speakers", where), _list(row, "dialogue", where)
+        speakers, turns = list_of(row, "speakers", where), list_of(row, "dialogue", where)
         between = f" <sep> Generate a dialogue between {speakers[0]} and {speakers[1]} given above narrative. <sep> "
         rest = self.turn_separator.join("".join(turn.splitlines()) for turn in turns[1:])
         name = row_id(row, "original_index", narrative, *turns)
@@ -54,7 +54,7 @@ class Soda(QuestionTask):
         return rouge(lines(output), lines(reference))
 
 
-def _list(row: dict[str, Any], field: str, where: str) -> list[str]:
+def list_of(row: dict[str, Any], field: str, where: str) -> list[str]:
     """The turns or their speakers: at least two texts."""
     found = row.get(field)
     if not isinstance(found, list | tuple) or len(found) < 2 or not all(isinstance(each, str) for each in found):

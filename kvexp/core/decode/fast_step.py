@@ -33,7 +33,7 @@ def supports_fast_decode(config: CacheConfig, shared: bool) -> bool:
     """Whether steady caches of this configuration can take the fast step; shared: one score spans all layers."""
     method, kind = config.method, type(config.method)
     plain = kind.initial_score is Method.initial_score and kind.after_eviction is Method.after_eviction
-    plain = plain and method.needs == NOTHING and config.select.plain
+    plain = plain and method.needs == NOTHING and config.select.plain and config.keep is None
     # Renumbered, the newest tokens stay as far from the query as they were: only sinks move (see sink_rerotation).
     steady = config.mode == "overwrite" and config.evict_every == 1
     steady = steady and (config.positions == "original" or (method.is_window and not config.is_ragged))

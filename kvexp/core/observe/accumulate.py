@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvexp.core import bounded_prefill
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.cache_config import CacheConfig
 from kvexp.core.cross_layer_score import CrossLayerScore
@@ -26,11 +27,7 @@ def forward_column_sums(
 
     probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
     """
-    rows_left = (
-        sequence.prompt_columns - sequence.seq_len
-        if sequence.in_prompt and sequence.prompt_columns is not None
-        else None
-    )
+    rows_left = bounded_prefill.rows_to_chunk_end(config, sequence)
     weights = naive.row_weights(spec, inputs.query_positions, rows_left)
     if probabilities is not None and spec.is_plain:
         return naive.weighted_column_sums(probabilities, weights)
