@@ -94,9 +94,13 @@ def really_removed(case, answer, removed):
     return kl_of(*logits)
 
 
-@pytest.mark.parametrize(
-    ("family", "question"), [*((name, ()) for name in CONFIGS), ("llama", QUESTION), ("mpt", QUESTION)]
-)
+def slow(*names):
+    """The names as parameters of slow tests: each has a quicker one beside it."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("family", ["llama", "mpt", *slow(*(name for name in CONFIGS if name not in ("llama", "mpt")))])
+@pytest.mark.parametrize("question", [(), QUESTION], ids=["in the prompt", "after"])
 def test_a_masked_forward_is_a_cache_without_the_token(family, question):
     case = case_of(family, Window(), question=question)
     measured = forced(case)
@@ -123,7 +127,7 @@ def test_a_masked_forward_is_a_cache_without_the_token(family, question):
     assert max(effects[:2]) > 1e-3 and max(effects[2:]) > 1e-6  # else nothing was removed
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gptj", "opt"])
+@pytest.mark.parametrize("family", ["llama", *slow("gpt2", "gptj", "opt")])
 def test_a_masked_forward_is_hugging_faces_cache_without_the_token(family):
     case = case_of(family, Window())
     measured = forced(case)

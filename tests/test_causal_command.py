@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     return made(tmp_path_factory.mktemp("causal"), *ONE_BY_ONE)
 
 
+@pytest.mark.slow
 def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_path, capsys):
     picture, table = tmp_path / "causes.svg", tmp_path / "removals.csv"
     words = ["causal", str(run.path), *SMALL, "--methods", "h2o", "tova", "window"]
@@ -139,6 +140,7 @@ def test_mass_and_precision_of_a_choice():
     assert math.isnan(mass_kept(np.zeros(4), best, weights))
 
 
+@pytest.mark.slow
 def test_the_sampling_error_is_that_of_other_samples():
     """Draw many samples of one population: the spread of the estimates is what one sample says it is."""
     draws = np.random.default_rng(7)

@@ -27,13 +27,13 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(autouse=True)
-def own_modules(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def own_modules(tmp_path_factory):
     """transformers copies the folder's files: not into the user's cache."""
-    place = str(tmp_path / "modules")
-    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", place)
     before, path = set(sys.modules), list(sys.path)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
     sys.path[:] = path
     for name in set(sys.modules) - before:
         if name.startswith("transformers_modules"):
@@ -49,7 +49,12 @@ def answer(folder, family, prompts, **options):
     return made[:, width:].tolist()
 
 
-@pytest.mark.parametrize("method", ["h2o", "keyformer", "tova", "snapkv", "streaming_llm", "a2sf"])
+def slow(*names):
+    """The names as parameters of slow tests: each has a quicker one beside it."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("method", ["h2o", "keyformer", *slow("tova", "snapkv", "streaming_llm", "a2sf")])
 def test_tokens_are_those_of_kvexps_own_rows(folder, method):
     prompts = prompts_of(3, [29, 23])
     decoding = GenerationParams(max_new_tokens=NEW, eos=None)
@@ -58,7 +63,7 @@ def test_tokens_are_those_of_kvexps_own_rows(folder, method):
     assert answer(folder, "llama", prompts, method=method, method_options=fields, kv_ratio=0.4) == wanted.tokens
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gptj", "mpt", "opt"])
+@pytest.mark.parametrize("family", ["mpt", *slow("gpt2", "gptj", "opt")])
 def test_tokens_are_the_same_in_other_families_and_the_model_is_left_as_it_was(folder, family):
     prompts = prompts_of(4, [26])
     model = stock(family)
@@ -110,6 +115,7 @@ def test_the_folder_is_kvexps_own_modules_and_nothing_of_them_is_lost():
         compile(text, name, "exec")
 
 
+@pytest.mark.slow
 def test_the_folder_works_where_kvexp_is_not_installed(folder):
     """In a process without kvexp every module of the folder imports."""
     code = (

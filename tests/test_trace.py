@@ -35,10 +35,11 @@ def traced(method, profile="per_head", tokens=12, question=(), new=7, family="ll
     return trace_of(case, profile, new, MODEL)
 
 
-METHODS = (H2O(), TOVA(), A2SF(alpha=0.5), Keyformer(), KeyDiff(), StreamingLLM(), SnapKV(window=4))
+METHODS = (H2O(), SnapKV(window=4), TOVA(), A2SF(alpha=0.5), Keyformer(), KeyDiff(), StreamingLLM())
+SOME = [pytest.param(each, marks=[pytest.mark.slow] if place > 1 else []) for place, each in enumerate(METHODS)]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("method", SOME, ids=lambda method: method.name)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_every_eviction_follows_from_the_recorded_scores(method, profile):
     trace = traced(method, profile, tokens=20 if profile == "paged" else 12, question=[50, 51])
@@ -85,9 +86,13 @@ def test_the_profiles_keep_what_their_memory_can():
     assert held(appended, 6, 1, 2) == [*held(appended, -1, 1, 2), *range(31, 38)]
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_command_writes_a_trace_that_the_checker_alone_reads(tmp_path, profile, capsys):
-    run = made(tmp_path, *ONE_BY_ONE)
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("traced"), *ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("profile", ["paged", *(pytest.param(each, marks=pytest.mark.slow) for each in PROFILES[:2])])
+def test_the_command_writes_a_trace_that_the_checker_alone_reads(run, tmp_path, profile, capsys):
     out = tmp_path / "h2o.npz"
     assert main([str(run.path), "0", "--profile", profile, "--new-tokens", "5", "--out", str(out)]) == 0
     assert f"h2o, profile {profile}" in capsys.readouterr().out
