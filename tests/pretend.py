@@ -33,17 +33,17 @@ class Placed(torch.Tensor):
 
     def to(self, *args, **kwargs):
         copy = kwargs.pop("copy", False)
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        moved = self if dtype is None or dtype == self.dtype else super().to(dtype)
-        if device is None or device == moved.device:
-            return moved.clone() if copy and moved is self else moved
-        return moved.inner.clone() if device.type == "cpu" else Placed(moved.inner.clone(), device)
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = device or self.device, dtype or self.dtype
+        if not copy and (device, dtype) == (self.device, self.dtype):
+            return self
+        return torch.ops.aten._to_copy.default(self, dtype=dtype, device=device, non_blocking=non_blocking)
 
     def cpu(self):
         return self.to("cpu")
 
     def tolist(self):
-        return self.inner.tolist()
+        return self.to("cpu").tolist()
 
     def __repr__(self):
         return f"{self.inner!r} on {self.device}"

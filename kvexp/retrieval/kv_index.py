@@ -39,6 +39,7 @@ class KVIndex:
         self.pinned = True  # False: no memory was left to pin for something that is shipped
         self._in_flight: dict[str, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._pending_writes: list[tuple[str, list[int], Tensor, torch.cuda.Event | None]] = []
+        self._read_by: dict[str, torch.cuda.Event | None] = {}  # the last copy to the device that reads a tensor
 
     def register(self, name: str, tensor: Tensor, *, per: int = 0, home: torch.device | None = None) -> None:
         """Add a tensor [B, ...] to the index.
@@ -88,10 +89,11 @@ class KVIndex:
         self._pending_writes.append((name, entries, part, copy_streams.record_d2h()))
 
     def flush(self) -> None:
-        """Wait for pending copies to the host and store them in their tensors."""
+        """Wait for pending copies to the host and store them in their tensors, which nothing may read meanwhile."""
         for name, entries, part, event in self._pending_writes:
-            if event is not None:
-                event.synchronize()
+            for awaited in (event, self._read_by.pop(name, None)):
+                if awaited is not None:
+                    awaited.synchronize()
             self.entries[name].tensor[torch.arange(len(entries)), :, torch.tensor(entries)] = part
         self._pending_writes.clear()
 
@@ -121,7 +123,8 @@ class KVIndex:
                 assert self.copy_streams is not None
                 with self.copy_streams.h2d():
                     arriving = entry.tensor.to(self.copy_streams.device, non_blocking=True)
-                self._in_flight[name] = (arriving, self.copy_streams.record_h2d())
+                self._read_by[name] = self.copy_streams.record_h2d()
+                self._in_flight[name] = (arriving, self._read_by[name])
 
     def _is_remote(self, entry: _Entry) -> bool:
         """Whether the tensor is offloaded to another device than the computing one."""
@@ -147,7 +150,7 @@ class KVIndex:
         """A copy of the index for batch rows `rows` [n], which may repeat."""
         self.flush()
         other = copy.copy(self)
-        other._in_flight, other._pending_writes = {}, []
+        other._in_flight, other._pending_writes, other._read_by = {}, [], {}
         other.entries = {}
         for name, entry in self.entries.items():
             tensor, fine = index_select_host(entry.tensor, rows, pinned=self._is_remote(entry) and self.pinned)
