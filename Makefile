@@ -17,6 +17,9 @@ VENV  := .venv
 PEERS := .venv-peers
 BIN   := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
+# A CUDA build of torch brings a Triton of its own, so this is no line of constraints.txt: pip would find the two at odds.
+TRITON_VERSION := 3.9.0
+TRITON := build/triton-$(TRITON_VERSION)
 
 # One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -27,7 +30,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -113,6 +116,22 @@ bench-real: $(VENV)/.stamp ## the same with the fetched real model (under 15 min
 
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.suite gpu $(ARGS)
+
+gpu-first: ## the first run on a GPU: tests and three benchmarks in order, and one report to send back (gpu_report.md; under 90 minutes)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_first $(ARGS)
+
+# Triton compiles for GPUs that are not there. Its gigabyte lies beside .venv, not in it: with it the kernels' tests would run
+# (interpreted, minutes) in every `make test`.
+gpu-compile: $(VENV)/.stamp $(TRITON)/.stamp ## the Triton kernels: interpreted against the truth, and as machine code of three GPU generations (no GPU needed)
+	@PYTHONPATH=$(TRITON) $(PYTEST) tests/test_triton_observe.py tests/test_triton_step.py
+	@PYTHONPATH=$(TRITON) TRITON_CACHE_DIR=build/triton-cache $(BIN)/python -m benchmarks.machine_code --workers $(WORKERS) $(ARGS)
+
+triton: $(TRITON)/.stamp ## fetch the pinned Triton into build/ (gpu-compile does it by itself)
+
+$(TRITON)/.stamp: $(VENV)/.stamp
+	@echo 'installing triton $(TRITON_VERSION) into $(TRITON)'
+	@$(BIN)/pip install --quiet --no-deps --target $(TRITON) triton==$(TRITON_VERSION)
+	@touch $@
 
 reproduce-all: $(VENV)/.stamp ## every figure and table of the papers (one: make reproduce-keyformer_fig7; SCALE=testbed|real|paper)
 	@$(REPRODUCE) all --workers $(WORKERS) $(ARGS)

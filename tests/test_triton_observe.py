@@ -1,6 +1,6 @@
 """The kernels against all rows at once: compiled on a CUDA device, else under Triton's interpreter where it is there.
 
-`pip install triton` brings it, without a GPU too; CI does without (285 MB).
+`make gpu-compile` runs them so, with a Triton of its own beside the environment.
 """
 
 import importlib.util
@@ -85,6 +85,19 @@ def test_kernels_are_naive(method, world):
 def test_awkward_lengths(count, method):
     inputs = sight_of(count, heads=1, groups=2, dim=7)
     same(sums(inputs, METHODS[method], "triton"), sums(inputs, METHODS[method], "naive"))
+
+
+@installed
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_tiles_of_every_head_size(dtype, dim):
+    """Each has tiles of its own (`triton_tiles`). float16: the products' rounding, relative to the largest score."""
+    inputs = sight_of(67, heads=1, groups=2, dim=dim, dtype=dtype)
+    got, expected = sums(inputs, Keyformer(), "triton"), sums(inputs, Keyformer(), "naive")
+    if dtype == torch.float32:
+        same(got, expected)
+    else:
+        assert (got - expected).abs().max() < 2e-3 * expected.max()
 
 
 @installed

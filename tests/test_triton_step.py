@@ -1,6 +1,6 @@
 """The kernels of a decode step against the eager step: compiled on a CUDA device, else under Triton's interpreter.
 
-`pip install triton` brings it, without a GPU too; CI does without (285 MB).
+`make gpu-compile` runs them so, with a Triton of its own beside the environment.
 """
 
 import importlib.util

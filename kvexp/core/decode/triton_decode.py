@@ -9,6 +9,7 @@ from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import TauSchedule
 from kvexp.core.observe.noise import Noise, PoolOffsets, pool, stream_id
+from kvexp.core.observe.triton_tiles import decode_options
 from kvexp.core.slots import Slots
 
 KV_TILE = 64  # slots of a kernel's tile
@@ -63,7 +64,7 @@ class FusedDecodeAttention:
         observation = self._observation(newest, h * g)
         slot_positions = slots.positions
         slopes = scratch.none if params.alibi is None else params.alibi.to(scratch.none).contiguous()
-        fixed = {"OBSERVED": self.observes, "NOISE": self.noisy, "N": block, **wide}
+        fixed = {"OBSERVED": self.observes, "NOISE": self.noisy, "N": block, **wide, "enable_fp_fusion": True}
         single = query[..., 0, :]
         kernels.split_kv_attention[(parts, r * h)](
             *(
@@ -82,6 +83,7 @@ class FusedDecodeAttention:
             ALIBI=params.alibi is not None,
             WINDOW=params.sliding_window is not None,
             UPCAST=params.upcast,
+            **decode_options(max(d, width), 4 if params.upcast else query.element_size()),
         )
         kernels.combine_splits[(-(-count // block) if self.observes else 1, r * h)](
             *(*scratch.partial, scratch.out, scratch.given, slot_positions, *observation),

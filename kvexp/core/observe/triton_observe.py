@@ -11,10 +11,9 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs
 from kvexp.core.observe.noise import POOL_SIZE, Noise, hash_draws, pool, stream_id
+from kvexp.core.observe.triton_tiles import prompt_tile
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.errors import ConfigError
-
-TILE = {2: 64, 4: 32}  # rows and slots of a kernel's tile by bytes per element: float32 products take no tensor cores
 
 
 def available() -> bool:
@@ -49,12 +48,14 @@ def triton_column_sums(
         return out.zero_()
     read, choices = _inputs(inputs, spec, taus, seeds, layer, first)
     query, keys = inputs.query, inputs.keys
-    side = TILE[4 if inputs.params.upcast else query.element_size()]
-    wide = {"D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length())}
-    fixed = {**wide, "M": side, "N": side, **choices, "enable_fp_fusion": True}
-    kernels.row_log_sum_exp[(-(-(rows - first) // side), b * h * g)](query, keys, lse, *read, **fixed)
-    grid = (-(-slots // side), b * h)
-    kernels.column_sums[grid](query, keys, lse, out, weights.contiguous(), *read, **fixed)
+    element_size = 4 if inputs.params.upcast else query.element_size()
+    choices = {**choices, "D": d, "BLOCK_D": max(16, 1 << (d - 1).bit_length()), "enable_fp_fusion": True}
+    tile = prompt_tile("row_log_sum_exp", d, element_size)
+    grid = (-(-(rows - first) // tile.rows), b * h * g)
+    kernels.row_log_sum_exp[grid](query, keys, lse, *read, **choices, **tile.options)
+    tile = prompt_tile("column_sums", d, element_size)
+    grid = (-(-slots // tile.slots), b * h)
+    kernels.column_sums[grid](query, keys, lse, out, weights.contiguous(), *read, **choices, **tile.options)
     return out
 
 

@@ -1,0 +1,131 @@
+"""The first hour on a GPU: `make gpu-first` runs what no GPU has run yet, in order, and writes one report to send back.
+
+    python -m benchmarks.gpu_first                 # about an hour; --only NAME … runs some lines
+    python -m benchmarks.gpu_first --report FILE   # default: gpu_report.md
+
+A line is green where its command ended with 0. docs/gpu.md says what each shows and what to do where it is red.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, provenance
+from kvexp.pipes import watch_pipes
+
+TAIL = 40  # lines of a command's output that the report shows
+MINUTES = 15  # per line
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    name: as in docs/gpu.md; shows: what a green line says; module, words: `python -m module words`.
+    """
+
+    name: str
+    shows: str
+    module: str
+    words: str
+
+    @property
+    def line(self) -> list[str]:
+        return [sys.executable, "-m", self.module, *self.words.split()]
+
+
+TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
+KERNELS = "tests/test_triton_observe.py tests/test_triton_step.py"
+CHECKS = (
+    Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),
+    Check(
+        "slots",
+        "CPU and GPU keep the same slots in float32; bounds in bfloat16",
+        "pytest",
+        f"{TESTS} tests/test_gpu.py",
+    ),
+    Check("retrieval", "offloaded tokens come back in time", "pytest", f"{TESTS} tests/test_retrieval_gpu.py"),
+    Check("decode", "seconds per token after 8k tokens", "benchmarks.suite", "gpu --only decode_8k"),
+    Check("prefill", "time to the first token of 8k and 32k tokens", "benchmarks.suite", "gpu --only prefill"),
+    Check("table1", "Keyformer's Table 1 at 1024+1024", "benchmarks.suite", "gpu --only table1_1k"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a check ended: its exit status (None: stopped at the limit), seconds, and the end of its output."""
+
+    check: Check
+    status: int | None
+    seconds: float
+    tail: str
+
+    @property
+    def word(self) -> str:
+        return "green" if self.status == 0 else "RED"
+
+
+def run(check: Check, minutes: float = MINUTES) -> Outcome:
+    """Run one check to its limit."""
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            check.line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=minutes * 60
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as stopped:
+        status, output = None, (stopped.output or b"").decode(errors="replace") + f"\nstopped after {minutes:g} minutes"
+    return Outcome(check, status, time.perf_counter() - start, "\n".join(output.splitlines()[-TAIL:]))
+
+
+def report(outcomes: list[Outcome], about: dict[str, Any]) -> str:
+    """The report as Markdown: where it ran, a line per check, then the end of every output."""
+    lines = ["# First hour on a GPU", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    lines += ["| check | | seconds | shows |", "|---|---|---|---|"]
+    for one in outcomes:
+        lines.append(f"| {one.check.name} | {one.word} | {one.seconds:.0f} | {one.check.shows} |")
+    for one in outcomes:
+        lines += [
+            "",
+            f"## {one.check.name}: {one.word}",
+            "",
+            f"`{' '.join(one.check.line[1:])}`",
+            "",
+            "```",
+            one.tail,
+            "```",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_first", description=__doc__)
+    parser.add_argument("--only", nargs="+", default=None, choices=[check.name for check in CHECKS])
+    parser.add_argument("--report", type=Path, default=Path("gpu_report.md"))
+    options = parser.parse_args(arguments)
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            "no CUDA device: this is for the first run on one; what a CPU can show is make gpu-compile", file=sys.stderr
+        )
+        return 1
+    outcomes = []
+    for check in CHECKS:
+        if options.only is None or check.name in options.only:
+            outcomes.append(run(check))
+            print(f"{outcomes[-1].word:5s} {check.name}: {outcomes[-1].seconds:.0f} s", flush=True)
+            options.report.write_text(report(outcomes, provenance("cuda")), encoding="utf-8")
+    print(f"{options.report}: please send it to the project, also where every line is green")
+    return 0 if all(one.status == 0 for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())
