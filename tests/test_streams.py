@@ -11,9 +11,8 @@ from test_offload import DIM, HEADS, VALUE, marked
 from test_retrieval import METHODS, PROMPTS, RELEASED, SCARCE
 from tiny import tiny
 
-from kvexp.generate import GenerationParams, generate, prefill
-from kvexp.generate.api import generate_from_context
-from kvexp.retrieval import PQCache, offload
+from kvexp.generate import GenerationParams, generate
+from kvexp.retrieval import offload
 from kvexp.retrieval.block_cache import BlockCache, BlockCacheConfig
 from kvexp.retrieval.copy_streams import CopyStreams, get_streams
 from kvexp.retrieval.kv_index import KVIndex
@@ -21,7 +20,6 @@ from kvexp.retrieval.offload import OffloadedKV
 from kvexp.retrieval.offload_config import OffloadConfig
 
 DEVICE = torch.device("cuda:0")
-PQ = PQCache(n_sinks=2, m=1, b=2, cache_block=2, cache_tokens=6)
 
 
 def placed(x):
@@ -110,15 +108,6 @@ def test_answers_are_made_without_luck(name, beams, monkeypatch):
     assert not checker.problems, checker.problems
     assert beside.tokens == alone.tokens
     assert any("to device" in step for step in checker.steps) == method.offload
-
-
-def test_a_context_is_forked_without_luck(monkeypatch):
-    model, decoding = on_gpu("llama"), GenerationParams(5, eos=None)
-    with monkeypatch.context() as patch, checked_streams(patch) as checker:
-        context = prefill(model, [PROMPTS[0]], PQ, SCARCE, max_new_tokens=40)
-        generate_from_context(model, context.fork([0]), [list(range(37, 41))], decoding=decoding)
-        generate_from_context(model, context.fork([0, 0]), [list(range(45, 49))] * 2, decoding=decoding)
-    assert not checker.problems, checker.problems
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------

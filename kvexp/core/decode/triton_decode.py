@@ -9,10 +9,9 @@ from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import TauSchedule
 from kvexp.core.observe.noise import Noise, PoolOffsets, pool, stream_id
-from kvexp.core.observe.triton_tiles import decode_options
+from kvexp.core.observe.triton_tiles import decode_options, kv_tile
 from kvexp.core.slots import Slots
 
-KV_TILE = 64  # slots of a kernel's tile
 # At most so many programs share the slots of one row and head: one program each would leave most of a GPU idle.
 MAX_KV_SPLITS = 64
 PLAIN, TEMPERED, GUMBEL, GAUSSIAN = 1, 2, 3, 4  # as in triton_decode_kernels; 0: not observed
@@ -58,7 +57,9 @@ class FusedDecodeAttention:
 
         r, h, g, _, d = query.shape
         count, width = slots.keys.shape[2], slots.values.shape[-1]
-        block, parts, length = num_kv_splits(count)
+        head_size, element_size = max(d, width), 4 if params.upcast else query.element_size()
+        block = kv_tile(head_size, query.element_size())
+        parts, length = num_kv_splits(count, block)
         wide = {"DV": width, "BLOCK_DV": next_power_of_2(width), "G": next_power_of_2(g)}
         scratch = _Scratch(query.new_empty(0, dtype=torch.float32), (r, h, g), count, parts, width)
         observation = self._observation(newest, h * g)
@@ -83,7 +84,7 @@ class FusedDecodeAttention:
             ALIBI=params.alibi is not None,
             WINDOW=params.sliding_window is not None,
             UPCAST=params.upcast,
-            **decode_options(max(d, width), 4 if params.upcast else query.element_size()),
+            **decode_options(head_size, element_size),
         )
         kernels.combine_splits[(-(-count // block) if self.observes else 1, r * h)](
             *(*scratch.partial, scratch.out, scratch.given, slot_positions, *observation),
@@ -123,11 +124,11 @@ class _Scratch:
         self.out, self.given = new(*heads, width), like.new_zeros(*heads[:2], slots)
 
 
-def num_kv_splits(slots: int) -> tuple[int, int, int]:
-    """(slots of a tile, number of splits, slots of a split): each split is a whole number of tiles."""
-    tiles = -(-slots // KV_TILE)
+def num_kv_splits(slots: int, tile: int) -> tuple[int, int]:
+    """(number of splits, slots of a split): each split is a whole number of tiles of `tile` slots."""
+    tiles = -(-slots // tile)
     per_part = -(-tiles // MAX_KV_SPLITS)
-    return KV_TILE, -(-tiles // per_part), per_part * KV_TILE
+    return -(-tiles // per_part), per_part * tile
 
 
 def _kind(state: DecodableLayer) -> int:

@@ -39,11 +39,16 @@ def prompt_tile(kernel: str, head_size: int, element_size: int) -> Tile:
     return Tile(64, 64, 8, 3)
 
 
-def decode_options(head_size: int, element_size: int) -> dict[str, int]:
-    """Warps and stages of `split_kv_attention`; its tile is fixed. Arguments as of `prompt_tile`.
+def kv_tile(head_size: int, element_size: int) -> int:
+    """Slots of a tile of `split_kv_attention` and `combine_splits`.
 
-    element_size: bytes of a number in a product.
+    head_size: D; element_size: bytes of a query's numbers.
     """
+    return 32 if element_size == 4 and head_size > 128 else 64
+
+
+def decode_options(head_size: int, element_size: int) -> dict[str, int]:
+    """Warps and stages of `split_kv_attention`. Arguments as of `prompt_tile`."""
     if element_size == 4 and head_size > 64:
-        return {"num_warps": 8 if head_size <= 128 else 16, "num_stages": 2}
+        return {"num_warps": 8, "num_stages": 2}
     return {"num_warps": 4 if head_size <= 128 else 8, "num_stages": 3}
