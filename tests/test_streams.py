@@ -75,7 +75,7 @@ def random_program(seed, checker):
     return held.all_keys()
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 300), marks=pytest.mark.slow)], ids=str)
 def test_no_order_is_left_to_luck(seeds, monkeypatch):
     """Programs in random order."""
     for seed in seeds:
@@ -85,15 +85,7 @@ def test_no_order_is_left_to_luck(seeds, monkeypatch):
         assert any("to device" in step for step in checker.steps) and any("to host" in step for step in checker.steps)
 
 
-QUICK = [
-    ("pqcache", 1),
-    ("pqcache", 4),
-    ("infllm", 1),
-    ("released", 1),
-    ("sparq", 1),
-    ("quest", 1),
-    ("pqcache_exact", 1),
-]
+QUICK = [("pqcache", 4), ("released", 1), ("quest", 1)]
 REST = [(name, beams) for name in [*METHODS, "released"] for beams in (1, 4) if (name, beams) not in QUICK]
 
 
