@@ -22,10 +22,11 @@ from kvexp.errors import ConfigError
 from kvexp.models.cache import EvictionCache
 from kvexp.models.patch import patched
 
+# Not those that need what a pass over texts or a training gives.
 METHODS: dict[str, type[Method]] = {
     cls.name: cls
     for cls in (getattr(method_package, name) for name in method_package.__all__)
-    if cls.evicts and not cls().needs.calibration  # statistics of the model's queries come from a pass over texts
+    if cls.evicts and not (cls().needs.calibration or cls().needs.surrogate)
 }
 
 

@@ -98,6 +98,10 @@ class TwinLayer:
         self._note(inputs, seen[..., : slots.length], *out.unflatten(1, (key.shape[1], -1)).flatten(2))
         return out
 
+    def take_input(self, hidden: Tensor) -> None:
+        """Hand on what this layer gets, as `MultiLayer`."""
+        self.joined.take_input(hidden)
+
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Always a CacheError, as by `MultiLayer`."""
         self.joined.select_rows(rows, same_prompts=same_prompts)
