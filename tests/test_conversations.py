@@ -163,6 +163,7 @@ def test_rows_and_the_table_by_turn_and_by_distance(tmp_path: Any, monkeypatch: 
     run = evaluate_run(talk(tmp_path, "method=h2o", "kv_ratio=0.4"))
     rows = run.rows()
     assert [row["info"]["turn"] for row in rows] == [0, 1, 2] * 2
+    assert {row["seconds"]["ttft"] for row in rows} == {None} and rows[0]["seconds"]["tpot"] > 0
     frame = read_turns(tmp_path, {})
     assert list(frame["turn"]) == [0, 1, 2] and set(frame["n"]) == {2} and set(frame["history"]) == {"own"}
     for turn in range(3):

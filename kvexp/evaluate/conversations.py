@@ -119,7 +119,8 @@ class _Conversation:
         fork, start = context.fork([0]), time.perf_counter()
         made = decode(self.model, [fork], self.settings.decoding, seeds, self.tokenizer, start=start)[0]
         (answer,) = outputs_of(made, self.tokenizer)
-        return answer
+        # The turn was read beside the full cache: when its first token came says nothing about the run alone.
+        return dataclasses.replace(answer, seconds={**answer.seconds, "ttft": None, "tt2t": None})
 
     def _stays(self, answer: ModelOutput, reference: str) -> list[int]:
         """Token ids of the answer that stays in the conversation, as the task's `history` says."""
