@@ -35,7 +35,12 @@ def called(words: list[str]) -> tuple[int, str, str]:
                 exec(compile(words[2], "documentation", "exec"), {})
             elif words[1] == "-m":
                 sys.argv = [words[2], *words[3:]]
-                sys.modules.pop(f"{words[2]}.__main__", None)  # another test may have imported it; runpy warns of that
+                for name in (
+                    words[2],
+                    f"{words[2]}.__main__",
+                ):  # runpy warns where a test has it
+                    if not hasattr(sys.modules.get(name), "__path__"):
+                        sys.modules.pop(name, None)
                 runpy.run_module(words[2], run_name="__main__", alter_sys=True)
             else:
                 sys.argv = words[1:]

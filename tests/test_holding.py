@@ -13,7 +13,7 @@ from kvexp.core.eviction_backend import granted
 from kvexp.errors import ConfigError
 from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
-from kvexp.models import calibrate_queries
+from kvexp.models import calibrate_queries, train_surrogate
 from kvexp.record import refusals, runs
 from kvexp.results import table
 
@@ -173,6 +173,9 @@ def test_what_is_granted_can_be_generated_with(cls):
     plan = {"mode": "mask" if mask else "overwrite", "positions": method.positions, "tokenizer": LETTERS}
     if method.needs.calibration:
         plan["calibration"] = calibrate_queries(tiny("llama"), prompt)
+    if method.needs.surrogate:
+        scored = kvexp.methods.KVzipPlus(n_sinks=2, chunk=200, instruct=False)
+        plan["surrogate"] = train_surrogate(tiny("llama"), scored, prompt * 3, [], LETTERS).surrogate
     for slots in (1, 4, 5, 41):
         budget = Budget(tokens=slots)
         try:

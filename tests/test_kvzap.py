@@ -25,6 +25,7 @@ from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.methods import H2O, KVzap, KVzipPlus
 from kvexp.models import EvictionCache, MultiMethodCache, patch_model, unpatch_model
+from kvexp.models.layer_input import layer_input
 from kvexp.models.surrogate_file import read_surrogate, surrogate_file, write_surrogate
 from kvexp.models.surrogate_pass import train_surrogate
 from kvexp.training.__main__ import main
@@ -267,3 +268,11 @@ def test_what_the_command_refuses(
     monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
     assert main(["kvzap", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_input_of_a_layer_is_not_kept_beyond_the_forward():
+    model = patch_model(copy.deepcopy(tiny("llama")))
+    holder = layer_input(model)
+    model(torch.tensor([[3, 4, 5]]))
+    assert holder.hidden is None
+    copy.deepcopy(model)

@@ -22,6 +22,10 @@ class LayerInput:
         """Forward pre-hook of an attention module."""
         self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
+    def forget(self, model: Any, args: Any, output: Any) -> None:
+        """Forward hook of the model: nothing is kept beyond a forward, whose cache may be of another method."""
+        self.hidden = None
+
     def take(self) -> Tensor | None:
         """The input, which is forgotten with that; None where no hook has put one in."""
         hidden, self.hidden = self.hidden, None
@@ -29,12 +33,13 @@ class LayerInput:
 
 
 def layer_input(model: PreTrainedModel) -> LayerInput:
-    """The model's one `LayerInput`; the hooks are put on its attention modules at the first call."""
+    """The model's one `LayerInput`; the hooks are put on it and its attention modules at the first call."""
     holder: LayerInput | None = vars(model).get(_HOLDER)
     if holder is None:
         holder = LayerInput()
         attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
         holder.hooks = [module.register_forward_pre_hook(holder.note, with_kwargs=True) for module in attentions]
+        holder.hooks.append(model.register_forward_hook(holder.forget))
         setattr(model, _HOLDER, holder)
     return holder
 
