@@ -167,8 +167,12 @@ def lines(cell: Cell) -> list[Line]:
             f"bends at {bent}" if bent else "",
             f"{shown(quantity, values[0])} to {shown(quantity, values[-1])}",
         ]
-        over = ratio([s[quantity] for s in last["samples"]], [s[quantity] for s in first["samples"]])
         what = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
+        under = [s[quantity] for s in first["samples"]]
+        if min(under) <= 0:  # what the smallest point took fitted into memory that the process held already
+            found.append(Line(what, None, note="; ".join(["nothing measured at the first point", *filter(None, told)])))
+            continue
+        over = ratio([s[quantity] for s in last["samples"]], under)
         found.append(Line(what, over, note="; ".join(part for part in told if part)))
     return found
 

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,20 @@ def test_exponents_and_where_they_change() -> None:
     slopes = exponents(places, [3.0, 3.0, 6.0, 24.0])
     assert slopes == pytest.approx([0, 1, 2])
     assert bends(places, slopes) == [2.0, 4.0] and bends(places, [1.0, 1.1, 1.2]) == []
+
+
+def test_growth_from_nothing_has_no_ratio() -> None:
+    """The smallest point may fit into memory that the process held already: its peak is 0 bytes then."""
+    from benchmarks import growth
+
+    def row(place: str, peak: int) -> dict[str, Any]:
+        sample = {"prefill_s": 1.0, "step_s": 1.0, "kv_bytes": 8, "peak_bytes": peak, "wall_s": 1.0, "cpu_s": 1.0}
+        return {"variant": place, "samples": [sample]}
+
+    found = growth.lines({"key": {"axis": "layers"}, "rows": [row("1", 0), row("2", 16)]})
+    peaks = [line for line in found if growth.QUANTITIES["peak_bytes"] in line.what]
+    assert [line.ratio for line in peaks] == [None] and "nothing measured at the first point" in peaks[0].note
+    assert all(line.ratio is not None for line in found if line not in peaks)
 
 
 def test_a_folder_without_results_has_no_tables(tmp_path) -> None:
