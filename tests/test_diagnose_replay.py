@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import CROWD, ID, PLANTS, POPULAR, Head, build, lay
 from test_diagnose_log import case_of, command, held, job, run_job, watched  # noqa: F401
-from test_planted import BUDGET, TABLE
+from test_planted import BUDGET, TABLE, learned_of
 from tiny import CONFIGS
 
 from kvexp.core import CacheConfig
@@ -20,6 +20,7 @@ from kvexp.diagnose.watching import held_slots
 from kvexp.evictions.eviction_files import require_example_log
 from kvexp.generate import GenerationParams
 from kvexp.methods import A2SF, H2O, TOVA, Keyformer, StreamingLLM, Window
+from kvexp.models import calibrate_queries
 from kvexp.record import runs
 
 NOTHING = UndoneEvictions((), (), 0, 0)
@@ -33,6 +34,10 @@ def planted(method, name, layout):
     plant = PLANTS[name][0](layout)
     chosen = TABLE[method][0]
     plan = {"positions": "original"} if layout == "gpt2" else {}
+    if chosen.needs.calibration:
+        plan["calibration"] = calibrate_queries(plant.model, [plant.prompt])
+    if chosen.needs.surrogate:
+        plan["surrogate"] = learned_of(plant)
     one = GenerationParams(max_new_tokens=1, eos=None)
     case = Case(plant.model, plant.prompt, plant.steps, CacheConfig(chosen, BUDGET, **plan), one)
     made, log = watched(case)
