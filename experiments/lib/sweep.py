@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import sys
 from collections.abc import Sequence
 
@@ -69,6 +71,25 @@ def jobs(experiment: str, overrides: Sequence[str] = ()) -> list[Settings]:
         config = {str(key): value for key, value in plain.items() if key not in ("log", "experiment")}
         found.append(settings_of(config, one.choices, one.overrides))
     return found
+
+
+def planned_seconds(experiment: str, overrides: Sequence[str] = ()) -> float:
+    """How long what is missing of a sweep takes on this machine, as `--dry-run` says; nothing is loaded or run.
+
+    ConfigError for a job that cannot run.
+    """
+    from kvexp.dry_run.planned_runs import total_seconds
+    from kvexp.dry_run.planner import show_plan
+
+    session = Session()
+    session.collect_jobs()
+    _command([f"experiment={experiment}", *overrides, "hydra/launcher=basic", QUIET], session)
+    with contextlib.redirect_stdout(io.StringIO()):
+        groups = show_plan(session.collected_jobs(), None, session, shares=True)
+    if session.failures:
+        first = session.failures[0]
+        raise ConfigError(f"a job of experiment={experiment} cannot run: {first.job}: {first.why}")
+    return total_seconds(groups)
 
 
 def _command(overrides: list[str], session: Session) -> None:

@@ -1,0 +1,205 @@
+"""The league of methods as numbers and words: rows of its sweeps, tables with intervals, and the published order.
+
+`frame_of` reads run folders; what `record` keeps of it (methods_league.csv) is what docs/methods_league.md shows. Every
+sentence about who is ahead is made here, from rows: there is none where nothing was recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.lib.exhibits import HERE, ROOT
+from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, RATIOS
+from kvexp.errors import ConfigError
+from kvexp.record.divergence_lines import OWN
+from kvexp.results.columns import without_question
+from kvexp.results.divergence_table import compared, divergence_table
+from kvexp.results.question_place import WORDS
+from kvexp.results.read import Folder, folders
+from kvexp.results.table import table
+
+PAGE, RECORDED = ROOT / "docs" / "methods_league.md", HERE / "methods_league.csv"
+BEGIN, END = "<!-- league: made by experiments/lib/league_page.py -->", "<!-- end of the league -->"
+NOT_RECORDED = "The league is not recorded yet."
+# https://huggingface.co/spaces/nvidia/kvpress-leaderboard: RULER-4k, 8B models, question hidden; better first.
+PUBLISHED = (
+    (("h2o", "duo"), ("expected_attention", "adaptive"), ("keydiff", "")),
+    (("snapkv", ""),),
+    (("h2o", ""), ("knorm", "")),
+)
+COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
+
+
+def frame_of(outputs: Path) -> pd.DataFrame:
+    """One row per run under OUTPUTS/TASK: COLUMNS, `ahead_of` and `behind`.
+
+    how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
+    cache's, NaN without answers; ahead_of, behind: names of methods that diverge more, or less, at this budget and by
+    more than chance (Holm over all pairs of the budget).
+    """
+    parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return pd.DataFrame(columns=[*COLUMNS, "ahead_of", "behind"])
+    return pd.concat(parts, ignore_index=True)
+
+
+def _of_task(outputs: Path) -> pd.DataFrame:
+    found = [folder for folder in folders(outputs) if not folder.refused]
+    frame = divergence_table(found)
+    if frame.empty:
+        return frame
+    frame = pd.DataFrame(without_question(frame[frame["text"].eq(OWN)].to_dict("records")))  # type: ignore[arg-type]
+    frame["how"] = [_how(str(setting)) for setting in frame["setting"]]
+    scores = table(outputs)
+    told = {
+        row["hash"]: row.get(f"{row['headline']}_of_full")
+        for row in scores.to_dict("records")
+        if isinstance(row["headline"], str)
+    }
+    frame["of_full"] = [told.get(name, math.nan) for name in frame["hash"]]
+    by_hash = {folder.run.hash: folder for folder in found}
+    frame["ahead_of"] = frame["behind"] = ""
+    for _, part in frame.groupby(["question", "kv_ratio"]):
+        _mark(frame, part, by_hash)
+    return frame[[*COLUMNS, "ahead_of", "behind"]]
+
+
+def _how(setting: str) -> str:
+    """duo, adaptive or "": of the settings, how heads share slots."""
+    return next((word for word in ("duo", "adaptive") if f"budget.heads={word}" in setting), "")
+
+
+def _mark(frame: pd.DataFrame, part: pd.DataFrame, by_hash: dict[str, Folder]) -> None:
+    """Fill ahead_of and behind of the runs `part` of one question and budget."""
+    names = {str(row["hash"]): name_of(row) for _, row in part.iterrows()}
+    pairs = compared({name: by_hash[name] for name in names}, OWN)
+    ahead: dict[str, list[str]] = {name: [] for name in names}
+    behind: dict[str, list[str]] = {name: [] for name in names}
+    for _, pair in pairs[pairs["better"].ne("")].iterrows():
+        worse = pair["other"] if pair["better"] == pair["one"] else pair["one"]
+        ahead[pair["better"]].append(names[worse])
+        behind[worse].append(names[pair["better"]])
+    frame.loc[part.index, "ahead_of"] = [" ".join(sorted(ahead[name])) for name in part["hash"]]
+    frame.loc[part.index, "behind"] = [" ".join(sorted(behind[name])) for name in part["hash"]]
+
+
+def name_of(row: Any) -> str:
+    """A method as the page calls it: snapkv, snapkv+adaptive."""
+    return f"{row['method']}+{row['how']}" if row["how"] else str(row["method"])
+
+
+def text_of(frame: pd.DataFrame) -> str:
+    """Tables and verdicts as Markdown; NOT_RECORDED where there is no row."""
+    if frame.empty:
+        return NOT_RECORDED
+    blocks = [
+        block
+        for task in LONGEST
+        for question in QUESTIONS
+        if len(part := frame[frame["task"].eq(task) & frame["question"].eq(question)])
+        for block in _block(task, question, part)
+    ]
+    return "\n\n".join(blocks)
+
+
+def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
+    """A heading, the methods that evict, those that keep everything, and the published order."""
+    yield f"### {task}, {WORDS[question]} (n = {int(part['n'].max())})"
+    keeps_all = {name for group in GROUPS if group.keeps_all for name in group.methods}
+    for title, some in (
+        ("Methods that evict, at equal bytes", part[~part["method"].isin(keeps_all)]),
+        ("Methods that keep everything; the budget is what a query attends to", part[part["method"].isin(keeps_all)]),
+    ):
+        if len(some):
+            yield f"{title}:\n\n{_table(some)}"
+    yield _published(part)
+
+
+def _table(part: pd.DataFrame) -> str:
+    """A row per method, those of smaller mean rank of KL first; answers beside where there are some."""
+    ratios = [ratio for ratio in RATIOS if part["kv_ratio"].eq(ratio).any()]
+    ranks = part.assign(rank=part.groupby("kv_ratio")["kl"].rank(), name=[name_of(row) for _, row in part.iterrows()])
+    order = ranks.groupby("name")["rank"].mean().sort_values(kind="stable").index
+    answers = part["of_full"].notna().any()
+    head = ["method", *(f"KL at {ratio:g}" for ratio in ratios), *(["% of full at 0.5"] if answers else [])]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
+    for name in order:
+        mine = ranks[ranks["name"].eq(name)].set_index("kv_ratio")
+        cells = [
+            _cell(mine.loc[ratio], ranks[ranks["kv_ratio"].eq(ratio)]) if ratio in mine.index else "-"
+            for ratio in ratios
+        ]
+        score = mine["of_full"].get(0.5, math.nan)
+        cells += ([f"{score:.0f}" if score == score else "-"]) if answers else []
+        lines.append(f"| {' | '.join([str(name), *cells])} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Any, of_ratio: pd.DataFrame) -> str:
+    """KL with its interval; in bold the smallest of the column and those that are not told from it."""
+    best = of_ratio.loc[of_ratio["kl"].idxmin()]
+    enough = np.isfinite(row["kl_low"])
+    words = f"{row['kl']:.3f} ({row['kl_low']:.3f}..{row['kl_high']:.3f})" if enough else f"{row['kl']:.3f} (too few)"
+    beaten = row["name"] in str(best["ahead_of"]).split()
+    return words if beaten or not enough else f"**{words}**"
+
+
+def _published(part: pd.DataFrame) -> str:
+    """How often each two neighbours of the published order are in that order here, by more than chance."""
+    lines = []
+    for better, worse in _pairs():
+        counts = {"holds": 0, "is reversed": 0, "is undecided": 0}
+        for _, of_ratio in part.groupby("kv_ratio"):
+            named = {name_of(row): row for _, row in of_ratio.iterrows()}
+            if better not in named or worse not in named:
+                continue
+            ahead, behind = (str(named[better][side]).split() for side in ("ahead_of", "behind"))
+            counts["holds" if worse in ahead else "is reversed" if worse in behind else "is undecided"] += 1
+        if sum(counts.values()):
+            found = ", ".join(f"{words} at {count}" for words, count in counts.items() if count)
+            lines.append(f"- {better} before {worse}: {found} of {sum(counts.values())} budgets")
+    if not lines:
+        return "Of the published order no two methods were run."
+    return "The published order, by KL (Holm over all pairs of a budget):\n\n" + "\n".join(lines)
+
+
+def _pairs() -> Iterator[tuple[str, str]]:
+    """(better, worse) of the published order: each method and those one place below it."""
+    for upper, lower in itertools.pairwise(PUBLISHED):
+        for one in upper:
+            for other in lower:
+                yield tuple("+".join(filter(None, each)) for each in (one, other))  # type: ignore[misc]
+
+
+def recorded() -> pd.DataFrame:
+    """What was kept of a recording; empty where there is none."""
+    if not RECORDED.exists():
+        return pd.DataFrame(columns=[*COLUMNS, "ahead_of", "behind"])
+    return pd.read_csv(RECORDED, keep_default_na=True).fillna({"how": "", "ahead_of": "", "behind": ""})
+
+
+def record(outputs: Path) -> Path:
+    """Keep the numbers of a recording and write them into the page, which is returned. ConfigError without rows."""
+    frame = frame_of(outputs)
+    if frame.empty:
+        raise ConfigError(f"{outputs} has no run with a divergence: run the league first")
+    frame.round(6).to_csv(RECORDED, index=False)
+    PAGE.write_text(page_with(PAGE.read_text("utf-8"), text_of(recorded())), "utf-8")
+    return PAGE
+
+
+def page_with(page: str, made: str) -> str:
+    """The page with `made` between its two marks; ConfigError where it lacks them."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{PAGE} must have the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"

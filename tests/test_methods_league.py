@@ -1,0 +1,146 @@
+"""The league of methods: its pieces cover every method once and fit into memory, and its page says what rows say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from omegaconf import OmegaConf
+
+from experiments import methods_league
+from experiments.lib import league_page, real_scale
+from experiments.lib.exhibits import ROOT
+from experiments.lib.league_pieces import (
+    GROUPS,
+    LEFT_OUT,
+    LONGEST,
+    MOST_BYTES,
+    QUESTIONS,
+    RATIOS,
+    pieces,
+)
+from kvexp.errors import ConfigError
+from kvexp.results.stats import MIN_PAIRS
+
+
+def test_every_method_is_in_the_league_or_left_out_for_a_reason():
+    known = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+    taken = [name for group in GROUPS if not group.words for name in group.methods]
+    assert sorted([*taken, *LEFT_OUT]) == sorted(known)
+
+
+@pytest.mark.parametrize("task", LONGEST)
+def test_a_sweep_of_the_league_has_enough_rows_for_an_interval(task):
+    config = OmegaConf.load(ROOT / "conf/experiment/real" / f"league_{task}.yaml")
+    params = config.hydra.sweeper.params
+    assert params.model == real_scale.MODEL and params.task == task and task in real_scale._files()
+    assert tuple(float(ratio) for ratio in str(params.kv_ratio).split(",")) == RATIOS
+    assert config.limit >= MIN_PAIRS
+    if task == "needle":
+        assert len(config.task.lengths) * len(config.task.depths) == config.limit
+        assert max(config.task.lengths) == LONGEST[task]
+
+
+def test_pieces_cover_everything_once_and_hold_what_memory_has():
+    made = pieces(list(LONGEST))
+    assert len({piece.name for piece in made}) == len(made)
+    for task in LONGEST:
+        for question in QUESTIONS:
+            mine = [piece for piece in made if (piece.task, piece.question) == (task, question)]
+            for group in GROUPS:
+                parts = [piece.methods for piece in mine if piece.group is group]
+                assert [name for part in parts for name in part] == list(group.methods)
+                assert all(len(part) * group.bytes_per_token * LONGEST[task] <= MOST_BYTES for part in parts)
+    assert [piece.methods for piece in pieces(["news"], ["knorm"])] == [("knorm",)] * 2
+
+
+def test_what_cannot_be_asked_for_is_told(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(real_scale, "model_is_here", lambda: True)
+    for words, why in (
+        (["nwes"], "no such task in the league: nwes; there are cnn_dailymail, needle, news, news_qa"),
+        (["--methods", "h3o"], "no such method in the league: h3o"),
+        (["needle"], "no task is left: give --data FOLDER"),
+        (["--record", "--outputs", str(tmp_path)], "has no run with a divergence: run the league first"),
+    ):
+        assert methods_league.main(words) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(real_scale, "model_is_here", lambda: True)
+    seen = []
+
+    def sweep(experiment, words):
+        seen.append((experiment, words))
+        if "task.question=choice(in_prompt)" in words:
+            raise ConfigError("no")
+
+    monkeypatch.setattr(methods_league, "sweep", sweep)
+    assert methods_league.main(["news", "--methods", "knorm", "--limit", "1", "--outputs", str(tmp_path)]) == 1
+    assert [experiment for experiment, _ in seen] == ["real/league_news"] * 2
+    assert seen[0][1] == [
+        f"outputs_dir={tmp_path}/news",
+        "limit=1",
+        "kv_ratio=0.25,0.75",
+        "task.question=choice(after_eviction)",
+        "method=choice(knorm)",
+    ]
+    said = capsys.readouterr()
+    assert "1 of 2 sweeps failed: news/in_prompt/old/knorm" in said.err
+    assert league_page.NOT_RECORDED in said.out and "2 sweeps, 0.0 hours\n" in said.out
+    monkeypatch.setattr(methods_league, "planned_seconds", lambda experiment, words: 3600.0)
+    assert methods_league.main(["news", "--methods", "knorm", "--plan", "--outputs", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "news/after_eviction/old/knorm: 60.0 minutes left" in said and "2 sweeps, 2.0 hours left" in said
+
+
+def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", **more):
+    ends = {"kl_low": kl * 0.9, "kl_high": kl * 1.1}
+    made = {"task": "news", "question": "after_eviction", "method": method, "how": how, "kv_ratio": ratio, "n": 20}
+    return (
+        made
+        | {"kl": kl, **ends, "top1": 0.9, "of_full": math.nan, "slots": 100.0}
+        | {
+            "ahead_of": ahead,
+            "behind": behind,
+            **more,
+        }
+    )
+
+
+def test_the_page_says_what_the_rows_say():
+    frame = pd.DataFrame(
+        [
+            row("keydiff", 0.1, ahead="h2o knorm snapkv"),
+            row("expected_attention", 0.11, "adaptive", ahead="knorm"),
+            row("snapkv", 0.2, ahead="", behind="keydiff h2o"),
+            row("h2o", 0.15, ahead="snapkv", behind="keydiff"),
+            row("knorm", 3.0, behind="keydiff expected_attention+adaptive"),
+            row("ideal", 0.01),
+        ]
+    )
+    text = league_page.text_of(frame)
+    assert text.startswith("### news, question after eviction (n = 20)")
+    evicting, keeping = text.split("Methods that keep everything")
+    assert "| keydiff | **0.100 (0.090..0.110)** |" in evicting and "| ideal | **0.010" in keeping
+    assert "| expected_attention+adaptive | **0.110" in evicting, "not told from the best"
+    assert "| h2o | 0.150 (0.135..0.165) |" in evicting and "ideal" not in evicting
+    order = [line.split("|")[1].strip() for line in evicting.splitlines() if line.startswith("| ")][1:]
+    assert order == ["keydiff", "expected_attention+adaptive", "h2o", "snapkv", "knorm"]
+    assert "- keydiff before snapkv: holds at 1 of 1 budgets" in text
+    assert "- expected_attention+adaptive before snapkv: is undecided at 1 of 1 budgets" in text
+    assert "- snapkv before h2o: is reversed at 1 of 1 budgets" in text
+    assert "duo" not in text, "what was not run is not judged"
+    few = text_of_few = league_page.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
+    assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
+
+
+def test_the_page_shows_what_is_recorded():
+    page = league_page.PAGE.read_text("utf-8")
+    assert page == league_page.page_with(page, league_page.text_of(league_page.recorded())), (
+        "python -m experiments.methods_league --record"
+    )
+    with pytest.raises(ConfigError, match="must have the lines"):
+        league_page.page_with("nothing", "made")
