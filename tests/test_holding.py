@@ -9,7 +9,7 @@ from tiny import LETTERS, tiny
 import kvexp.methods
 import kvexp.retrieval
 from kvexp.core import Budget, Method
-from kvexp.core.eviction_backend import granted
+from kvexp.core.granted_slots import granted
 from kvexp.errors import ConfigError
 from kvexp.generate import generate
 from kvexp.generate.generation_params import GenerationParams

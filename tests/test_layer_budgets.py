@@ -13,7 +13,7 @@ from test_kept_sets import masks_by_hand
 from tiny import CONFIGS, LETTERS, distinct, stock, tiny
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method
-from kvexp.core.eviction_backend import granted, least_slots
+from kvexp.core.granted_slots import granted, least_slots
 from kvexp.core.layer_budgets import CakeLayers, LayerBudgets, PyramidLayers
 from kvexp.errors import ConfigError
 from kvexp.generate import generate, pad_left

@@ -11,8 +11,17 @@ import torch
 from tiny import CONFIGS, Streams, run_core, stock, tiny
 from torch import Tensor
 
-from kvexp.core import Budget, CacheConfig, EvictionContext, Method, Needs, RoPE, query_statistics
-from kvexp.core import eviction_layer as layer_module
+from kvexp.core import (
+    Budget,
+    CacheConfig,
+    EvictionContext,
+    Method,
+    Needs,
+    RoPE,
+    due_eviction,
+    prompt_statistics,
+    query_statistics,
+)
 from kvexp.core.needs import output_norms
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.errors import ConfigError
@@ -45,9 +54,9 @@ def test_an_undeclared_need_is_not_computed_and_leaves_the_fast_step(
     def refuse(*_: object) -> None:
         raise AssertionError("computed")
 
-    monkeypatch.setattr(layer_module, "newest_attention", refuse)
-    monkeypatch.setattr(layer_module, "QueryStatistics", refuse)
-    monkeypatch.setattr(layer_module, "LastQueries", refuse)
+    monkeypatch.setattr(due_eviction, "newest_attention", refuse)
+    monkeypatch.setattr(prompt_statistics, "QueryStatistics", refuse)
+    monkeypatch.setattr(prompt_statistics, "LastQueries", refuse)
     seen = run_core(CacheConfig(method, Budget(tokens=6)), Streams.random(3, 12), (9, 1, 1, 1))
     assert seen.states[0].fast_path_allowed == (method.name != "knorm")  # its score comes with the key
 

@@ -5,14 +5,11 @@ Which methods can: a score must be known before the prompt has ended, and must n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvexp.core.cache_config import CacheConfig
-    from kvexp.core.sequence import SequenceState
+from kvexp.core.cache_settings import CacheSettings
+from kvexp.core.sequence import SequenceState
 
 
-def obstacle(config: CacheConfig) -> str | None:
+def obstacle(config: CacheSettings) -> str | None:
     """Why prompts cannot be evicted between chunks under this configuration, with what to change; None if they can."""
     method, spec, name = config.method, config.method.score_spec, f"method {config.method.name}"
     leave = "leave bounded_chunk at null"
@@ -49,7 +46,7 @@ def obstacle(config: CacheConfig) -> str | None:
     return None
 
 
-def evicts_after_chunk(config: CacheConfig, sequence: SequenceState, keep: list[int]) -> bool:
+def evicts_after_chunk(config: CacheSettings, sequence: SequenceState, keep: list[int]) -> bool:
     """Whether the forward in progress is a chunk to be evicted, and not the prompt's last.
 
     keep: of every row, the slots it may hold. Rows of a bounded prefill have no padding, so all have seen as much.
@@ -59,7 +56,7 @@ def evicts_after_chunk(config: CacheConfig, sequence: SequenceState, keep: list[
     return any(sequence.seq_len > kept for kept in keep)
 
 
-def rows_to_chunk_end(config: CacheConfig, sequence: SequenceState) -> int | None:
+def rows_to_chunk_end(config: CacheSettings, sequence: SequenceState) -> int | None:
     """Query rows of the prompt that are still to come before the next eviction; None while decoding."""
     if not sequence.in_prompt or sequence.prompt_columns is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvexp.core.cache_config import CacheConfig
-from kvexp.core.eviction_backend import granted, window
+from kvexp.core.granted_slots import granted, window
 from kvexp.core.spans import Span
 from kvexp.errors import ConfigError
 

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from kvexp.core.cache_settings import CacheSettings, Keep
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.select import keep_mask
 from kvexp.errors import ConfigError
 
-if TYPE_CHECKING:
-    from kvexp.core.cache_config import CacheConfig
-    from kvexp.core.eviction_backend import ResolvedBudget
-
-Keep = Literal["span", "fair"]
 Span = tuple[int, int]  # first position and the one behind the last, among the real tokens of a prompt
 
 
-def obstacle(config: CacheConfig) -> str | None:
+def obstacle(config: CacheSettings) -> str | None:
     """Why marked spans cannot be spared under this configuration, and what to change; None if they can."""
     method = config.method
     if not method.evicts or method.full_cache or method.per_query:

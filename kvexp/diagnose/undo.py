@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
-from kvexp.core.eviction_backend import Mask, ResolvedBudget
+from kvexp.core.eviction_backend import Mask
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots

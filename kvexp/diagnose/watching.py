@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
-from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
+from kvexp.core.eviction_backend import EvictionBackend
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.select import keep_order
 from kvexp.core.slots import Slots
 from kvexp.models import EvictionCache

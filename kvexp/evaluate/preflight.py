@@ -10,7 +10,7 @@ from kvexp.config.group_checks import batch_budget
 from kvexp.config.model_spec import max_positions
 from kvexp.config.settings import Settings
 from kvexp.core import Budget
-from kvexp.core.eviction_backend import check_budget, may_evict
+from kvexp.core.cache_budget import check_budget, may_evict
 from kvexp.core.span_room import check_spans
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_to_come

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvexp.core import CacheConfig
-from kvexp.core.eviction_backend import check_budget, may_evict
+from kvexp.core.cache_budget import check_budget, may_evict
 from kvexp.errors import ConfigError
 from kvexp.generate import Generation, GenerationParams, generate
 from kvexp.lm_eval.encode import Encoder

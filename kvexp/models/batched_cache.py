@@ -14,7 +14,7 @@ from kvexp.core.attention import AttentionParams
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.fast_step import StackedLayer, can_fast_decode
 from kvexp.core.decode.noised_attention import stack_order
-from kvexp.core.eviction_layer import PromptSums
+from kvexp.core.observe.accumulate import PromptSums
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.cache import EvictionCache, EvictionCacheLayer

@@ -24,9 +24,9 @@ from kvexp.core import (
     RoPE,
     SequenceState,
 )
+from kvexp.core.cache_budget import check_budget, may_evict
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
-from kvexp.core.eviction_backend import check_budget, may_evict
 from kvexp.core.head_budgets import ModelHeadBudgets
 from kvexp.core.layer_allocation import LayerAllocation
 from kvexp.core.layer_budgets import layer_budgets_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionLayer, Slots
 from kvexp.core.attention import AttentionInputs, apply_probs
-from kvexp.core.eviction_layer import PromptSums
+from kvexp.core.observe.accumulate import PromptSums
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.models import EvictionCache
 

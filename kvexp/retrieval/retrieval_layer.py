@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
+from kvexp.core.cache_budget import resolve_budget
 from kvexp.core.cache_config import CacheConfig
-from kvexp.core.eviction_backend import ResolvedBudget
 from kvexp.core.memory_tracker import MemoryTracker
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slot_bytes import bytes_at_16
 from kvexp.core.slots import Slots
@@ -144,7 +145,7 @@ class RetrievalLayer:
             return method.attend_prompt(inputs, self.kv_index, [], [])
         assert sequence.prompt_columns is not None
         lengths, new = list(sequence.prompt_lengths), sequence.max_new_tokens
-        self.resolved_budget = ResolvedBudget.from_config(
+        self.resolved_budget = resolve_budget(
             self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, key.device
         )
         out = method.attend_prompt(inputs, self.kv_index, self.resolved_budget.recent, self._num_to_select())

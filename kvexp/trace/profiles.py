@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import CacheConfig, Cadence
-from kvexp.core.eviction_backend import EvictionBackend, Mask, ResolvedBudget
+from kvexp.core.eviction_backend import EvictionBackend, Mask
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.watching import held_slots, still_held
 from kvexp.errors import ConfigError

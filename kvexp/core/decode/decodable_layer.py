@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from kvexp.core.cache_config import CacheConfig
-from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
+from kvexp.core.eviction_backend import EvictionBackend
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots

@@ -20,12 +20,13 @@ from kvexp.core.decode.decodable_layer import DecodableLayer
 from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_tau
 from kvexp.core.decode.ragged_products import RaggedProducts
 from kvexp.core.decode.sink_rerotation import SinkRerotation
-from kvexp.core.eviction_backend import InPlace, float_priority
+from kvexp.core.eviction_backend import InPlace
 from kvexp.core.head_budgets import union_priority
 from kvexp.core.method import EvictionContext, Method
 from kvexp.core.needs import NOTHING
 from kvexp.core.observe.accumulate import pool_sums
 from kvexp.core.ragged_slots import RaggedSlots
+from kvexp.core.ranking import float_priority
 from kvexp.core.slots import Slots
 
 

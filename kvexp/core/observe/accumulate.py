@@ -14,6 +14,27 @@ from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 
+# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
+PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
+
+
+def shared_column_sums(
+    config: CacheConfig,
+    spec: AttentionScoreSpec,
+    inputs: AttentionInputs,
+    probabilities: Tensor | None,
+    sequence: SequenceState,
+    layer: int,
+    seen: PromptSums,
+) -> Tensor:
+    """As `forward_column_sums`, of a prompt only where `seen` lacks them, to which they are then added."""
+    if not sequence.in_prompt:
+        return forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
+    key = (spec.sums_key, config.observe, config.block)
+    if key not in seen:
+        seen[key] = forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
+    return seen[key]
+
 
 def forward_column_sums(
     config: CacheConfig,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer
-from kvexp.core.eviction_backend import EvictionBackend, ResolvedBudget
+from kvexp.core.eviction_backend import EvictionBackend
+from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots, still_held
