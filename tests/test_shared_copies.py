@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny
 
-from kvexp.core import Budget, Cadence
+from kvexp.core import Budget, Cadence, Slots
 from kvexp.generate import GenerationParams, generate_from_context, prefill
 from kvexp.methods import H2O, Full, Window
 
@@ -102,3 +102,14 @@ def test_rows_of_a_shared_copy_can_be_chosen_in_any_order() -> None:
     assert same(held(copy), before)
     assert [slots["keys"][0].tolist() for slots in held(turned)] == [slots["keys"][2].tolist() for slots in before]
     assert answered(copy, QUESTIONS) == whole
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_shared_prompt_shares_no_position_ids(kv_heads: int) -> None:
+    """With one kv head, too: the sequence's ids, which all layers read, stay when one layer's slots change."""
+    keys, positions = torch.randn(2, kv_heads, 5, 4), torch.arange(5).repeat(2, 1)
+    slots = Slots.empty_like(keys, keys, masked=False)
+    slots.alias(keys, keys, positions, torch.zeros(2, kv_heads, 5))
+    slots.invalidate(torch.ones(2, kv_heads, 1, dtype=torch.int64))
+    assert (slots.positions[..., 1] == -1).all()
+    assert torch.equal(positions, torch.arange(5).repeat(2, 1))

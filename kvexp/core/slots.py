@@ -99,10 +99,11 @@ class Slots:
     def alias(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor) -> None:
         """Share the buffers of another cache's prompt: keys, values [B, H, S, *], positions [B, S], score [B, H, S].
 
-        The first change of keys, values or rows copies them into buffers of these slots' own.
+        The first change of keys, values or rows copies them into buffers of these slots' own. Positions are copied at
+        once: they come from the `SequenceState`, which hands the same tensor to all layers.
         """
         self.keys, self.values, self.score = keys, values, score
-        self.positions = positions[:, None].expand(score.shape).contiguous()
+        self.positions = positions[:, None].repeat(1, score.shape[1], 1)
         if self.visible is not None:
             self.visible = torch.ones(score.shape, dtype=torch.bool, device=keys.device)
         self.length, self._borrowed = keys.shape[2], True
