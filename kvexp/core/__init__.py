@@ -10,7 +10,8 @@ rows.
 from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
-from kvexp.core.cache_config import CacheConfig, CacheOptions
+from kvexp.core.cache_config import CacheConfig
+from kvexp.core.cache_settings import CacheOptions
 from kvexp.core.eviction_layer import EvictionLayer
 from kvexp.core.head_scores import HeadScores
 from kvexp.core.memory_tracker import MemoryTracker
