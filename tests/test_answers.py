@@ -1,6 +1,7 @@
 """What docs/answers.md says of its commands' output, where it is more than a score, holds on the first examples."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,29 @@ def test_renumbering_a_window_changes_nothing(rows) -> None:
 def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:
     found = rows("cache.observe=blocked,naive")
     assert receipts(of(found, "blocked"), "kept_digest") == receipts(of(found, "naive"), "kept_digest")
+
+
+def told(command: str) -> list[str]:
+    """The scores that the page says the command shows: numbers with a decimal point in the sentences after its block.
+
+    Sentences about a real model are another measurement.
+    """
+    after = PAGE.read_text("utf-8").partition(f"{command}\n```\n")[2].split("\n## ")[0]
+    sentences = re.split(r"(?<=[.)])\s+(?=[A-Z])", after.strip().split("\n\n")[0])
+    return re.findall(r"\d+\.\d+", " ".join(each for each in sentences if "real model" not in each))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in COMMANDS if told(each)], ids=lambda command: command[14:60])
+def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None:
+    """The whole command; the page may round further than the table."""
+    words = [word for word in words_of(command)[2:] if word != "-m"]
+    code, out, err = called(["python", "run.py", "-m", f"outputs_dir={tmp_path}", *words])
+    assert code == 0, err
+    printed = [float(number) for number in re.findall(r"\d+\.\d+", out)]
+
+    def shown(score: str) -> bool:
+        half = 0.5 * 10.0 ** -len(score.partition(".")[2])
+        return any(abs(number - float(score)) <= half * (1 + 1e-9) for number in printed)
+
+    assert [score for score in told(command) if not shown(score)] == [], out
