@@ -26,6 +26,15 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def stage(own_cache):
+    """One process that has loaded everything: command lines forked off it begin at once (tests/faults/stage.py)."""
+    from faults.stage import Stage
+
+    with Stage() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def stories260k() -> str:
     """Folder of a small real pretrained Llama with grouped heads."""
     folder = SHARED / "checkpoints" / "stories260K"

@@ -15,7 +15,7 @@ from kvexp.figures.bytes_frontier import draw, frontier, main
 from kvexp.record import Run
 from kvexp.results.table import table
 
-GIVEN = ("task.max_new_tokens=3", "limit=2", "cache.group=8", "cache.residual=8")
+GIVEN = ("task.max_new_tokens=3", "task.nll=false", "limit=2", "cache.group=8", "cache.residual=8")
 
 
 @pytest.fixture(scope="module")

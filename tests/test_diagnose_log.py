@@ -14,7 +14,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
-from test_shared_prefill import content
+from test_shared_prefill import SHORT, content
 from tiny import CONFIGS, prompts_of, tiny
 
 import kvexp.diagnose.prompt
@@ -117,7 +117,8 @@ def test_what_a_simulation_hides_for_one_step_is_not_gone():
 
 
 def job(outputs, *overrides, limit=3):
-    words = small(f"limit={limit}", f"outputs_dir={outputs}", "task.max_new_tokens=4", *overrides)
+    short = SHORT[:1] if any(word.startswith("task=") for word in overrides) else SHORT
+    words = small(f"limit={limit}", f"outputs_dir={outputs}", *short, *overrides)
     words = [*words, *(() if any("kv_ratio=" in word for word in words) else ("kv_ratio=0.3",))]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", words)

@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -28,8 +24,6 @@ from kvexp.results.divergence_table import (
     share_interval,
 )
 from kvexp.results.read import folders
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def line(index, kl, text="own", first=True, **more):
@@ -136,17 +130,13 @@ def test_per_example_counts_tokens_of_every_answer():
 # --- the command
 
 
-def command(*words):
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    outputs = tmp_path_factory.mktemp("kl")
-    words = ["-m", "model=tiny", "task=sample", "limit=2", "task.max_new_tokens=6", "kv_ratio=0.3"]
-    command(*words, "method=h2o,keyformer,pqcache", "divergence=false", f"outputs_dir={outputs}")
+def sweep(stage, tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("kl") / "outputs"
+    words = ["-m", "model=tiny", "task=sample", "limit=2", "task.max_new_tokens=6", "task.nll=false"]
+    words += ["kv_ratio=0.3", "method=h2o,keyformer,pqcache", "divergence=false", f"outputs_dir={outputs}"]
+    code, said = stage.run(words, outputs.parent / "log")
+    assert code == 0, said
     return outputs
 
 
@@ -175,12 +165,14 @@ def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
                 assert tokenizer.decode(line["tokens"], skip_special_tokens=True) == outputs[example]
 
 
-def test_nothing_to_measure_says_why(tmp_path, capsys):
-    words = ("model=tiny", "task=sample", "limit=1", "task.max_new_tokens=4", "method=h2o", "generation=sampling")
-    command(*words, f"outputs_dir={tmp_path}")
-    assert main([str(tmp_path)]) == 1
+def test_nothing_to_measure_says_why(stage, tmp_path, capsys):
+    words = ("model=tiny", "task=sample", "limit=1", "task.max_new_tokens=4", "task.nll=false")
+    words += ("method=h2o", "generation=sampling")
+    code, said = stage.run([*words, f"outputs_dir={tmp_path / 'out'}"], tmp_path / "log")
+    assert code == 0, said
+    assert main([str(tmp_path / "out")]) == 1
     assert "sampled answers differ by chance" in capsys.readouterr().out
-    assert main([str(tmp_path), "--epsilon", "0"]) == 2
+    assert main([str(tmp_path / "out"), "--epsilon", "0"]) == 2
     assert main([str(tmp_path / "none")]) == 2
 
 

@@ -6,11 +6,9 @@ place from which Hydra makes something run.
 
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
-from commands import RUN, run_py
+from commands import run_py
 from omegaconf import OmegaConf
 from small import small
 
@@ -202,14 +200,15 @@ def test_a_line_end_in_an_option_reaches_no_shell(command):
 
 
 @pytest.mark.parametrize("logging", ["stdout", "default"])
-def test_hydras_own_logging_and_an_own_folder_go_on_working(place, tmp_path, logging):
+def test_hydras_own_logging_and_an_own_folder_go_on_working(stage, place, tmp_path, logging):
     """In a process of its own: Python's logging configurations close the streams of handlers that are there."""
     _, conf, _ = place
     (conf / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 3\nkv_ratio: ${oc.select:nothing,0.4}\n")
-    words = ("--config-dir", conf, "experiment=mine", f"hydra/job_logging={logging}", *FEW, f"outputs_dir={tmp_path}")
-    done = subprocess.run([sys.executable, RUN, *words], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(runs(tmp_path))
+    out = tmp_path / "out"
+    words = ("--config-dir", str(conf), "experiment=mine", f"hydra/job_logging={logging}", *FEW, f"outputs_dir={out}")
+    code, said = stage.run(words, tmp_path / "log", f"import os; os.chdir({str(tmp_path)!r})")
+    assert code == 0, said
+    assert list(runs(out))
 
 
 @pytest.mark.parametrize(

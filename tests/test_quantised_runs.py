@@ -73,6 +73,7 @@ def test_rows_and_the_table(tmp_path: Any) -> None:
     given = (
         f"outputs_dir={tmp_path}",
         "task.max_new_tokens=4",
+        "task.nll=false",
         "limit=2",
         "cache.group=8",
         "cache.residual=8",

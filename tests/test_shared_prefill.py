@@ -1,14 +1,13 @@
 """The launcher that groups a sweep: the same rows, folders, verdicts and failures as one run after the other."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from faults.stage import TWO_THREADS
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from small import small
@@ -23,18 +22,17 @@ from kvexp.sweep.fork_pool import ForkPool
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
+SHORT = ("task.max_new_tokens=4", "task.continuation_words=3")  # of task=sample: a forward per byte of a continuation
 
 
-def command(*arguments, threads=1):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    line = [sys.executable, "run.py", *arguments]
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+@pytest.fixture
+def command(stage, tmp_path):
+    """command(*words, threads=1) -> (exit code, what both streams said) of run.py in a process of its own."""
+    return lambda *words, threads=1: stage.run(words, tmp_path / "log", TWO_THREADS if threads == 2 else "")
 
 
 def settings(outputs, method, *overrides):
-    words = small("limit=3", "task.max_new_tokens=4", f"outputs_dir={outputs}", f"method={method}")
-    words += ["divergence=false", *overrides]
+    words = small("limit=3", *SHORT, f"outputs_dir={outputs}", f"method={method}", "divergence=false", *overrides)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", words)
     plain = OmegaConf.to_container(config, resolve=True)
@@ -73,14 +71,14 @@ def content(folder):
         pytest.param(("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
     ],
 )
-def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
+def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, task):
     both = {}
     for launcher in ("shared_prefill", "basic"):
-        out = tmp_path / launcher
-        done = command("-m", f"hydra/launcher={launcher}", *SWEEP, *task, "model=testbed_rope", f"outputs_dir={out}")
-        assert done.returncode == 0, done.stderr
+        out, where = tmp_path / launcher, f"hydra/launcher={launcher}"
+        code, said = command("-m", where, *SWEEP, *task, "model=testbed_rope", f"outputs_dir={out}")
+        assert code == 0, said
         both[launcher] = content(out)
-        told = "runs that share each prompt's prefill" in done.stdout
+        told = "runs that share each prompt's prefill" in said
         assert told == (launcher == "shared_prefill")
     assert len(both["basic"]) == 9
     assert both["shared_prefill"] == both["basic"]
@@ -89,14 +87,20 @@ def test_rows_are_those_of_one_run_after_the_other(tmp_path, task):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_processes_side_by_side_write_the_same_rows(tmp_path):
+@pytest.mark.parametrize(
+    ("sweep", "count"),
+    [(("method=h2o,keyformer", "kv_ratio=0.3"), 3), pytest.param(SWEEP, 9, marks=pytest.mark.slow)],
+    ids=["three runs", "nine runs"],
+)
+def test_processes_side_by_side_write_the_same_rows(command, tmp_path, sweep, count):
     """Two threads: two processes with one thread each."""
-    words = ("-m", *SWEEP, "task=testbed_summary", "limit=7", "batch_size=2", "model=testbed_rope")
+    words = ("-m", *sweep, "task=testbed_summary", "limit=7", "batch_size=2", "model=testbed_rope")
+    work = 7 * count + 7 * (count - 1)
     for threads in (1, 2):
-        done = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
-        assert done.returncode == 0, done.stderr
-        assert ("prefill, in 2 processes: 119 rows and texts" in done.stdout) is (threads == 2)
-    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == 9
+        code, said = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
+        assert code == 0, said
+        assert (f"prefill, in 2 processes: {work} rows and texts" in said) is (threads == 2)
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == count
 
 
 def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
@@ -175,12 +179,12 @@ def test_a_sweep_goes_on_from_what_is_there(tmp_path):
     assert sum(len((run.path / "examples.jsonl").read_text().splitlines()) for run in runs(tmp_path)) == 12
 
 
-def test_a_run_that_cannot_be_fails_alone(tmp_path):
+def test_a_run_that_cannot_be_fails_alone(command, tmp_path):
     out = tmp_path / "out"
-    words = small("limit=2", "task.max_new_tokens=4", f"outputs_dir={out}")
-    done = command("-m", *words, "method=h2o,streaming_llm,a2sf", "budget=tokens", "budget.tokens=4,40")
-    assert done.returncode == 1
-    assert "1 run(s) failed" in done.stdout and "cannot hold sink=4" in done.stderr
+    words = small("limit=2", *SHORT, f"outputs_dir={out}")
+    code, said = command("-m", *words, "method=h2o,streaming_llm,a2sf", "budget=tokens", "budget.tokens=4,40")
+    assert code == 1
+    assert "1 run(s) failed" in said and "cannot hold sink=4" in said
     rows = {(run.labels["method"], run.labels["setting"]): len(run.rows()) for run in runs(out)}
     assert (
         rows.pop(("streaming_llm", next(s for m, s in rows if m == "streaming_llm" and "budget.tokens=4 " in s))) == 0
@@ -230,10 +234,9 @@ def test_what_shares_no_prompt_is_in_no_group(tmp_path):
     assert together.prefill_groups([beams, whole, chunks, own]) == []
 
 
-def test_rows_say_nothing_about_time_and_the_table_says_why(tmp_path):
-    words = small("limit=2", "task.max_new_tokens=4", f"outputs_dir={tmp_path}")
-    done = command("-m", *words, "method=h2o,a2sf")
-    assert done.returncode == 0
-    assert "hydra/launcher=basic" in done.stdout
-    row = json.loads(next(iter(runs(tmp_path))).path.joinpath("examples.jsonl").read_text().splitlines()[0])
+def test_rows_say_nothing_about_time_and_the_table_says_why(command, tmp_path):
+    words = small("limit=2", *SHORT, f"outputs_dir={tmp_path / 'out'}")
+    code, said = command("-m", *words, "method=h2o,a2sf")
+    assert code == 0 and "hydra/launcher=basic" in said
+    row = json.loads(next(iter(runs(tmp_path / "out"))).path.joinpath("examples.jsonl").read_text().splitlines()[0])
     assert row["seconds"] == {"ttft": None, "tt2t": None, "tpot": None}

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,10 +40,10 @@ def group(outputs, *overrides, methods=("h2o", "keyformer", "window")):
     return members
 
 
-def sweep(*arguments):
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "run.py", *arguments, "model=testbed_rope"]
-    return subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+@pytest.fixture
+def command(stage, tmp_path):
+    """command(*words) -> (exit code, what both streams said) of run.py in a process of its own."""
+    return lambda *words: stage.run([*words, "model=testbed_rope"], tmp_path / "log", env={"COLUMNS": "160"})
 
 
 def lines_of(outputs):
@@ -215,28 +212,30 @@ def test_mistakes_are_told_before_a_model_loads(tmp_path, words, why):
         settings(tmp_path, "h2o", *words)
 
 
-def test_the_command_prints_the_table_and_what_has_none(tmp_path):
-    done = sweep("-m", "method=h2o,window", "kv_ratio=0.3,0.5", *SUMMARY, f"outputs_dir={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    assert "KL divergence from the full cache along its own greedy answer" in done.stdout
-    assert "no divergence of" not in done.stdout
-    done = sweep("method=h2o", *SUMMARY, "generation=beam4", "divergence=true", f"outputs_dir={tmp_path}")
-    assert done.returncode == 0 and "no divergence of h2o 0.5" in done.stdout
-    done = sweep("-m", "method=h2o,window", "task=testbed_choice", "limit=2", f"outputs_dir={tmp_path}")
-    assert done.returncode == 0 and "no divergence" not in done.stdout + done.stderr
+def test_the_command_prints_the_table_and_what_has_none(command, tmp_path):
+    few = ("task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={tmp_path / 'out'}")
+    code, said = command("-m", "method=h2o,window", "kv_ratio=0.3,0.5", *few)
+    assert code == 0, said
+    assert "KL divergence from the full cache along its own greedy answer" in said
+    assert "no divergence of" not in said
+    code, said = command("method=h2o", *few, "generation=beam4", "divergence=true")
+    assert code == 0 and "no divergence of h2o 0.5" in said
+    code, said = command("-m", "method=h2o,window", "task=testbed_choice", "limit=2", few[-1])
+    assert code == 0 and "no divergence" not in said
 
 
-def test_a_single_run_measures_it_where_that_is_asked_for(tmp_path):
-    words = ("method=h2o", "task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={tmp_path}")
-    done = sweep(*words)
-    assert done.returncode == 0, done.stderr
-    assert "h2o" in done.stdout and "divergence" not in done.stdout and not lines_of(tmp_path)
-    rows = {run.hash: run.rows() for run in runs(tmp_path)}
-    done = sweep("-m", *words)  # of one job: its turn finds the rows
-    assert done.returncode == 0 and "KL divergence from the full cache" in done.stdout, done.stderr
-    assert len(lines_of(tmp_path)) == 2 and rows == {run.hash: run.rows() for run in runs(tmp_path)}
-    done = sweep(*words)  # what is measured is shown, by whatever command
-    assert done.returncode == 0 and "KL divergence from the full cache" in done.stdout
+def test_a_single_run_measures_it_where_that_is_asked_for(command, tmp_path):
+    out = tmp_path / "out"
+    words = ("method=h2o", "task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={out}")
+    code, said = command(*words)
+    assert code == 0, said
+    assert "h2o" in said and "divergence" not in said and not lines_of(out)
+    rows = {run.hash: run.rows() for run in runs(out)}
+    code, said = command("-m", *words)  # of one job: its turn finds the rows
+    assert code == 0 and "KL divergence from the full cache" in said, said
+    assert len(lines_of(out)) == 2 and rows == {run.hash: run.rows() for run in runs(out)}
+    code, said = command(*words)  # what is measured is shown, by whatever command
+    assert code == 0 and "KL divergence from the full cache" in said
 
 
 @pytest.mark.parametrize(

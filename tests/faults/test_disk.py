@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
+from faults.sweeps import launchers, lines_of, rows_of, sweep
 
 NO_MODEL = "import kvexp.models\nkvexp.models.load_model = lambda *a, **k: print('A MODEL LOADS', flush=True)\n"
 
@@ -40,7 +40,7 @@ def truth(stage, tmp_path_factory):
     return rows_of(place / "out")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
 def test_a_full_disk(stage, tmp_path, mounted, truth, launcher):
     disk = mounted("size=1m")
     out = disk / "out"
@@ -79,7 +79,7 @@ Run.append = counting
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("basic"))
 def test_a_limit_on_the_size_of_files(stage, tmp_path, truth, launcher):
     """What any user can meet: the second row of a run no longer fits."""
     out = tmp_path / "out"
@@ -107,9 +107,14 @@ Run.append = limited
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("place", ["all", "a run"])
-def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounted, launcher, place):
+@pytest.mark.parametrize(
+    ("place", "launcher"),
+    [
+        *(("all", "basic"), ("a run", "shared_prefill")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("all", "shared_prefill"), ("a run", "basic"))),
+    ],
+)
+def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounted, place, launcher):
     disk = mounted("size=1m")
     out = disk / "out"
     if place == "a run":  # which exists and lacks its rows

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from faults.stage import ENV, ROOT, TWO_THREADS
-from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
+from faults.sweeps import launchers, lines_of, rows_of, sweep
 
 # Says where it is, and stays there: at the third row of the process, or while the model's weights are read.
 SLOW_ROW = """
@@ -36,7 +36,7 @@ kvexp.models.load_model = load
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
 def test_between_rows(stage, tmp_path, launcher):
     out = tmp_path / "out"
     child = stage.start(sweep(out, launcher=launcher), tmp_path / "log", SLOW_ROW)
@@ -67,7 +67,7 @@ def test_processes_side_by_side(stage, tmp_path):
     assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("basic"))
 def test_while_a_model_loads(stage, tmp_path, launcher):
     child = stage.start(sweep(tmp_path / "out", launcher=launcher), tmp_path / "log", SLOW_LOAD)
     child.until("HERE")

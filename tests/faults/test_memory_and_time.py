@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from faults.stage import ENV, ROOT
-from faults.sweeps import LAUNCHERS, METHODS, folder_of, rows_of, sweep
+from faults.sweeps import METHODS, folder_of, launchers, rows_of, sweep
 from kvexp.results import table
 
 # A forward of more than ROWS rows finds no memory, in the words of CUDA's allocator or of the CPU's.
@@ -40,9 +40,14 @@ def truth(stage, tmp_path_factory):
     return rows_of(place / "out", *BATCHED)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("error", ERRORS)
-def test_batches_and_groups_are_halved(stage, tmp_path, truth, launcher, error):
+@pytest.mark.parametrize(
+    ("error", "launcher"),
+    [
+        *(("cpu", "basic"), ("cuda", "shared_prefill")),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("cpu", "shared_prefill"), ("cuda", "basic"))),
+    ],
+)
+def test_batches_and_groups_are_halved(stage, tmp_path, truth, error, launcher):
     out = tmp_path / "out"
     short = SHORT.replace("ERROR", ERRORS[error]).replace("ROWS", "1")
     code, said = stage.run(sweep(out, "batch_size=3", launcher=launcher), tmp_path / "log", short)
@@ -56,7 +61,7 @@ def test_batches_and_groups_are_halved(stage, tmp_path, truth, launcher, error):
     assert "hal-" in said, "the table of the command has a column for it"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
 def test_a_group_alone_is_halved_and_says_so(stage, tmp_path, launcher):
     """Three runs that decode together need three rows; one at a time they fit."""
     out = tmp_path / "out"
@@ -100,9 +105,9 @@ FAILURES = {"memory": "raise torch.OutOfMemoryError('CUDA out of memory')", "tim
 @pytest.mark.parametrize(
     ("launcher", "why", "size"),
     [
-        ("basic", "memory", 3),
         ("shared_prefill", "memory", 3),
         ("basic", "time", 1),
+        pytest.param("basic", "memory", 3, marks=pytest.mark.slow),
         pytest.param("basic", "time", 3, marks=pytest.mark.slow),
         pytest.param("shared_prefill", "time", 3, marks=pytest.mark.slow),
     ],
@@ -148,7 +153,7 @@ def stuck():
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
 def test_a_call_that_never_comes_back(stage, tmp_path, truth, launcher):
     """The process is given up with its row written; the same command does the rest."""
     out, words = tmp_path / "out", ("timeout_s=1.5",)
@@ -167,7 +172,7 @@ def test_a_call_that_never_comes_back(stage, tmp_path, truth, launcher):
         assert len(rows) == 3 and sum(row["failed"] is not None for row in rows.values()) == 1, method
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("basic"))
 def test_the_processor_really_runs_out_of_memory(stage, tmp_path, truth, launcher):
     """The kernel's limit on the process: a row of a forward takes 64 MiB, and there is room for one and a half."""
     out = tmp_path / "out"

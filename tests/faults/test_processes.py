@@ -24,8 +24,8 @@ Run.append = slow
 @pytest.mark.parametrize(
     ("launcher", "count"),
     [
-        ("basic", 2),
         ("shared_prefill", 2),
+        pytest.param("basic", 2, marks=pytest.mark.slow),  # two of it share a sweep in the next test too
         *(pytest.param(launcher, 4, marks=pytest.mark.slow) for launcher in LAUNCHERS),
     ],
 )

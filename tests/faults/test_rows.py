@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from faults.sweeps import LAUNCHERS, METHODS, folder_of, lines_of, rows_of, sweep
+from faults.sweeps import METHODS, folder_of, launchers, lines_of, rows_of, sweep
 from kvexp.record import runs
 
 WORDS = ("batch_size=2", "generation=sampling")
@@ -18,7 +18,7 @@ def truth(stage, tmp_path_factory):
     return rows_of(place / "out")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("shared_prefill"))
 def test_a_truncated_line_and_a_corrupt_one(stage, tmp_path, truth, launcher):
     out = tmp_path / "out"
     assert stage.run(sweep(out, *WORDS, launcher=launcher), tmp_path / "log")[0] == 0
@@ -59,7 +59,7 @@ datetime.datetime = Jumping
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", launchers("basic"))
 def test_a_clock_that_jumps(stage, tmp_path, truth, launcher):
     out = tmp_path / "out"
     code, said = stage.run(sweep(out, *WORDS, "timeout_s=60", launcher=launcher), tmp_path / "log", BACKWARDS)
