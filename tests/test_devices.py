@@ -41,9 +41,17 @@ def test_pretended_devices_refuse_to_meet():
 
 
 CASES = [("llama", method) for method in METHODS] + [(family, Keyformer()) for family in CONFIGS if family != "llama"]
+QUICK = ("full", "h2o", "spatten", "mistral", "gpt2", "mpt")  # RoPE, learned positions and ALiBi; a score of all layers
 
 
-@pytest.mark.parametrize(("family", "method"), CASES, ids=lambda case: getattr(case, "name", case))
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        pytest.param(family, method, marks=[] if {family, method.name} & {*QUICK} else pytest.mark.slow)
+        for family, method in CASES
+    ],
+    ids=lambda case: getattr(case, "name", case),
+)
 def test_slots_stay_with_their_layer(family, method):
     budget = None if isinstance(method, Full) else Budget(kv_ratio=0.6)
     options = {"decoding": GenerationParams(6), "seeds": [1, 2]}

@@ -13,11 +13,18 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from pages import DOCS, LINK, NEEDS, PAGES, ROOT, anchors, blocks, files, first_of, mentioned, scripts, words_of
+from pages import DOCS, LINK, NEEDS, PAGES, ROOT, Block, anchors, blocks, files, first_of, mentioned, scripts, words_of
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
+SWEEPS = ("answers.md", "faq.md")  # pages of many sweeps that differ in a setting or two
 MENTIONED = sorted({(page.name, command) for page in PAGES for command in mentioned(page)})
+
+
+def is_slow(block: Block) -> bool:
+    """Whether a block is only composed in every run of the tests, and carried out in the slow ones."""
+    sweeps = block.page.name in SWEEPS and not block.needs
+    return block.slow or (sweeps and all(words_of(command)[1] == "run.py" for command, _ in block.commands))
 
 
 def here(words: list[str], outputs: Path) -> list[str]:
@@ -98,7 +105,7 @@ def folder_of(page: Path, empty: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if b.slow else []) for b in BLOCKS]
+    "block", [pytest.param(b, id=str(b), marks=[pytest.mark.slow] if is_slow(b) else []) for b in BLOCKS]
 )
 def test_a_block_of_commands_runs(block, outputs, monkeypatch, tmp_path):
     monkeypatch.chdir(folder_of(block.page, tmp_path))
@@ -116,6 +123,12 @@ def test_a_block_of_commands_runs(block, outputs, monkeypatch, tmp_path):
         assert code == 0 and "Traceback" not in err, f"{block}: {command}\n{out}\n{err}"
         printed = out.splitlines()
         assert not expected or printed == expected, f"{block}: {command} prints\n{out}"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if is_slow(block)], ids=str)
+def test_what_a_slow_block_names_exists(block):
+    for command, _ in block.commands:
+        check_named(words_of(command))
 
 
 @pytest.mark.parametrize(("page", "command"), MENTIONED)

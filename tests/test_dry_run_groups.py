@@ -1,6 +1,7 @@
 """How a plan takes the prompts of a group: as the sweep does, whose own function for that is asked beside it."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ SPEED = Speed(1, 1, (1.0, 0.0, 0.0), 0.0, 0.0, ((1.0, 0.1), (101.0, 10.1)), 0.0,
 KEPT = KeptSpeed((SPEED,), 0.0, 0, "2026-11-22")
 
 
+@functools.cache
 def settings(*overrides: str):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", [*SMALL, *overrides]), resolve=True)

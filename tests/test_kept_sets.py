@@ -470,15 +470,19 @@ def evict_batch(family: str, name: str, rows: Sequence[int], *, chunk: int | Non
     return feed(cache, tiny(family), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
 
 
-def each_case() -> Iterator[Any]:
-    """Every method in every family; what only wraps a method, or knows no family, quickly in one of them."""
-    quick = ("pyramidkv", "cake", "h2o_chunks", "h2o_critical", "kvzap")
-    for family, name in product(FAMILIES, METHODS):
-        marks = [pytest.mark.slow] if name in quick and family != "llama" else []
-        yield pytest.param(family, name, marks=marks, id=f"{family}-{name}")
+def each_case(*always: str) -> Iterator[Any]:
+    """Every method in every family: `always` and one more, in turn, in every run of the tests, the others slow.
+
+    What only wraps a method, or knows no family, is quick in llama alone.
+    """
+    wraps = ("pyramidkv", "cake", "h2o_chunks", "h2o_critical", "kvzap")
+    others = [family for family in FAMILIES if family not in always]
+    for family, (number, name) in product(FAMILIES, enumerate(METHODS)):
+        quick = (family == "llama") if name in wraps else family in (*always, others[number % len(others)])
+        yield pytest.param(family, name, marks=[] if quick else pytest.mark.slow, id=f"{family}-{name}")
 
 
-@pytest.mark.parametrize(("family", "name"), list(each_case()))
+@pytest.mark.parametrize(("family", "name"), list(each_case("llama")))
 def test_one_row(family: str, name: str) -> None:
     agree(evict_batch(family, name, [1]), family, name, [1])
 
@@ -489,8 +493,14 @@ def test_padded_batch_in_chunks(family: str, name: str) -> None:
     agree(evict_batch(family, name, [0, 2, 1], chunk=5), family, name, [0, 2, 1])
 
 
-@pytest.mark.parametrize("mode", ["compact", "mask"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[] if number % 2 == place else pytest.mark.slow)
+        for number, name in enumerate(METHODS)
+        for place, mode in enumerate(("compact", "mask"))
+    ],
+)
 def test_other_modes(name: str, mode: str) -> None:
     agree(evict_batch("llama", name, [2, 0], mode=mode, chunk=7), "llama", name, [2, 0])
 

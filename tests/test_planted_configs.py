@@ -211,16 +211,23 @@ def test_hydras_own_logging_and_an_own_folder_go_on_working(stage, place, tmp_pa
     assert list(runs(out))
 
 
+WORDS = (
+    *("seed=${oc.env:PLANTED_KEY}", "seed='${oc.env:PLANTED_KEY,1}'", "+x=${oc.env:PLANTED_KEY}"),
+    *("model.dtype=${oc.env:PLANTED_KEY}", "+a=oc|seed='${${a}.env:PLANTED_KEY}'"),
+    *("seed='${oc.decode:${oc.env:PLANTED_KEY}}'", "hydra.sweep.dir=${oc.env:PLANTED_KEY}"),
+    *("hydra.job.env_copy=[PLANTED_KEY]", "task=${oc.env:PLANTED_KEY}", "experiment=secret"),
+)
+MODES = ((), ("-m",), ("--cfg", "job", "--resolve"), ("--dry-run",))
+
+
 @pytest.mark.parametrize(
-    "word",
+    ("mode", "word"),
     [
-        *("seed=${oc.env:PLANTED_KEY}", "seed='${oc.env:PLANTED_KEY,1}'", "+x=${oc.env:PLANTED_KEY}"),
-        *("model.dtype=${oc.env:PLANTED_KEY}", "+a=oc|seed='${${a}.env:PLANTED_KEY}'"),
-        *("seed='${oc.decode:${oc.env:PLANTED_KEY}}'", "hydra.sweep.dir=${oc.env:PLANTED_KEY}"),
-        *("hydra.job.env_copy=[PLANTED_KEY]", "task=${oc.env:PLANTED_KEY}", "experiment=secret"),
+        pytest.param(mode, word, marks=[] if number % 2 == place % 2 else pytest.mark.slow)  # each word in two modes
+        for number, word in enumerate(WORDS)
+        for place, mode in enumerate(MODES)
     ],
 )
-@pytest.mark.parametrize("mode", [(), ("-m",), ("--cfg", "job", "--resolve"), ("--dry-run",)])
 def test_the_environment_reaches_no_message_and_no_file(command, place, tmp_path, monkeypatch, word, mode):
     _, conf, _ = place
     monkeypatch.setenv("PLANTED_KEY", SECRET)

@@ -210,7 +210,7 @@ def test_sinks_and_recents_are_always_kept(k: int, mode: str, prompt: int, seed:
             assert all(must <= set(head) for row in seen.kept[step][0] for head in row), name
 
 
-@each_method
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.slow) for n in METHODS])
 @EVERY
 @given(budgets, st.integers(7, 23), st.lists(st.integers(0, 4), min_size=3, max_size=3), seeds)
 def test_block_size_of_observation_is_irrelevant(name: str, k: int, prompt: int, missing: list[int], seed: int) -> None:
