@@ -22,6 +22,7 @@ from tiny import CONFIGS, LAYERS, Fed, distinct, feed, stock, tiny
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from turns import in_turn
 
 import kvexp.methods
 from kvexp.core import Budget, Cadence, Method, Noise, QueryCalibration, SlotSelection, Surrogate
@@ -493,14 +494,7 @@ def test_padded_batch_in_chunks(family: str, name: str) -> None:
     agree(evict_batch(family, name, [0, 2, 1], chunk=5), family, name, [0, 2, 1])
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[] if number % 2 == place else pytest.mark.slow)
-        for number, name in enumerate(METHODS)
-        for place, mode in enumerate(("compact", "mask"))
-    ],
-)
+@pytest.mark.parametrize(("name", "mode"), in_turn(METHODS, ["compact", "mask"], of=2))
 def test_other_modes(name: str, mode: str) -> None:
     agree(evict_batch("llama", name, [2, 0], mode=mode, chunk=7), "llama", name, [2, 0])
 

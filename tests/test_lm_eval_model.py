@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import stock, tiny
+from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Noise
 from kvexp.core.row_mask import causal_probs, global_mask, local_mask
@@ -66,14 +67,7 @@ def assert_same(one, other, within=1e-4):
 # -- full cache: lm-eval's own numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "protocol"),
-    [
-        pytest.param(family, protocol, marks=[] if number % 2 == place else pytest.mark.slow)
-        for number, family in enumerate(FAMILIES)
-        for place, protocol in enumerate(("prefill_then_step", "row_mask"))
-    ],
-)
+@pytest.mark.parametrize(("family", "protocol"), in_turn(FAMILIES, ["prefill_then_step", "row_mask"], of=2))
 def test_full_is_hugging_face_on_all_seven(family, protocol):
     full, stock_lm = ours(family, protocol=protocol, batch_size=2), theirs(family)
     evicting = ours(family, method="h2o", kv_ratio=0.2, protocol=protocol, batch_size=2)

@@ -11,6 +11,7 @@ import pytest
 from commands import run_py
 from omegaconf import OmegaConf
 from small import small
+from turns import in_turn
 
 from kvexp.config.composed import CONF, check_hydra, check_job, check_source
 from kvexp.errors import ConfigError
@@ -220,14 +221,7 @@ WORDS = (
 MODES = ((), ("-m",), ("--cfg", "job", "--resolve"), ("--dry-run",))
 
 
-@pytest.mark.parametrize(
-    ("mode", "word"),
-    [
-        pytest.param(mode, word, marks=[] if number % 2 == place % 2 else pytest.mark.slow)  # each word in two modes
-        for number, word in enumerate(WORDS)
-        for place, mode in enumerate(MODES)
-    ],
-)
+@pytest.mark.parametrize(("mode", "word"), in_turn(MODES, WORDS, of=2))
 def test_the_environment_reaches_no_message_and_no_file(command, place, tmp_path, monkeypatch, word, mode):
     _, conf, _ = place
     monkeypatch.setenv("PLANTED_KEY", SECRET)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import Fed, Seen, Streams, distinct, feed, later, prompts_of, run_core, stock, tiny, tokens
 from torch import Tensor
 from transformers import DynamicCache
+from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method, QueryCalibration
 from kvexp.errors import CacheError
@@ -104,7 +105,8 @@ FEWER = settings(ALIKE, max_examples=12)
 EVERY = settings(ALIKE, max_examples=3)
 each_method = pytest.mark.parametrize("name", METHODS)
 methods = st.sampled_from(sorted(METHODS))
-modes = st.sampled_from(["overwrite", "compact", "mask"])
+MODES = ("overwrite", "compact", "mask")
+modes = st.sampled_from(MODES)
 budgets = st.integers(5, 23)  # 5: two sinks, or snapkv's window, and something besides
 seeds = st.integers(0, 10_000)
 lengths = st.lists(st.integers(1, 19), min_size=3, max_size=3)  # of prompts, one token included
@@ -280,8 +282,7 @@ def test_a_padded_row_is_the_row_alone(name: str, k: int | float, mode: str, pro
         same(batch, alone, rows=[(row, 0)])
 
 
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "mode"), in_turn(METHODS, MODES, of=3))
 def test_a_long_neighbour_does_not_make_a_short_row_evict(name: str, mode: str) -> None:
     """A budget of 17 slots, prompts of 5 and 19: the short row reaches its budget only while decoding."""
     streams = draw_streams(name, 3, 19 + 23)
@@ -540,8 +541,7 @@ def test_selected_rows_go_on_as_if_they_had_been_alone(
         close([x[i : i + 1] for x in got.logits], want.logits)
 
 
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "mode"), in_turn(SOME, MODES, of=3))
 def test_repeated_rows_part_ways(name: str, mode: str) -> None:
     """One prefill, every row three times, different continuations: as if each had been alone from the start."""
     prompt, mask = pad_left(prompts_of(3, (17, 11)), 0, "cpu")
@@ -559,8 +559,10 @@ def test_repeated_rows_part_ways(name: str, mode: str) -> None:
         close([x[i : i + 1] for x in got.logits], want.logits[1:])
 
 
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("name", ["h2o", "h2o_damping", "a2sf", "tova", "knorm", "rkv", "streaming_llm"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    in_turn(["h2o", "h2o_damping", "a2sf", "tova", "knorm", "rkv", "streaming_llm"], MODES, of=3),
+)
 def test_reordered_beams_keep_their_history(name: str, mode: str) -> None:
     """Two samples of 3 beams; beams are exchanged and doubled after steps that set them apart."""
     prompt, mask = pad_left(prompts_of(5, (17, 11)), 0, "cpu")

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from turns import in_turn
 
 from kvexp.errors import ConfigError
 from kvexp.figures.quality import draw, main, quality
@@ -38,9 +39,13 @@ def drawn(figure):
 WIDE = ("testbed_rope", "testbed_learned", "testbed_alibi", "testbed_gqa", "cerebras_6b7")
 
 
-@pytest.mark.parametrize("models", [WIDE[:1], WIDE[:2], WIDE])
-@pytest.mark.parametrize("methods", [METHODS[:1], METHODS])
-@pytest.mark.parametrize("settings", [("",), ("method.recent_ratio=0.2 method.impl=mask", "method.recent_ratio=0.9")])
+SETTINGS = [("",), ("method.recent_ratio=0.2 method.impl=mask", "method.recent_ratio=0.9")]
+
+
+@pytest.mark.parametrize(
+    ("models", "methods", "settings"),
+    in_turn([WIDE, WIDE[:2], WIDE[:1]], [METHODS, METHODS[:1]], SETTINGS[::-1], of=2),
+)
 def test_the_legend_covers_no_panel_and_lies_within_the_picture(models, methods, settings):
     figure = drawn(draw(frame(models, methods, settings), None))
     (legend,) = figure.legends

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tiny import CONFIGS, later, prompts_of, tiny
+from turns import in_turn
 
 from kvexp.core import Budget, Cadence
 from kvexp.errors import ConfigError
@@ -57,8 +58,10 @@ def test_with_full_attention_it_does_not_matter_when_a_question_comes(family, ki
     assert asked.sequences.shape == (3, 37 + 5 + 7)
 
 
-@pytest.mark.parametrize("cadence", [Cadence(), Cadence(every=4), Cadence(at_prefill=False, every=3)])
-@pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt"])
+@pytest.mark.parametrize(
+    ("family", "cadence"),
+    in_turn(["llama", "gptj", "gpt2", "mpt"], [Cadence(), Cadence(every=4), Cadence(at_prefill=False, every=3)], of=3),
+)
 def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
     model, differs = tiny(family), 0
     for method in METHODS:
@@ -88,8 +91,9 @@ def test_a_question_is_fed_token_by_token_after_the_eviction(family, cadence):
     assert differs > 1  # the setting is not a name for the other one
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    ("method", "kind"), in_turn(METHODS, KINDS, of=3), ids=lambda each: getattr(each, "name", each)
+)
 def test_a_row_with_a_question_does_not_know_its_neighbours(method, kind):
     model, seeds = tiny("llama"), [5, 6, 7]
     options = {"decoding": KINDS[kind]}
@@ -171,10 +175,17 @@ def test_questions_before_continuations_may_differ_in_length():
 # -- one prefill, several questions
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
-@pytest.mark.parametrize("method", [H2O(), Keyformer(), SnapKV(window=4), Keyformer(score_scope="shared")], ids=str)
-def test_a_fork_answers_as_a_context_of_its_own(method, mode, kind):
+@pytest.mark.parametrize(
+    ("method", "kind", "mode"),
+    in_turn(
+        [H2O(), Keyformer(), SnapKV(window=4), Keyformer(score_scope="shared")],
+        KINDS,
+        ["overwrite", "compact", "mask"],
+        of=3,
+    ),
+    ids=str,
+)
+def test_a_fork_answers_as_a_context_of_its_own(method, kind, mode):
     model, decoding = tiny("llama"), KINDS[kind]
     shared = prefill(
         model, CONTEXTS, method, SMALL, seeds=[5, 6, 7], max_new_tokens=30, num_beams=decoding.num_beams, mode=mode

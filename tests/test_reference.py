@@ -13,6 +13,7 @@ import torch
 from reference import Reference, Rule, Step, World
 from tiny import Seen, Streams, run_core
 from torch import Tensor
+from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Noise, RoPE
 from kvexp.methods import (
@@ -205,27 +206,35 @@ def test_float32_equals_the_reference(name: str) -> None:
     check(name, "overwrite", STEPS, 7, torch.float32)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "name", ["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "streaming_llm_2", "spatten", "snapkv"]
+    ("name", "mode"),
+    in_turn(["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "streaming_llm_2", "spatten", "snapkv"], MODES, of=3),
 )
 def test_k_kept_and_one_more_attended(name: str, mode: str) -> None:
     check(name, mode, STEPS, 7, torch.float64, counts_self=False)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "world", [{"every": 3}, {"at_prefill": False}, {"every": 3, "at_prefill": False}, {"every": None}]
+    ("name", "world", "mode"),
+    in_turn(
+        ["h2o", "h2o_damping", "keyformer", "keyformer_shared", "tova", "window"],
+        [{"every": 3}, {"at_prefill": False}, {"every": 3, "at_prefill": False}, {"every": None}],
+        MODES,
+        of=3,
+    ),
 )
-@pytest.mark.parametrize("name", ["h2o", "h2o_damping", "keyformer", "keyformer_shared", "tova", "window"])
 def test_cadence(name: str, world: dict[str, Any], mode: str) -> None:
     check(name, mode, STEPS, 7, torch.float64, **world)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize(
-    "name", ["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "keyformer_a2sf_shared", "tova", "knorm", "dilated_window"]
+    ("name", "every", "mode"),
+    in_turn(
+        ["h2o", "h2o_damping", "keyformer", "a2sf_0.9", "keyformer_a2sf_shared", "tova", "knorm", "dilated_window"],
+        [1, 5],
+        MODES,
+        of=3,
+    ),
 )
 def test_several_tokens_per_forward(name: str, every: int, mode: str) -> None:
     check(name, mode, SEVERAL, 7, torch.float64, every=every)
@@ -243,9 +252,15 @@ def test_variants_with_and_without_the_current_token_in_the_budget(name: str, co
     check(name, "mask", STEPS, 7, torch.float64, counts_self=counts_self)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [1, 2, 3, 15, 23, 29])
-@pytest.mark.parametrize("name", ["key_attention", "h2o", "h2o_damping", "keyformer", "a2sf", "window", "tova"])
+@pytest.mark.parametrize(
+    ("name", "budget", "mode"),
+    in_turn(
+        ["key_attention", "h2o", "h2o_damping", "keyformer", "a2sf", "window", "tova"],
+        [1, 2, 3, 15, 23, 29],
+        MODES,
+        of=3,
+    ),
+)
 def test_budgets_from_one_slot_to_more_than_the_prompt(name: str, budget: int, mode: str) -> None:
     """Budgets of 15 and more exceed the short row's prompt of 13 tokens, 23 and more both."""
     check(name, mode, STEPS, budget, torch.float64)
@@ -276,11 +291,11 @@ def turned(t: Tensor, missing: list[int], frequencies: list[float], interleaved:
     return out
 
 
-@pytest.mark.parametrize("widths", [STEPS, SEVERAL], ids=["singly", "several"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("name", ["streaming_llm_2", "h2o", "keyformer"])
-def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "interleaved", "widths", "mode"),
+    in_turn(["streaming_llm_2", "h2o", "keyformer"], [False, True], [STEPS, SEVERAL], MODES, of=3),
+)
+def test_renumbered_rope(name: str, interleaved: bool, widths: tuple[int, ...], mode: str) -> None:
     (method, rule), frequencies = CASES[name], [1.0, 0.3, 0.05]
     plain = streams_of(1)
     missing = [max(LENGTHS) - n for n in LENGTHS]
@@ -298,11 +313,11 @@ def test_renumbered_rope(name: str, interleaved: bool, mode: str, widths: tuple[
         )
 
 
-@pytest.mark.parametrize("widths", [STEPS, SEVERAL], ids=["singly", "several"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("place", ["original", "renumbered"])
-@pytest.mark.parametrize("name", ["streaming_llm_2", "h2o", "keyformer_shared"])
-def test_alibi(name: str, place: str, mode: str, widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "widths", "mode"),
+    in_turn(["streaming_llm_2", "h2o", "keyformer_shared"], ["original", "renumbered"], [STEPS, SEVERAL], MODES, of=3),
+)
+def test_alibi(name: str, place: str, widths: tuple[int, ...], mode: str) -> None:
     method, rule = CASES[name]
     slopes = [0.5 / (1 + i) for i in range(HEADS * GROUP)]
     plan = CacheConfig(method, Budget(tokens=7), Cadence(), mode, place)  # type: ignore[arg-type]
@@ -314,11 +329,11 @@ def test_alibi(name: str, place: str, mode: str, widths: tuple[int, ...]) -> Non
         compare(seen, row, truth(method, rule, world, row, widths), out=1e-6, score=1e-5 if rule.attention else None)
 
 
-@pytest.mark.parametrize("widths", [STEPS, SEVERAL], ids=["singly", "several"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("budget", [7, 13])
-@pytest.mark.parametrize("name", ["key_attention", "keyformer", "window", "streaming_llm_2"])
-def test_sliding_window(name: str, budget: int, mode: str, widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget", "widths", "mode"),
+    in_turn(["key_attention", "keyformer", "window", "streaming_llm_2"], [7, 13], [STEPS, SEVERAL], MODES, of=3),
+)
+def test_sliding_window(name: str, budget: int, widths: tuple[int, ...], mode: str) -> None:
     """A slot that the model itself cannot see any more goes before any other that is not protected."""
     method, rule = CASES[name]
     streams, mask = streams_of(1).padded([0, 4])

@@ -6,6 +6,7 @@ import torch
 from planted import ID, PLANTS
 from test_planted import BUDGET, ask, margin
 from tiny import CONFIGS, LAYERS, Streams, feed, later, prompts_of, stock, tiny
+from turns import in_turn
 
 from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, MemoryTracker, SequenceState
 from kvexp.errors import CacheError, ConfigError
@@ -51,11 +52,12 @@ def same(a, b):
         torch.testing.assert_close(x, y, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(
-    ("family", "beams"), [*((family, 1) for family in CONFIGS), ("llama", 4), ("gptj", 4), ("mpt", 4)]
-)
-def test_choosing_everything_is_full_attention(family, beams, name):
+WIDE = [*((family, 1) for family in CONFIGS), ("llama", 4), ("gptj", 4), ("mpt", 4)]
+
+
+@pytest.mark.parametrize(("wide", "name"), in_turn(WIDE, METHODS, of=3), ids=str)
+def test_choosing_everything_is_full_attention(wide, name):
+    family, beams = wide
     options = {"decoding": GenerationParams(7, num_beams=beams, eos=None), "keep_logits": True}
     full = generate(tiny(family), PROMPTS, Full(), **options)
     same(generate(tiny(family), PROMPTS, METHODS[name], AMPLE, **options), full)
@@ -117,8 +119,7 @@ def test_whole_blocks_come_on_top_where_that_is_asked_for():
             assert len(chosen) == 1
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize(("family", "name"), in_turn(["llama", "mpt"], METHODS, of=2))
 def test_a_row_is_the_same_alone_and_in_company(family, name):
     model, decoding = tiny(family), GenerationParams(8, eos=None)
     batch = generate(model, PROMPTS, METHODS[name], SCARCE, decoding=decoding)

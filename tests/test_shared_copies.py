@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import VOCAB, tiny
+from turns import in_turn
 
 from kvexp.core import Budget, Cadence, Slots
 from kvexp.generate import GenerationParams, generate_from_context, prefill
@@ -69,9 +70,11 @@ def test_a_copy_stays_when_its_original_goes_on(method, options) -> None:
     assert answered(copy, QUESTIONS) == first
 
 
-@pytest.mark.parametrize(("method", "options"), CASES)
-@pytest.mark.parametrize("rows", [[1], [1, 2], [2, 2, 2], [2, 0, 0]], ids=str)
-def test_copies_of_copies_answer_as_the_context_does(method, options, rows: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("case", "rows"), in_turn([each.values for each in CASES], [[1], [1, 2], [2, 2, 2], [2, 0, 0]], of=2), ids=str
+)
+def test_copies_of_copies_answer_as_the_context_does(case, rows: list[int]) -> None:
+    method, options = case
     whole = answered(context_of(method, options), QUESTIONS)
     context = context_of(method, options)
     for _ in range(2):
