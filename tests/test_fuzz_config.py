@@ -1,6 +1,6 @@
 """Whatever a configuration says: it runs, or one ConfigError says why not. Never another exception, never a wrong row.
 
-The short form is part of every test run; the 500 overrides, each carried out on the tiny model, are marked slow.
+The short form is part of every test run; 500 values, and 500 overrides carried out on the tiny model, are marked slow.
 """
 
 import copy
@@ -106,11 +106,22 @@ def refusal(job):
     return None
 
 
-@given(job=jobs(VALUES))
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_any_value_is_taken_or_refused_in_words(job):
+def check_refusal(job):
     why = refusal(job)
     assert why is None or (why.strip() and "Traceback" not in why)
+
+
+@given(job=jobs(VALUES))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_any_value_is_taken_or_refused_in_words(job):
+    check_refusal(job)
+
+
+@pytest.mark.slow
+@given(job=jobs(VALUES))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_five_hundred_values_are_taken_or_refused_in_words(job):
+    check_refusal(job)
 
 
 def carry_out(job, folder, capsys):

@@ -61,7 +61,7 @@ def prefills(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("method", ["h2o", "keyformer"])
+@pytest.mark.parametrize("method", [pytest.param("h2o", marks=pytest.mark.slow), "keyformer"])
 def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefills, monkeypatch, method) -> None:
     import kvexp.evaluate.evaluate_run as module
 

@@ -97,7 +97,9 @@ TWENTY = (
 )  # of the testbed: enough for a verdict
 
 
-@pytest.mark.parametrize(("launcher", "few"), [("basic", FEW), ("shared_prefill", TWENTY)])
+@pytest.mark.parametrize(
+    ("launcher", "few"), [pytest.param("basic", FEW, marks=pytest.mark.slow), ("shared_prefill", TWENTY)]
+)
 def test_a_run_in_shards_is_the_run(command, tmp_path, launcher, few):
     words = ("-m", f"hydra/launcher={launcher}", "method=h2o,full", "kv_ratio=0.4")
     assert command(*words, to="whole", few=few)[0] == 0
