@@ -1,5 +1,6 @@
 """The launcher that groups a sweep: the same rows, folders, verdicts and failures as one run after the other."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ SHORT = ("task.max_new_tokens=4", "task.continuation_words=3")  # of task=sample
 @pytest.fixture
 def command(stage, tmp_path):
     """command(*words, threads=1) -> (exit code, what both streams said) of run.py in a process of its own."""
-    return lambda *words, threads=1: stage.run(words, tmp_path / "log", TWO_THREADS if threads == 2 else "")
+    logs = (tmp_path / f"log{number}" for number in itertools.count())
+    return lambda *words, threads=1: stage.run(words, next(logs), TWO_THREADS if threads == 2 else "")
 
 
 def settings(outputs, method, *overrides):

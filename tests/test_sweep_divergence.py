@@ -1,6 +1,7 @@
 """Divergence within a sweep: after the prefill that the runs share, beside their rows, no part of their identity."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def group(outputs, *overrides, methods=("h2o", "keyformer", "window")):
 @pytest.fixture
 def command(stage, tmp_path):
     """command(*words) -> (exit code, what both streams said) of run.py in a process of its own."""
-    return lambda *words: stage.run([*words, "model=testbed_rope"], tmp_path / "log", env={"COLUMNS": "160"})
+    logs = (tmp_path / f"log{number}" for number in itertools.count())
+    return lambda *words: stage.run([*words, "model=testbed_rope"], next(logs), COLUMNS="160")
 
 
 def lines_of(outputs):
