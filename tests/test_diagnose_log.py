@@ -116,6 +116,9 @@ def test_what_a_simulation_hides_for_one_step_is_not_gone():
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
+SETTING = " ".join(sorted(SHORT))  # as labels say what was set by hand
+
+
 def job(outputs, *overrides, limit=3):
     short = SHORT[:1] if any(word.startswith("task=") for word in overrides) else SHORT
     words = small(f"limit={limit}", f"outputs_dir={outputs}", *short, *overrides)
@@ -232,13 +235,13 @@ def test_commands_make_the_log_they_need(tmp_path, command, capsys):
     before = (run.path / "examples.jsonl").read_bytes()
     first, second = (row["example"] for row in run.rows())
     assert main(["show", str(run.path), first]) == 0
-    assert "diagnose h2o task.max_new_tokens=4: 1 examples" in text_of(capsys)
+    assert f"diagnose h2o {SETTING}: 1 examples" in text_of(capsys)
     assert has(run, first, EVICTIONS) and not has(run, second, EVICTIONS), "what is asked for and no more"
     assert main(["show", str(run.path), first]) == 0
     assert "diagnose h2o" not in text_of(capsys), "made once"
     assert main(["replay", str(run.path), second, "--trials", "2"]) == 0
     said = text_of(capsys)
-    assert "diagnose h2o task.max_new_tokens=4: 1 examples" in said and "2 trials at most" in said
+    assert f"diagnose h2o {SETTING}: 1 examples" in said and "2 trials at most" in said
     assert main(["draw", str(run.path), "--example", first, "--out", str(tmp_path / "pictures")]) == 0
     assert has(run, first, TWIN) and not has(run, second, TWIN)
     assert (run.path / "examples.jsonl").read_bytes() == before and not command.failures
@@ -259,7 +262,7 @@ def test_gap_makes_the_ideal_runs_it_needs(tmp_path, command, capsys):
     assert "lost to" in text_of(capsys)
     ideals = [run for run in runs(tmp_path) if run.labels["method"] == "ideal"]
     (only,) = ideals
-    assert (only.labels["kv_ratio"], only.labels["setting"], len(only.rows())) == (0.3, "task.max_new_tokens=4", 2)
+    assert (only.labels["kv_ratio"], only.labels["setting"], len(only.rows())) == (0.3, SETTING, 2)
     assert settings_at(only).method.name == "ideal" and len({run.baseline for run in runs(tmp_path)}) == 2
     assert main(["gap", str(tmp_path)]) == 0
     assert len(list(runs(tmp_path))) == 5, "one for each budget, made once"
