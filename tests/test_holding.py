@@ -5,6 +5,7 @@ import json
 import pytest
 from commands import run_py
 from tiny import LETTERS, tiny
+from turns import in_turn
 
 import kvexp.methods
 import kvexp.retrieval
@@ -35,7 +36,7 @@ def command(tmp_path, monkeypatch, capsys):
     return called
 
 
-STORIES = ("task=stories", "task.max_new_tokens=4")
+STORIES = ("task=stories", "task.max_new_tokens=4", "task.continuation_words=3")
 
 
 def rows(tmp_path, method):
@@ -44,8 +45,7 @@ def rows(tmp_path, method):
     return {row["example"]: row for row in run.rows()}
 
 
-@pytest.mark.parametrize("launcher", ["shared_prefill", "basic"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("batch", "launcher"), in_turn([1, 4], ["basic", "shared_prefill"], of=2))
 def test_a_prompt_too_short_for_its_budget_is_a_skipped_row(command, tmp_path, launcher, batch):
     words = ("-m", "method=h2o,streaming_llm", "kv_ratio=0.3", f"hydra/launcher={launcher}", f"batch_size={batch}")
     code, out, err = command([TEXTS[0], SHORT, *TEXTS[1:]], *words, *STORIES)

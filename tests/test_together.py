@@ -108,7 +108,9 @@ def same(one, other):
         assert a == b
 
 
-@pytest.mark.parametrize("family", ["llama", "gptj", "gpt2", "mpt", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gptj", "gpt2", "mistral"))]
+)
 def test_every_method_is_what_it_is_alone(family):
     model, decoding = tiny(family), GenerationParams(12, eos=None)
     made = calibrate_queries(model, PROMPTS[:1])
