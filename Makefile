@@ -23,7 +23,8 @@ TRITON := build/triton-$(TRITON_VERSION)
 
 # One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --timeout=$(TIMEOUT)
+# worksteal: a worker takes neighbouring tests, so that what a module or a cache makes once is made by one of them.
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --timeout=$(TIMEOUT)
 
 # Without SCALE: real where its model and DATA are there, else testbed.
 REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE)) $(if $(DATA),--data $(DATA))

@@ -17,14 +17,21 @@ from pages import DOCS, LINK, NEEDS, PAGES, ROOT, Block, anchors, blocks, files,
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-SWEEPS = ("answers.md", "faq.md")  # pages of many sweeps that differ in a setting or two
 MENTIONED = sorted({(page.name, command) for page in PAGES for command in mentioned(page)})
 
 
 def is_slow(block: Block) -> bool:
-    """Whether a block is only composed in every run of the tests, and carried out in the slow ones."""
-    sweeps = block.page.name in SWEEPS and not block.needs
-    return block.slow or (sweeps and all(words_of(command)[1] == "run.py" for command, _ in block.commands))
+    """Whether a block is only composed in every run of the tests, and carried out in the slow ones.
+
+    So are runs and nothing else, but for the first such block of a page: they differ in a setting or two.
+    """
+
+    def only_runs(one: Block) -> bool:
+        words = [words_of(command) for command, _ in one.commands]
+        return bool(words) and not one.needs and all(each[1] == "run.py" for each in words)
+
+    first = next((one for one in BLOCKS if one.page == block.page and only_runs(one)), None)
+    return block.slow or (only_runs(block) and block is not first)
 
 
 def here(words: list[str], outputs: Path) -> list[str]:

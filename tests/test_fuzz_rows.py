@@ -101,13 +101,25 @@ def check(task, row, where="row 7 of rows.jsonl", outputs=OUTPUTS):
     json.dumps(dict(example.info), allow_nan=False)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-@given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-def test_any_value_of_a_field(name, data):
+def check_a_value(name, data):
     row, field = good(name), data.draw(st.sampled_from(FIELDS[name]))
     row[field] = data.draw(VALUES)
     check(task_of(name), row)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_any_value_of_a_field(name, data):
+    check_a_value(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_a_hundred_values_of_a_field(name, data):
+    check_a_value(name, data)
 
 
 @pytest.mark.parametrize("name", FIELDS)

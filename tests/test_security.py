@@ -31,7 +31,8 @@ def command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "key",
     [
-        *("method", "task", "budget", "generation", "model", "cache", "log", "task.instruction", "anything"),
+        *("method", "cache", "task.instruction", "anything"),
+        *(pytest.param(group, marks=pytest.mark.slow) for group in ("task", "budget", "generation", "model", "log")),
         *("hydra.callbacks.more", "hydra.callbacks.table", "hydra.launcher", "hydra.launcher.more", "hydra.sweeper"),
         "hydra.callbacks.table.more",
     ],
