@@ -4,6 +4,7 @@ A child is a process of its own from the fork on: it takes its locks, writes its
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TOKENIZERS_PARALLELISM": "false"}
+PACKAGES = ("torch", "pandas", "datasets", "evaluate", "hydra", "rich.progress", "rich.table", "safetensors.torch")
+CLASSES = ("AutoModelForCausalLM", "AutoTokenizer", "GenerationConfig", "PreTrainedTokenizerFast", "StopStringCriteria")
+CLASSES += ("GPT2LMHeadModel", "GPTJForCausalLM", "LlamaForCausalLM", "MptForCausalLM")
 TWO_THREADS = "import torch; torch.set_num_threads(2)\n"  # before a child begins
 
 
@@ -124,11 +128,12 @@ def _serve():
 
 
 def _load():
-    import evaluate  # noqa: F401
-    import pandas  # noqa: F401
-    import torch  # noqa: F401
-    from hydra import main  # noqa: F401
-    from transformers import LlamaForCausalLM  # noqa: F401
+    """What other people wrote; nothing of kvexp, which `before` may change before it is imported."""
+    for name in PACKAGES:
+        importlib.import_module(name)
+    transformers = importlib.import_module("transformers")
+    for name in CLASSES:
+        getattr(transformers, name)  # imports the module that defines it
 
 
 def _status(pid):
