@@ -27,7 +27,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, divergence_from_full
 from kvexp.methods import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
 from kvexp.models.cache import EvictionCacheLayer
-from kvexp.models.removal import Removal, RemovalCache
+from kvexp.models.removal import Removal, RemovalCache, RemovalLayer
 
 QUESTION = [50, 51]
 
@@ -159,6 +159,28 @@ def test_nothing_removed_is_no_effect_in_any_row_and_a_forward_leaves_the_cache_
     assert found[1].kl == pytest.approx(found[3].kl, rel=1e-4) and found[1].kl > 10 * abs(found[0].kl)
     assert found[4].kl != pytest.approx(found[1].kl, rel=0.1)
     assert [list(measured.effects(trials[:2]))[1].kl, found[0].flips] == pytest.approx([found[1].kl, 0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mpt", "gpt2", *slow(*(n for n in CONFIGS if n not in ("llama", "mpt", "gpt2")))]
+)
+def test_a_forward_that_begins_above_the_first_layers_has_the_effects_of_a_whole_one(family, monkeypatch):
+    measured = forced(case_of(family, Window(), question=QUESTION), rows=2)
+    above = [[Removal((at,), ((1, 0),))] for at in (5, 12)]
+    mixed = [*above, [Removal((5,))], [], [Removal((5,), ((1, 0),)), Removal((6,), ((0, 0),))]]
+    found = list(measured.effects(mixed))
+    assert found[2].kl > 1e-5 and found[0].kl > 0
+    computed, state = [], measured.cache.states[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "forward", lambda *some: computed.append(1) or RemovalLayer.forward(state, *some))
+        again = [each.kl for each in measured.effects(above)]
+        assert again == pytest.approx([each.kl for each in found[:2]], rel=1e-4, abs=2e-6) and not computed
+        assert len(list(measured.effects(mixed[2:3]))) == 1 and computed == [1]
+    monkeypatch.setattr("kvexp.diagnose.causal.removal_effects.first_layer", lambda trial: 0)
+    for each, whole in zip(found, measured.effects(mixed), strict=True):
+        assert each.kl == pytest.approx(whole.kl, rel=1e-4, abs=2e-6) and each.flips == whole.flips
+        assert each.logprob == pytest.approx(whole.logprob, abs=1e-5)
+    assert "forward" not in vars(measured.layers.blocks[0])
 
 
 def test_what_a_cache_of_removals_cannot_start_from_is_said():

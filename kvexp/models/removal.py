@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
+from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.cache import EvictionCache, EvictionCacheLayer
 
@@ -69,18 +69,7 @@ class RemovalLayer:
             params=params,
         )
         x_own = own.logits(slice(0, count), count)  # [R, H, G, Q, Q]
-        # All rows read the same keys: they are one row of R * Q queries.
-        shared = AttentionInputs(
-            query=query.permute(1, 2, 0, 3, 4).reshape(1, heads, -1, rows * count, query.shape[-1]),
-            keys=self.keys,
-            values=self.values,
-            positions=torch.arange(self.seq_len, device=key.device)[None, None],
-            query_positions=after.repeat(rows)[None],
-            params=params,
-            all_visible=params.sliding_window is None,
-        )
-        x = shared.logits(slice(0, rows * count), self.seq_len)  # [1, H, G, R * Q, S]
-        x = x.view(heads, -1, rows, count, self.seq_len)
+        x = self._prompt_logits(query, after, params)
         if self.hidden is not None:
             row, head, position = self.hidden
             x[head, :, row, :, position] = -torch.inf
@@ -88,14 +77,40 @@ class RemovalLayer:
         top = torch.maximum(x.amax(-1, keepdim=True), x_own.amax(-1, keepdim=True))
         weights, weights_own = x.sub_(top).exp_(), (x_own - top).exp_()
         total = weights.sum(-1, keepdim=True) + weights_own.sum(-1, keepdim=True)
-        weights /= total
-        weights_own /= total
+        # Outputs are divided in place of the weights, of which there are more.
         out = apply_probs(weights.view(1, heads, -1, rows * count, self.seq_len), self.values)
         out = out.view(heads, -1, rows, count, value.shape[-1]).permute(2, 0, 1, 3, 4)
         out = out + apply_probs(weights_own.permute(2, 0, 1, 3, 4), value)
+        out = out / total.permute(2, 0, 1, 3, 4).to(out.dtype)
         if self.watched:
-            self._watch(weights[:, :, 0], out[0])
+            self._watch((weights / total)[:, :, 0], out[0])
         return out.flatten(1, 2)
+
+    def _prompt_logits(self, query: Tensor, after: Tensor, params: AttentionParams) -> Tensor:
+        """Logits [H, G, R, Q, S] float32 of queries [R, H, G, Q, D] at positions after [Q] over the prompt.
+
+        All rows read the same keys: they are one row of R * Q queries.
+        """
+        rows, heads, _, count, width = query.shape
+        joined = query.permute(1, 2, 0, 3, 4).reshape(1, heads, -1, width)  # [1, H, G * R * Q, D]
+        if params.alibi is None and params.sliding_window is None:
+            keys = self.keys.float() if params.upcast else self.keys
+            scaled = (joined.float() if params.upcast else joined) * params.scale  # fewer than the logits
+            return (
+                qk_matmul(scaled, keys)
+                .to(torch.promote_types(keys.dtype, torch.float32))
+                .view(heads, -1, rows, count, self.seq_len)
+            )
+        shared = AttentionInputs(
+            query=joined.view(1, heads, -1, rows * count, width),
+            keys=self.keys,
+            values=self.values,
+            positions=torch.arange(self.seq_len, device=query.device)[None, None],
+            query_positions=after.repeat(rows)[None],
+            params=params,
+            all_visible=params.sliding_window is None,
+        )
+        return shared.logits(slice(0, rows * count), self.seq_len).view(heads, -1, rows, count, self.seq_len)
 
     def _watch(self, weights: Tensor, out: Tensor) -> None:
         """Add up the scores of a forward: weights [H, G, Q, S] and out [H, G, Q, Dv] of its only row."""

@@ -249,6 +249,8 @@ def method_frame(removals: pd.DataFrame, scores: Mapping[str, PromptScores], for
     tokens = removals[removals["kind"] == TOKEN]
     at, weights = tokens["position"].to_numpy(), tokens["weight"].to_numpy(dtype=float)
     effect = tokens["kl"].to_numpy(dtype=float)
+    joint_effects = forced.effects([everything_evicted(each) for each in scores.values()])
+    joints = dict(zip(scores, joint_effects, strict=True))
     rows: list[dict[str, object]] = []
     for name, values, kept in _all_scores(scores, forced):
         by_layer = percentiles(values).mean(1).numpy()
@@ -256,7 +258,7 @@ def method_frame(removals: pd.DataFrame, scores: Mapping[str, PromptScores], for
             rows.append({"method": name, "layer": layer, "rho": rank_correlation(effect, ranks[at], weights)})
         if kept is None:
             continue
-        joint = next(forced.effects([everything_evicted(scores[name])]))
+        joint = joints[name]
         gone = ~kept.any(0).any(0).numpy()
         mass = float((weights * np.maximum(effect, 0)).sum())
         row = {"method": name, "layer": -1, "kl": joint.kl, "flips": joint.flips, "judged": forced.judged}

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvexp.diagnose.case import Case
 from kvexp.errors import ConfigError
 from kvexp.generate.divergence import compare
+from kvexp.models.known_layers import KnownLayers
 from kvexp.models.output_projection import output_factors
 from kvexp.models.removal import RemovalCache, Trial
 
@@ -35,11 +36,19 @@ class Effect:
     flips: int
 
 
+def first_layer(trial: Trial) -> int:
+    """The first layer from which a trial removes something; 0 where it removes nothing."""
+    if any(removal.places is None for removal in trial):
+        return 0
+    return min((layer for removal in trial for layer, _ in removal.places or ()), default=0)
+
+
 class ForcedAnswer:
     """A case's own answer under the full cache, forced again without some of the prompt's tokens.
 
     The answer is fed in one forward per removal, `rows` removals at a time; a question that follows the eviction is fed
-    ahead of it. The first token of an answer is predicted by the prompt's last token before anything is removed: it is
+    ahead of it. A forward begins at the first layer from which something is removed: below, all is as with the full
+    cache. The first token of an answer is predicted by the prompt's last token before anything is removed: it is
     judged only where a question stands between. answer: token ids; judged: how many of them are.
     """
 
@@ -61,7 +70,9 @@ class ForcedAnswer:
         self.targets = torch.tensor(self.answer[-self.judged :], device=device)
         for state in self.cache.states:
             state.watched = True
-        self.full = self._logits([()])[0]
+        self.layers = KnownLayers(case.model)
+        with self.layers.noted():
+            self.full = self._logits([()])[0]
         for state in self.cache.states:
             state.watched = False
 
@@ -77,12 +88,18 @@ class ForcedAnswer:
         return dict(zip(ANSWER_SCORES, whole.unbind(1), strict=True))
 
     def effects(self, trials: Sequence[Trial]) -> Iterator[Effect]:
-        """The effect of each trial, in order; made `rows` at a time."""
-        for start in range(0, len(trials), self.rows):
-            yield from self._effects(trials[start : start + self.rows])
+        """The effect of each trial, in order; made `rows` at a time, those of one layer together."""
+        found: dict[int, Effect] = {}
+        order = sorted(range(len(trials)), key=lambda place: first_layer(trials[place]))
+        for start in range(0, len(order), self.rows):
+            some = order[start : start + self.rows]
+            found |= zip(some, self._effects([trials[place] for place in some]), strict=True)
+        for place in range(len(trials)):
+            yield found[place]
 
     def _effects(self, trials: Sequence[Trial]) -> list[Effect]:
-        logits = self._logits(trials)
+        with self.layers.beginning_at(min(map(first_layer, trials)), len(trials)):
+            logits = self._logits(trials)
         kl, full, own, same = compare(self.full, logits.flatten(0, 1), self.targets).view(4, len(trials), -1).cpu()
         return [
             Effect(
