@@ -168,8 +168,11 @@ def _replay(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.explain import Options, tell
     from kvexp.diagnose.folders import chosen, rows_of, run_at
     from kvexp.diagnose.needed import ensure_diagnosed
+    from kvexp.diagnose.runs import settings_at
+    from kvexp.diagnose.undo import check_undoing
 
     run = run_at(args.run)
+    check_undoing(settings_at(run).cache)  # before a log is made, which loads the model
     row = chosen(rows_of(run), args.example)
     ensure_diagnosed(run, [row])
     tell(run, row, Options(args.until, args.trials, args.again), console)
@@ -178,8 +181,12 @@ def _replay(args: argparse.Namespace, console: Console) -> None:
 def _explain(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.explain import Options, explain
     from kvexp.diagnose.folders import run_at
+    from kvexp.diagnose.runs import settings_at
+    from kvexp.diagnose.undo import check_undoing
 
     runs = [run_at(path) for path in args.runs]
+    for run in runs:
+        check_undoing(settings_at(run).cache)
     if args.kl:
         from kvexp.diagnose.worst_token import explain_worst
 

@@ -106,8 +106,12 @@ class Twin(Log):
     parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
 
     def obstacle(self, settings: Settings) -> str | None:
-        """As of the log; but what a retrieval method does not attend to can be measured, though nothing is evicted."""
-        return None if settings.method.full_cache else super().obstacle(settings)
+        """As of the log; but where nothing is evicted, what a retrieval method leaves out and what few bits do is there
+        to be measured.
+        """
+        method = settings.method
+        measurable = method.full_cache or (settings.cache.quantization is not None and not method.per_query)
+        return None if measurable else super().obstacle(settings)
 
     def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
         told, tables = super().diagnose_row(case, row)

@@ -25,10 +25,6 @@ def check(settings: Settings) -> None:
             "diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, or "
             "diagnose=none"
         )
-    if task.has_turns:
-        raise ConfigError(
-            f"diagnose follows one answer, task={task.name} has a turn after the other: set diagnose=none"
-        )
     chooses = type(task).score_choices is not Task.score_choices
     if isinstance(task, LMEval) or task.only_nll or chooses:
         raise ConfigError(

@@ -12,6 +12,7 @@ from kvexp.config.target_allowlist import check_stored
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.folders import Row
 from kvexp.errors import ConfigError
+from kvexp.evaluate.conversations import turns_fed
 from kvexp.evaluate.example_prompts import prompt_of
 from kvexp.evaluate.outputs import noise_seed
 from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
@@ -65,18 +66,30 @@ def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Exam
     todo = examples_of(settings, rows)
     model, tokenizer = load(settings.model)
     settings = with_stop_tokens(settings, model, tokenizer)
+    fed: dict[str, tuple[list[list[int]], int]] = {}  # of conversations, by their first message
     for example in todo:
         prompt = prompt_of(settings, model, tokenizer, example)
+        question: list[int] = prompt.question_ids
+        ahead: int | None = None
+        if settings.task.has_turns:
+            if example.prompt not in fed:
+                last = max(one.number for one in todo if one.prompt == example.prompt)
+                fed[example.prompt] = turns_fed(settings, model, tokenizer, prompt, last)
+            questions, ahead = fed[example.prompt]
+            question = questions[example.number]
+        asked = settings.task.has_turns or bool(prompt.question_ids)
         yield (
             wanted[example.id],
             Case(
                 model=model,
                 prompt=prompt.ids,
-                question=prompt.question_ids,
+                question=question,
                 cache=batch_cache(settings, [len(prompt.ids)]),
                 decoding=settings.decoding,
                 tokenizer=tokenizer,
-                seed=noise_seed(settings, prompt.example, asked=bool(prompt.question_ids)),
+                seed=noise_seed(settings, prompt.example, asked=asked),
+                spans=tuple(prompt.spans),
+                ahead=ahead,
             ),
             example,
         )

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvexp.core import EvictionLayer, SequenceState
+from kvexp.core import CacheConfig, EvictionLayer, SequenceState
 from kvexp.core.eviction_backend import Mask
 from kvexp.core.resolved_budget import ResolvedBudget
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
 from kvexp.diagnose.watching import held_slots
 from kvexp.errors import ConfigError
-from kvexp.generate import PrefilledContext, decode, generate_from_context
+from kvexp.generate import PrefilledContext
 from kvexp.models import EvictionCache
 
 Place = tuple[int, int]  # layer, kv head
@@ -36,6 +36,15 @@ class UndoneEvictions:
     places: tuple[Place, ...]
     first: int
     last: int
+
+
+def check_undoing(cache: CacheConfig) -> None:
+    """ConfigError for a cache in which no eviction can be undone."""
+    if cache.quantization is not None:
+        raise ConfigError(
+            "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
+            "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
+        )
 
 
 class UndoMask(Mask):
@@ -102,11 +111,7 @@ class Replay:
     def __init__(self, case: Case, size: int = 8, progress: Callable[[int], None] | None = None) -> None:
         self.case, self.size, self.progress = case, size, progress
         self.trials = 0
-        if case.cache.quantization is not None:
-            raise ConfigError(
-                "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a "
-                "run of the same method with cache.bits=16"
-            )
+        check_undoing(case.cache)
         self.context = case.prefill_prompt(prepare=_make_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
 
     @property
@@ -136,12 +141,7 @@ class Replay:
         case = self.case
         context: PrefilledContext = self.context.fork([0] * len(trials))
         undo_in(context, trials, len(case.prompt) + case.max_tokens_to_come)
-        seeds = [case.seed] * len(trials)
-        if case.question:
-            questions = [case.question] * len(trials)
-            options = {"decoding": case.decoding, "tokenizer": case.tokenizer}
-            return generate_from_context(case.model, context, questions, seeds=seeds, **options).tokens
-        return decode(case.model, [context], case.decoding, seeds, case.tokenizer, start=0.0)[0].tokens
+        return case.answer(context).tokens
 
 
 def undo_in(context: PrefilledContext, trials: Sequence[UndoneEvictions], columns: int) -> None:

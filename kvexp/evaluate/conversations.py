@@ -160,6 +160,21 @@ class _Conversation:
         return eos_ids(self.model, self.settings.decoding.eos)
 
 
+def turns_fed(
+    settings: Settings, model: Model, tokenizer: Tokenizer, prompt: TokenizedExample, last: int
+) -> tuple[list[list[int]], int]:
+    """What is fed behind the first message before each turn's answer, up to turn `last`, and the tokens to come in all.
+
+    The conversation is held again; prompt: of any of its turns. Errors as of `conversation_outputs`.
+    """
+    talk = _Conversation.begin(settings, model, tokenizer, prompt, len(prompt.example.turns) - 1)
+    talk.last = last
+    answers = talk.hold()
+    ids, ahead = talk.own.ids[0].tolist(), talk.own.cache.sequence.max_new_tokens
+    assert ahead is not None
+    return [ids[len(prompt.ids) : answer.info["fed"]] for answer in answers], ahead
+
+
 def _behind(first: Any, second: Any) -> Any:
     """Two tensors [1, n] and [1, m] as one [1, n + m]."""
     import torch

@@ -97,7 +97,14 @@ def _scores(case: Case, methods: Mapping[str, CacheConfig]) -> dict[str, PromptS
     caches: dict[str, EvictionCache] = {}
     for name, config in methods.items():
         caches[name] = new_cache(
-            model, [prompt], config, len(prompt), case.max_tokens_to_come, [case.seed], tokenizer=case.tokenizer
+            model,
+            [prompt],
+            config,
+            len(prompt),
+            case.max_tokens_to_come,
+            [case.seed],
+            tokenizer=case.tokenizer,
+            spans=[case.spans],
         )
         for state in caches[name].layer_states:
             if isinstance(state, EvictionLayer):
