@@ -117,15 +117,19 @@ def test_runs_that_declare_the_same_second_pass_share_it():
 
 
 def test_the_peak_holds_copies_and_the_padding_of_stacks():
-    held = HeldCaches([105, 50, 50], [False, True, True], kinds=0, answers=True, token=400, layers=4)
+    def caches(slots, stacks, token):
+        sizes = [token * each for each in slots]
+        return HeldCaches(slots, sizes, stacks, kinds=0, answers=True, token=token, layers=4)
+
+    held = caches([105, 50, 50], [False, True, True], 400)
     assert held.bytes == 205 * 400 and held.copies == 1 and held.stacked_bytes == 2 * 50 * 400
     assert held.peak(1) == (205 + 100) * 400 and held.peak(3) == 3 * held.peak(1)
     forced = dataclasses.replace(held, kinds=1)
     assert forced.copies == 2 and forced.peak(1) == (205 + 105 + 170) * 400, "what is stacked is shared until then"
     assert dataclasses.replace(forced, answers=False).peak(1) == held.peak(1)
-    wide = HeldCaches([100, 60, 60], [True] * 3, kinds=0, answers=True, token=400, layers=4)
+    wide = caches([100, 60, 60], [True] * 3, 400)
     assert wide.stacked_bytes == 3 * 100 * 400, "as wide as the widest"
-    alone = HeldCaches([10_000, 10], [True, True], kinds=0, answers=True, token=4_000_000, layers=4)
+    alone = caches([10_000, 10], [True, True], 4_000_000)
     assert alone.stacked_bytes == 0, "too unlike to be put together"
 
 

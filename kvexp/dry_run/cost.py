@@ -10,7 +10,8 @@ from statistics import fmean
 
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
-from kvexp.evaluate.limits import slots_held
+from kvexp.evaluate.limits import head_slot_bytes, slots_held
+from kvexp.models.load import parse_dtype
 from kvexp.models.model_size import ModelSize
 from kvexp.record import runs
 
@@ -86,10 +87,9 @@ def estimated_seconds(
     attention = 4 * shape.layers * shape.width * prompt**2
     operations = 2 * shape.parameters * prompt * (1 + passes) + attention * (1 + 3 * passes)
     batch = lead.batch_size * lead.decoding.num_beams
-    token = shape.token_bytes(lead.model.dtype)
-    slots = sum(slots_of(settings, prompt) for settings, rows in runs if rows)
+    held = sum(slots_bytes(shape, settings, slots_of(settings, prompt)) for settings, rows in runs if rows)
     many = sum(1 for _, rows in runs if rows) * batch
-    reading = (shape.weight_bytes(lead.model.dtype) + batch * slots * token) / machine.bandwidth
+    reading = (shape.weight_bytes(lead.model.dtype) + batch * held) / machine.bandwidth
     step = max(reading, 2 * shape.parameters * many / machine.flops) + shape.layers * machine.layer_s
     most = max(rows for _, rows in runs)
     return prefills * operations / machine.flops + math.ceil(most / lead.batch_size) * new * step
@@ -112,8 +112,14 @@ def kv_bytes(shape: ModelSize, runs: Sequence[Settings], prompt: float) -> int:
     """At most, of a batch: the prompts as they are read, and what every run keeps of them."""
     lead = runs[0]
     batch = lead.batch_size * lead.decoding.num_beams
-    slots = int(prompt) + sum(slots_of(settings, prompt) for settings in runs)
-    return batch * slots * shape.token_bytes(lead.model.dtype)
+    kept = sum(slots_bytes(shape, settings, slots_of(settings, prompt)) for settings in runs)
+    return batch * (int(prompt) * shape.token_bytes(lead.model.dtype) + kept)
+
+
+def slots_bytes(shape: ModelSize, settings: Settings, slots: int) -> int:
+    """Bytes of so many slots per kv head in all layers, in as many bits as the run stores them."""
+    itemsize = parse_dtype(settings.model.dtype).itemsize
+    return shape.layers * shape.kv_heads * head_slot_bytes(settings, shape.head_dim, itemsize).of(slots)
 
 
 def machine_here(device: str) -> Machine:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvexp.config.settings import Settings
-from kvexp.dry_run.cost import second_passes, slots_of
+from kvexp.dry_run.cost import second_passes, slots_bytes, slots_of
 from kvexp.dry_run.peak_memory import BASE_BYTES, HeldCaches, PeakMemory, width_of, working_bytes
 from kvexp.dry_run.speed_files import KeptSpeed
 from kvexp.dry_run.speed_model import GroupWork, observes_prompt, work_seconds
@@ -80,14 +80,12 @@ class GroupPlan:
         if self.kinds and not any(settings.is_baseline for settings in runs):
             runs.append(runs[0].baseline())
         rows = self.lead.batch_size * self.lead.decoding.num_beams
-        caches = [settings.cache for settings in runs]
-        stacks = [cache.stacks for cache in caches]
+        stacks = [settings.cache.stacks for settings in runs]
+        held = [slots_of(settings, self.prompt) for settings in runs]
+        widths = [width_of(slots, self.device) if on else slots for slots, on in zip(held, stacks, strict=True)]
         return HeldCaches(
-            [
-                rows
-                * (width_of(slots_of(settings, self.prompt), self.device) if on else slots_of(settings, self.prompt))
-                for settings, on in zip(runs, stacks, strict=True)
-            ],
+            [rows * width for width in widths],
+            [rows * slots_bytes(self.shape, each, width) for each, width in zip(runs, widths, strict=True)],
             stacks,
             len(self.kinds),
             any(run.answers for run in self.runs),

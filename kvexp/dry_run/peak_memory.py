@@ -41,12 +41,13 @@ class PeakMemory:
 class HeldCaches:
     """What the runs of a group hold of one batch of prompts.
 
-    slots: of every run, all its rows and kv heads alike; stacks: whether its rows join others in a decode step. kinds:
-    of texts that are forced; answers: whether answers are generated too. token: bytes of a slot in all layers; layers:
-    their number.
+    slots: of every run, all its rows and kv heads alike; sizes: bytes of them in all layers, in as many bits as the run
+    stores them; stacks: whether its rows join others in a decode step. kinds: of texts that are forced; answers:
+    whether answers are generated too. token: bytes of a slot of a model's dtype in all layers; layers: their number.
     """
 
     slots: Sequence[int]
+    sizes: Sequence[int]
     stacks: Sequence[bool]
     kinds: int
     answers: bool
@@ -61,7 +62,7 @@ class HeldCaches:
     @property
     def bytes(self) -> int:
         """Of all runs' caches, once."""
-        return sum(self.slots) * self.token
+        return sum(self.sizes)
 
     @property
     def stacked_bytes(self) -> int:
@@ -81,7 +82,7 @@ class HeldCaches:
         taken = (ANSWERS_STACKED if self.answers else 0) + TEXTS_STACKED * self.kinds
         if not self.answers and self.kinds:  # the first to be stacked
             taken += ANSWERS_STACKED - TEXTS_STACKED
-        alone = self.token * sum(slots for slots, on in zip(self.slots, self.stacks, strict=True) if not on)
+        alone = sum(size for size, on in zip(self.sizes, self.stacks, strict=True) if not on)
         return batches * (self.bytes + (self.copies - 1) * alone + int(taken * self.stacked_bytes))
 
 

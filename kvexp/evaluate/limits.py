@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_budget
 from kvexp.config.settings import Settings
+from kvexp.core.slot_bytes import SlotBytes
 from kvexp.errors import ConfigError
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 
@@ -191,10 +192,22 @@ def _bytes_held(
 def kv_bytes_needed(
     runs: Sequence[Settings], model: Model, batch: Sequence[tuple[int, TokenizedExample]]
 ) -> tuple[int, list[int]]:
-    """Bytes of the prompts, which the runs share, and of what each run keeps."""
-    lengths = [prompt.size for _, prompt in batch]
-    token = token_bytes(model)
-    return token * sum(lengths), [token * sum(slots_held(settings, lengths)) for settings in runs]
+    """Bytes of the prompts, which the runs share, and of what each run keeps, in as many bits as it stores them."""
+    from kvexp.models.families import head_dim, num_kv_heads, num_layers
+
+    config, lengths = model.config, [prompt.size for _, prompt in batch]
+    heads = num_layers(config) * num_kv_heads(config)
+
+    def kept(settings: Settings) -> int:
+        held = head_slot_bytes(settings, head_dim(config), int(model.dtype.itemsize))
+        return heads * sum(map(held.of, slots_held(settings, lengths)))
+
+    return token_bytes(model) * sum(lengths), [kept(settings) for settings in runs]
+
+
+def head_slot_bytes(settings: Settings, width: int, itemsize: int) -> SlotBytes:
+    """Bytes of the slots of one kv head of `width` channels; itemsize: bytes of a number that is not quantised."""
+    return SlotBytes(width, width, settings.cache.quantization, itemsize)
 
 
 def slots_held(settings: Settings, lengths: Sequence[int]) -> list[int]:
