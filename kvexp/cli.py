@@ -30,6 +30,7 @@ COMMANDS = {  # name: the module that does it, what it does
     "league": ("kvexp.league", "check (measure entries again), page, tolerance"),
     "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
     "bytes": ("kvexp.dry_run.bits_and_tokens", "which numbers of tokens and of bits fit into a share of bytes"),
+    "instructions": ("kvexp.results.instructions_table", "what is followed and told of a system prompt, by remedy"),
     "long-answers": ("kvexp.results.long_answers_table", "repetition, loops, length and divergence of long answers"),
     "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),
     "prefill-chunks": ("kvexp.results.prefill_chunks", "peak and quality by chunk size of prefill=bounded"),

@@ -99,7 +99,9 @@ def outputs(folder: Path) -> Path:
     )
 
     evil = run(folder, labels(EVIL, WORSE, "full"), 1.0, None, said=EVIL)
-    diagnosed(run(folder, labels(EVIL, WORSE, WORSE, 0.5, f"x={EVIL}"), 0.7, evil.hash, said=WORSE))
+    hostile = labels(EVIL, WORSE, WORSE, 0.5, f"x={EVIL}")
+    talks = {"cell": lambda index: {"turn": index % 2, "distance": 0, "kl": 0.1, "top1": 1.0, "kl_tokens": 2}}
+    diagnosed(run(folder, hostile, 0.7, evil.hash, said=WORSE, **talks))
 
     cells = [{"length": length, "depth": depth} for length in (128, 256) for depth in (0.0, 50.0, 100.0)]
     needle = {"cell": lambda index: cells[index % len(cells)]}

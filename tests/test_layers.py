@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "record": {".errors"},
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
-    "results": {".errors", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
+    "results": {".errors", ".articles", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
     "figures": {".errors", ".record", ".results", "numpy", "pandas", "matplotlib"},
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".record", ".results", ".figures", ".evictions", "pandas", "plotly"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.divergence_table import by_position
 from kvexp.results.read import Folder, chosen, folders
 from kvexp.results.render import print_columns
+from kvexp.results.seen_and_hidden import Block
 from kvexp.results.units import absent, fixed
 from kvexp.results.where import where
 from kvexp.terminal import say
@@ -85,13 +86,19 @@ def _by_bin(folder: Folder) -> dict[str, float]:
     return found
 
 
-def print_long(frame: pd.DataFrame, console: Console) -> None:
-    """A table per model and task of a frame of `long_table`."""
+def long_blocks(frame: pd.DataFrame) -> Iterator[Block]:
+    """(title, rows, columns, how many of them name the row) per model and task of a frame of `long_table`."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(made)
-        console.print(Text(", ".join([f"{model} / {task}: long answers", *shared]), style="bold"))
-        print_columns(rows, _columns(rows), 2, console)
+        yield ", ".join([f"{model} / {task}: long answers", *shared]), rows, _columns(rows), 2
+
+
+def print_long(frame: pd.DataFrame, console: Console) -> None:
+    """A table per model and task of a frame of `long_table`."""
+    for title, rows, columns, keys in long_blocks(frame):
+        console.print(Text(title, style="bold"))
+        print_columns(rows, columns, keys, console)
     console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
 
 

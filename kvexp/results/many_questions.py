@@ -9,7 +9,7 @@ import argparse
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from kvexp.results.columns import Column, plain, shared_settings, without_questi
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, Row, chosen, folders, number
 from kvexp.results.render import print_columns
+from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
 from kvexp.results.units import TOO_FEW, absent, fixed, seconds, short
 from kvexp.results.where import where
@@ -149,15 +150,21 @@ def _interval(top: Floats, bottom: Floats, metric: str) -> tuple[float, float]:
     return 100 * low, 100 * high
 
 
-def print_questions(frame: pd.DataFrame, console: Console) -> None:
-    """A table per model and task of a frame of `questions_table`."""
+def question_blocks(frame: pd.DataFrame) -> Iterator[Block]:
+    """(title, rows, columns, how many of them name the row) per model and task of a frame of `questions_table`."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
         words = f"{model} / {task}: {short(str(rows[0]['metric']))} by number of questions asked of one evicted cache"
         title = titled(words, (row["question"] for row in rows))
-        console.print(Text(", ".join([title, *shared]), style="bold"))
-        print_columns(rows, _columns(rows), 3, console)
+        yield ", ".join([title, *shared]), rows, _columns(rows), 3
+
+
+def print_questions(frame: pd.DataFrame, console: Console) -> None:
+    """A table per model and task of a frame of `questions_table`."""
+    for title, rows, columns, keys in question_blocks(frame):
+        console.print(Text(title, style="bold"))
+        print_columns(rows, columns, keys, console)
     console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
 
 

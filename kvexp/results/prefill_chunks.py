@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
 from kvexp.results.render import print_columns
+from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
 from kvexp.results.units import TOO_FEW, absent, fixed, short, size
 from kvexp.results.where import where
@@ -67,15 +68,21 @@ def chunks_table(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
-def print_chunks(frame: pd.DataFrame, console: Console) -> None:
-    """A table per model and task of a frame of `chunks_table`."""
+def chunk_blocks(frame: pd.DataFrame) -> Iterator[Block]:
+    """(title, rows, columns, how many of them name the row) per model and task of a frame of `chunks_table`."""
     for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
         words = f"{model} / {task}: {short(str(rows[0]['metric']))} and peak of keys and values by tokens per chunk"
         title = titled(words, (row["question"] for row in rows))
-        console.print(Text(", ".join([title, *shared]), style="bold"))
-        print_columns(rows, _columns(rows), 3, console)
+        yield ", ".join([title, *shared]), rows, _columns(rows), 3
+
+
+def print_chunks(frame: pd.DataFrame, console: Console) -> None:
+    """A table per model and task of a frame of `chunks_table`."""
+    for title, rows, columns, keys in chunk_blocks(frame):
+        console.print(Text(title, style="bold"))
+        print_columns(rows, columns, keys, console)
     console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
 
 

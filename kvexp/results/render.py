@@ -24,6 +24,7 @@ from kvexp.results.columns import (
     shared_settings,
     without_question,
 )
+from kvexp.results.other_tables import other_tables
 from kvexp.results.seen_and_hidden import NOTE, seen_and_hidden
 from kvexp.results.units import FEW_SLOTS, FEW_SLOTS_WORDS, absent
 from kvexp.terminal import visible
@@ -117,6 +118,7 @@ def notes(df: pd.DataFrame) -> list[str]:
             "are not timed (hydra/launcher=basic takes them one at a time)."
         ]
     lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
+    lines += other_tables(df)
     named: dict[tuple[str, str], list[str]] = {}
     for row in _records(df):
         for note in _own_notes(row):

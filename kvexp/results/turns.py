@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.read import Folder, chosen, folders, number
 from kvexp.results.render import print_columns
+from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
 from kvexp.results.units import TOO_FEW, absent, fixed, short
 from kvexp.results.where import where
@@ -119,16 +120,22 @@ def _divergence(infos: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
-    """A table per model, task and history of a frame of `turns_table`."""
+def turn_blocks(frame: pd.DataFrame, by: str) -> Iterator[Block]:
+    """(title, rows, columns, how many of them name the row) per model, task and history of a frame of `turns_table`."""
     for (model, task, history), part in frame.groupby(["model", "task", "history"], sort=False, dropna=False):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(made)
         what = "turn" if by == "turn" else "turns since the fact asked for"
         words = f"{model} / {task}: {short(str(rows[0]['metric']))} by {what}, {HISTORY.get(str(history), history)}"
         shared = [word for word in shared if not word.startswith("task.history=")]
-        console.print(Text(", ".join([words, *shared]), style="bold"))
-        print_columns(rows, _columns(rows, by), 3, console)
+        yield ", ".join([words, *shared]), rows, _columns(rows, by), 3
+
+
+def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
+    """A table per model, task and history of a frame of `turns_table`."""
+    for title, rows, columns, keys in turn_blocks(frame, by):
+        console.print(Text(title, style="bold"))
+        print_columns(rows, columns, keys, console)
     console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
 
 

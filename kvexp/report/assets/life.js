@@ -1,0 +1,93 @@
+"use strict";
+// The life of a context: for each kind of run its tables, and a chart of each side of a table.
+kvexp.section("life", (root, data) => {
+  const { el, plain, missing, fixed } = kvexp;
+  const P = kvexp.panels;
+  const LEAST = 1e-6; // on a log axis, which cannot hold 0
+  const parts = data.map((part) => {
+    const grid = el("div");
+    const tables = el("div");
+    root.append(el("h3", {}, part.title), grid, tables,
+      el("details", { class: "small" }, el("summary", {}, part.command), el("p", { class: "small" }, part.legend)));
+    return { part, grid, tables };
+  });
+
+  function trace(line, side, number, places, bars) {
+    const { color, symbol, dash } = line;
+    const points = line.points.filter(([, , values]) => !missing(values[number][0]));
+    const at = (y) => (side.log ? Math.max(y, LEAST) : y);
+    const reach = ([, , values], end) => (missing(values[number][end]) ? 0 : Math.abs(at(values[number][end]) - at(values[number][0])));
+    const said = ([place, , values]) => {
+      const [y, low, high] = values[number];
+      const interval = missing(low) ? "" : ` (${fixed(low, 1)}..${fixed(high, 1)})`;
+      return `<b>${plain(line.label)}</b><br>${plain(places[place])}: ${side.log ? y.toPrecision(3) : fixed(y, 1)}${interval}`;
+    };
+    return {
+      type: "scatter", mode: "lines+markers", showlegend: false, hoverinfo: "text", text: points.map(said), cliponaxis: false,
+      x: points.map(([place]) => place), y: points.map(([, , values]) => at(values[number][0])), line: { color, dash, width: 2 },
+      error_y: {
+        type: "data", symmetric: false, thickness: 1, width: 2, color,
+        array: points.map((point) => reach(point, 2)), arrayminus: points.map((point) => reach(point, 1)),
+      },
+      marker: {
+        color: points.map(([, , values]) => (bars && missing(values[number][1]) ? "#ffffff" : color)), symbol, size: 8,
+        line: { color, width: 1.5 },
+      },
+    };
+  }
+
+  function layout(block, side) {
+    const grid = { gridcolor: "#e8e8e8", zeroline: false, linecolor: "#8a8a8a", ticks: "outside", fixedrange: true };
+    const y = side.log ? { type: "log", dtick: 1, exponentformat: "power" } : { rangemode: "tozero" };
+    const level = { type: "line", xref: "paper", x0: 0, x1: 1, y0: side.level, y1: side.level, line: { color: "#000", width: 2 }, layer: "below" };
+    return {
+      margin: { l: 60, r: 20, t: 10, b: 44 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", hovermode: "closest",
+      font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
+      hoverlabel: { bgcolor: "#fff", bordercolor: "#1a1a1a", font: { color: "#1a1a1a" }, align: "left" },
+      xaxis: {
+        ...grid, title: { text: plain(block.x), standoff: 6 }, range: [-0.4, block.places.length - 0.6],
+        tickvals: block.places.map((_, place) => place), ticktext: block.places.map(plain),
+      },
+      yaxis: { ...grid, ...y, title: { text: plain(side.title), standoff: 4 } },
+      shapes: missing(side.level) ? [] : [level],
+    };
+  }
+
+  function panel(box, { block, lines, side, number }) {
+    box.append(el("h3", {}, block.title));
+    const here = lines.filter((line) => line.points.some(([, , values]) => !missing(values[number][0])));
+    if (!here.length) {
+      box.classList.add("wordy");
+      box.append(el("p", { class: "small" }, `Nothing to draw: no run shown here has a value of "${side.title}".`));
+      return;
+    }
+    const bars = here.some((line) => line.points.some(([, , values]) => !missing(values[number][1])));
+    const traces = here.map((line) => trace(line, side, number, block.places, bars));
+    P.chart(box, `${side.title} against ${block.x}: ${block.title}`, traces, layout(block, side));
+    box.append(el("div", { class: "legend" }, here.map((line) => el("span", {}, P.swatch(line), line.label))));
+  }
+
+  function table(block, kept) {
+    const rows = block.rows.filter(([hash]) => kept.has(hash)).map(([hash, ...cells]) => el("tr", { title: hash },
+      cells.map((text, i) => el("td", { class: block.right[i] ? "right" : "" }, text))));
+    const heads = block.heads.map((text, i) => el("th", { class: block.right[i] ? "right" : "", scope: "col" }, text));
+    return el("details", { open: true }, el("summary", {}, block.title),
+      kvexp.scroll(block.title, el("table", { class: "verdicts" }, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows))));
+  }
+
+  return (shown) => {
+    const kept = new Set(shown.map((run) => run.hash));
+    for (const { part, grid, tables } of parts) {
+      const blocks = part.blocks.filter((block) => block.rows.some(([hash]) => kept.has(hash)));
+      const panels = blocks.flatMap((block) => {
+        const lines = block.lines.map((line) => ({ ...line, points: line.points.filter(([, hash]) => kept.has(hash)) }));
+        const drawn = lines.filter((line) => line.points.length);
+        return drawn.length ? block.sides.map((side, number) => ({ block, lines: drawn, side, number })) : [];
+      });
+      const inside = P.fresh(grid);
+      P.fill(inside, P.cap(grid, panels), panel);
+      tables.replaceChildren(...blocks.map((block) => table(block, kept)));
+      if (!blocks.length) tables.append(el("p", { class: "small" }, "None of the runs shown is of this kind."));
+    }
+  };
+});
