@@ -53,9 +53,9 @@ def test_a_prompt_beyond_the_models_positions_is_read_at_positions_that_it_knows
     assert row["receipt"]["peak_kv_bytes"] < 2 * (HELD + CHUNK) * token < 0.5 * LENGTH * token
 
 
-def test_without_leave_it_is_skipped_and_where_positions_end_it_is_refused(tmp_path: Path) -> None:
-    (row,) = evaluate_run(settings(tmp_path)).rows()
-    assert row["skipped"] == "too long"
+def test_without_leave_and_where_a_model_has_a_table_of_positions_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long; the model holds 2048 positions"):
+        evaluate_run(settings(tmp_path))
     with pytest.raises(ConfigError, match="a table of positions for 2048 tokens and no more"):
         evaluate_run(settings(tmp_path, "cache.beyond_context=true", "model=testbed_rope"))
     with pytest.raises(ConfigError, match="cannot work on"):

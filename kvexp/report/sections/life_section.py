@@ -16,9 +16,11 @@ def data(source: ReportSource) -> list[dict[str, Any]] | None:
     parts, shown = [], list(source.frame["hash"])
     there = [source.folders[key] for key in shown if key in source.folders and not source.folders[key].refused]
     for name, view in VIEWS.items():
-        frame = view.read(source.outputs, {"hash": shown}) if any(map(view.has, there)) else ()
-        if len(frame):
-            blocks = [_block(view, block) for block in view.blocks(frame)]
+        if not any(map(view.has, there)):
+            continue
+        frame = view.read(source.outputs, {"hash": shown})
+        blocks = [_block(view, block) for block in view.blocks(frame)] if len(frame) else []
+        if blocks:
             said = {"name": name, "title": view.title, "command": f"kvexp {view.command}", "legend": view.legend}
             parts.append({**said, "blocks": blocks})
     return parts or None
