@@ -50,6 +50,12 @@ CHECKS = (
         "pytest",
         f"{TESTS} tests/test_gpu.py",
     ),
+    Check(
+        "graphs",
+        "decode steps replayed from a CUDA graph are the eager ones",
+        "pytest",
+        f"{TESTS} tests/test_capture_gpu.py",
+    ),
     Check("retrieval", "offloaded tokens come back in time", "pytest", f"{TESTS} tests/test_retrieval_gpu.py"),
     Check("decode", "seconds per token after 8k tokens", "benchmarks.suite", "gpu --only decode_8k"),
     Check("prefill", "time to the first token of 8k and 32k tokens", "benchmarks.suite", "gpu --only prefill"),

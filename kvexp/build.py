@@ -44,8 +44,11 @@ CACHE = {
     "evict_every": 1,
     "observe": "blocked",
     "beyond_context": False,
+    "graph": "off",
     **STORAGE,
 }
+# Keys of the group `cache` that runs of older versions have not recorded.
+ADDED_LATER = (*STORAGE, "graph")
 # The group `select` of conf/config.yaml.
 SELECT = {"by": "token", "values": "none", "chunk": None}
 TOO_LARGE = 1 << 62  # sums of two such numbers do not fit into the 64 bits of a tensor's, nor into a slice
@@ -160,6 +163,7 @@ def build_cache(
             surrogate=surrogate,
             bounded_chunk=bounded_chunk,
             keep=keep,
+            graph=known["graph"],
         )
 
 

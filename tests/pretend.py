@@ -42,6 +42,9 @@ class Placed(torch.Tensor):
     def cpu(self):
         return self.to("cpu")
 
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
     def tolist(self):
         return self.to("cpu").tolist()
 

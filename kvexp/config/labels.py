@@ -11,6 +11,7 @@ GROUPS = ("model", "task", "method", "model_task")  # choices with a label of th
 # Overrides that say how a job is carried out, and nothing of what is asked for.
 EXECUTION_KEYS = (
     *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose"),
+    "cache.graph",
     *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
 )
 # Overrides that have a label of their own or change no number.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvexp.build import CACHE, STORAGE, build, build_cache, typed
+from kvexp.build import ADDED_LATER, CACHE, build, build_cache, typed
 from kvexp.config.bytes_ratio import budget_of_bytes
 from kvexp.config.calibration_of_model import calibration_for, head_scores_for
 from kvexp.config.divergence_options import DivergenceOptions, refusal
@@ -78,7 +78,8 @@ class Settings:
 
     def baseline(self) -> Settings:
         """The same run with full attention: what this one is measured against."""
-        cache = CacheConfig(Full(), observe=self.cache.observe, beyond_context=self.cache.beyond_context)
+        kept = {name: getattr(self.cache, name) for name in ("observe", "beyond_context", "graph")}
+        cache = CacheConfig(Full(), **kept)
         return dataclasses.replace(self, cache=cache).identified(labels_of_baseline(self.labels))
 
     def parts(self) -> list[Settings]:
@@ -147,7 +148,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     own = {target: one.cls for target, one in admitted().items()}
     method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
     for name in CACHE:
-        if name not in config["cache"] and name not in STORAGE:  # a run of before has none of these
+        if name not in config["cache"] and name not in ADDED_LATER:
             raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
     task: Task = build(
         {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"

@@ -35,6 +35,8 @@ class CacheConfig(CacheSettings):
         are evicted at their end.
     keep: what happens to marked spans of a prompt (`kvexp.core.spans`): span, they are never evicted; fair, they lose
         the same share as the rest; None, nothing.
+    graph: auto, decode steps are captured as a CUDA graph where the model is on CUDA and they can be
+        (`kvexp.generate.decode_graph`), which changes no number; off, they are not.
 
     ConfigError for choices that exclude each other. auto and None are replaced when the object is made: reading mode
     never gives auto, reading positions never None.

@@ -18,6 +18,7 @@ Mode = Literal["overwrite", "compact", "mask", "auto"]
 Positions = Literal["original", "renumbered"]
 Observe = Literal["blocked", "naive", "triton"]
 Keep = Literal["span", "fair"]
+Graph = Literal["auto", "off"]
 
 
 class CacheOptions(TypedDict, total=False):
@@ -36,6 +37,7 @@ class CacheOptions(TypedDict, total=False):
     surrogate: Surrogate | None
     bounded_chunk: int | None
     keep: Keep | None
+    graph: Graph
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class CacheSettings:
     surrogate: Surrogate | None = None
     bounded_chunk: int | None = None
     keep: Keep | None = None
+    graph: Graph = "off"
 
     @property
     def is_simulation(self) -> bool:

@@ -7,7 +7,7 @@ from typing import get_args
 from kvexp.core import bounded_prefill, spans
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
-from kvexp.core.cache_settings import CacheSettings, Keep, Mode, Observe, Positions
+from kvexp.core.cache_settings import CacheSettings, Graph, Keep, Mode, Observe, Positions
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
@@ -62,7 +62,7 @@ def check_choices(config: CacheSettings) -> None:
 
 def _check_values(config: CacheSettings) -> None:
     """ConfigError for a value that a setting does not have, and for Triton where it is not installed."""
-    for key, allowed in (("mode", Mode), ("positions", Positions), ("observe", Observe)):
+    for key, allowed in (("mode", Mode), ("positions", Positions), ("observe", Observe), ("graph", Graph)):
         if getattr(config, key) not in get_args(allowed):
             raise ConfigError(f"{key} must be one of {', '.join(get_args(allowed))}, got {getattr(config, key)!r}")
     if config.observe == "triton":

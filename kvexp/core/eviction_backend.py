@@ -89,6 +89,12 @@ class InPlace(EvictionBackend):
         """Declare the slots [B, H, every] free: the next tokens are written to them."""
         self.free_slots, self.num_used = free, 0
 
+    def refill(self, free: Tensor) -> None:
+        """`set_free` in the same buffer, whose address stays: free [B, H, every], as many as were free before."""
+        assert self.free_slots is not None
+        self.free_slots.copy_(free)
+        self.num_used = 0
+
     def reset_layout(self) -> None:
         self.free_slots = self.out_of_budget = None
 

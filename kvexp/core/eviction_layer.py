@@ -106,6 +106,13 @@ class EvictionLayer(BudgetedLayer):
             self._stack = fast_step.StackedLayer([self], self.cross_layer_buffers)
         return self._stack
 
+    @property
+    def decode_stacks(self) -> list[fast_step.StackedLayer] | None:
+        """What takes the next decode step, once fast steps have been taken; None: no fast step has been, or will be."""
+        stack = self._stack
+        steady = stack is not None and self.is_steady and stack.keys is self.require_slots().key_buffer
+        return [stack] if stack is not None and steady else None
+
     def _leave_fast_path(self) -> None:
         """Drop the stacked layer and the merged buffers: this forward is computed by `store`, `attend` and `update`."""
         self._stack = None

@@ -208,6 +208,11 @@ class SequenceState:
             self._positions[device] = next(iter(self._positions.values())).to(device)
         return self._positions[device]
 
+    def read_positions_from(self, buffer: Tensor) -> None:
+        """Copy the position ids of the forward in progress into buffer [B, Q], where its layers then read them."""
+        buffer.copy_(self.positions(buffer.device))
+        self._positions = {buffer.device: buffer}
+
     def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows.
 

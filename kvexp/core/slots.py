@@ -125,6 +125,11 @@ class Slots:
             self.values = self.values.clone(memory_format=torch.contiguous_format)
             self._shared = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a copy reads the same keys and values, so that the next write moves these to buffers of their own."""
+        return self._shared
+
     def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Overwrite the key and value of one slot per head.
 

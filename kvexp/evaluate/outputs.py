@@ -173,6 +173,7 @@ def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:
             finish_reason=ending.reason,
             stop_reason=ending.text if ending.token is None else tokenizer.decode([ending.token]),
             tokens=list(tokens),
+            info={} if result.cuda_graph is None else {"cuda_graph": result.cuda_graph},
         )
         for tokens, ending, receipt in zip(
             result.tokens, result.endings, receipts(result.cache, result.early_stats), strict=True

@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from kvexp.generate.decode_graph import graph_device
 from kvexp.generate.finish_reason import truncate_at_end
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.inputs import eos_ids, pad_id
@@ -88,6 +89,7 @@ def beam_search(
         cache=cache,
         beam_scores=output.sequences_scores.tolist(),
         logits=tuple(output.logits) if keep_logits else (),
+        cuda_graph=None if graph_device(cache) is None else "beams are not captured: transformers feeds their steps",
     )
 
 

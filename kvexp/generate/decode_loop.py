@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core.decode.bookkeeping import cat_rows
+from kvexp.generate.decode_graph import DecodeSteps, GraphCounts
 from kvexp.generate.eviction_stats import EvictionStats, receipt_of
 from kvexp.generate.finish_reason import stop_criteria, truncate_at_end
 from kvexp.generate.generation_params import GenerationParams, logits_processors
 from kvexp.generate.inputs import eos_ids, pad_id
 from kvexp.generate.output import Generation, Timing, check_finite, check_seq_length
-from kvexp.generate.prefilled_context import PrefilledContext, decode_step
+from kvexp.generate.prefilled_context import PrefilledContext
 from kvexp.models import EvictionCache, MultiMethodCache
 
 # Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
@@ -64,14 +65,15 @@ def decode_batches(
     parts = [
         _Part(contexts, decoding, some, eos, pad, tokenizer) for contexts, some in zip(batches, seeds, strict=True)
     ]
-    _decode_loop(model, parts, decoding.max_new_tokens, keep_logits)
-    return [part.generations(start) for part in parts]
+    note = _decode_loop(model, parts, decoding.max_new_tokens, keep_logits)
+    return [part.generations(start, note) for part in parts]
 
 
-def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int, keep_logits: bool) -> None:
-    """Up to max_new_tokens tokens per row, of which the last is not fed."""
-    going = parts
+def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int, keep_logits: bool) -> str | None:
+    """Up to max_new_tokens tokens per row, of which the last is not fed; returns `Generation.cuda_graph`."""
+    going, counts = parts, GraphCounts()
     cache = batched_cache([context for part in parts for context in part.batch.contexts])
+    steps = DecodeSteps(model, cache, counts)
     for left in reversed(range(max_new_tokens)):
         # 1. Choose the next token of every row.
         tokens = [part.next_token(keep_logits) for part in going]
@@ -88,13 +90,15 @@ def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int
             pairs = [(part, token) for part, token in zip(going, tokens, strict=True) if part.num_going]
             going, tokens = [part for part, _ in pairs], [part.drop_ended(token) for part, token in pairs]
             cache = batched_cache([context for part in going for context in part.batch.contexts])
+            steps = DecodeSteps(model, cache, counts)
         for part in going:
             part.copy_ended()
         # 4. Feed the tokens.
         positions = cat_rows([part.batch.positions for part in going])
-        logits = decode_step(model, cat_rows(tokens), positions, cache)
+        logits = steps(cat_rows(tokens), positions)
         for part, own in zip(going, logits.split([len(token) for token in tokens]), strict=True):
             part.batch.logits = own
+    return counts.note
 
 
 def _ended_share(parts: list[_Part]) -> float:
@@ -153,8 +157,8 @@ class _Part:
                 # A copy has no room to grow: its own bytes would be fewer than those that were held.
                 output.cache.memory_tracker = copy.deepcopy(context.cache.memory_tracker)
 
-    def generations(self, start: float) -> list[Generation]:
-        """One Generation per context; start: the `time.perf_counter()` from which its times count."""
+    def generations(self, start: float, cuda_graph: str | None) -> list[Generation]:
+        """One Generation per context; start: the `time.perf_counter()` from which its times count; cuda_graph: its."""
         made, columns = [], self.sampler.columns
         for output in self.all_outputs:
             check_seq_length(output.cache, columns, len(output.token_times))
@@ -170,6 +174,7 @@ class _Part:
                     cache=output.cache,
                     logits=tuple(output.logits),
                     early_stats=output.early_stats,
+                    cuda_graph=cuda_graph,
                 )
             )
         return made

@@ -40,6 +40,7 @@ class Generation:
     sequences [B, columns]: prompts and new tokens, padded. timing: of the whole batch. memory_tracker: bytes.
     cache: as the last step left it. beam_scores: one per row, with beams. logits: [B, V] per step, if asked for.
     early_stats: statistics, by row, of rows that ended before the batch did, as of then (`receipts` takes them).
+    cuda_graph: what became of cache.graph=auto, in plain words; None where it is off, and on a CPU.
     """
 
     tokens: list[list[int]]
@@ -51,6 +52,7 @@ class Generation:
     beam_scores: list[float] | None = None
     logits: tuple[Tensor, ...] = field(default=(), repr=False)
     early_stats: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
+    cuda_graph: str | None = None
 
     ledger, ends = OldName("memory_tracker"), OldName("early_stats")
 

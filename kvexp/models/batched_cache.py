@@ -133,6 +133,21 @@ class MultiLayer:
             self._eligible = eligible
         return self._stacks
 
+    @property
+    def decode_stacks(self) -> list[StackedLayer] | None:
+        """As `EvictionLayer.decode_stacks`, of all caches; None where one of them takes another step."""
+        together = {member for members, _ in self._stacks for member in members}
+        stacks = [stack for _, stack in self._stacks]
+        for member, state in enumerate(self.states):
+            if not isinstance(state, EvictionLayer) or not state.is_steady:
+                return None
+            if member not in together:
+                own = state.decode_stacks
+                if own is None:
+                    return None
+                stacks += own
+        return stacks
+
     def _prompt(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:

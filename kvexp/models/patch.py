@@ -188,14 +188,18 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
 
 
 def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: add 0 times the last column's logits to the cache's flag, which is NaN from then on if one is.
+    """Forward hook: `track_finite`."""
+    track_finite(kwargs.get("past_key_values"), output.logits[:, -1])
 
-    Without waiting for the device.
+
+def track_finite(cache: Any, logits: torch.Tensor) -> None:
+    """Add 0 times the logits [B, V] to the flags of the cache or caches, which are NaN from then on if one is.
+
+    Without waiting for the device. A cache that is not kvexp's has no flag.
     """
-    cache = kwargs.get("past_key_values")
     caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "logits_nan_flag")]
     if caches:
-        doubt = 0 * output.logits[:, -1].sum(dtype=torch.float32)  # NaN unless all of them are finite
+        doubt = 0 * logits.sum(dtype=torch.float32)  # NaN unless all of them are finite
         for one in caches:
             one.logits_nan_flag = one.logits_nan_flag + doubt
 

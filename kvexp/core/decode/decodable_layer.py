@@ -25,6 +25,8 @@ class DecodableLayer(Protocol):
     def index(self) -> int:
         """The layer's number, from 0."""
 
+    seq_len: int  # columns seen, padding included
+
     @property
     def sequence(self) -> SequenceState:
         """Position ids and lengths, shared by all layers of the cache."""

@@ -8,6 +8,8 @@ modes).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from kvexp.core.decode import triton_decode
 from kvexp.core.decode.bookkeeping import BatchedEviction, cat_rows, pad_last_dim
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.decode.decodable_layer import DecodableLayer
-from kvexp.core.decode.noised_attention import group_by_noise, next_noise_and_tau
+from kvexp.core.decode.noised_attention import NoisedObserver, group_by_noise, next_noise_and_tau
 from kvexp.core.decode.ragged_products import RaggedProducts
 from kvexp.core.decode.sink_rerotation import SinkRerotation
 from kvexp.core.eviction_backend import InPlace
@@ -122,6 +124,26 @@ class StackedLayer:
         """The free slot [R, H, 1] that the next token of each row is written to."""
         return cat_rows([backend.free_slots for backend in self.backends if backend.free_slots is not None])
 
+    def hold_inputs(self, positions: Tensor) -> None:
+        """Hold what the step in progress takes from schedules of the host at fixed addresses (`NoisedObserver`).
+
+        positions [R, 1]: of the new tokens. Where buffers are merged, the first layer's inputs are those of all layers.
+        """
+        for part in self._scheduled:
+            part.hold_inputs(positions[part.rows] if isinstance(part, NoisedObserver) else positions)
+
+    def release_inputs(self) -> None:
+        """End the step whose inputs were held."""
+        for part in self._scheduled:
+            part.release_inputs()
+
+    @property
+    def _scheduled(self) -> Sequence[NoisedObserver | triton_decode.FusedDecodeAttention]:
+        """What of this layer takes temperatures and noise from a schedule."""
+        if self.fused is not None:
+            return [self.fused]
+        return [] if self.buffers.merged and self.index else self.noised
+
     def widen(self, columns: int) -> None:
         """Give the slots of a cache whose heads have slots of their own so many columns; new ones are dead."""
         assert isinstance(self.slots, RaggedSlots)
@@ -218,7 +240,7 @@ class StackedLayer:
         free = self.eviction.select_victim(slots.positions, self.priority(newest), newest, window)
         slots.invalidate(free)
         for backend, part in zip(self.backends, free.split(self.sizes), strict=True):
-            backend.set_free(part)
+            backend.refill(part)
 
     def priority(self, newest: Tensor) -> Tensor:
         """The priority [R, H, S] of every slot, by the method of each row's cache; newest [R, 1, 1]."""

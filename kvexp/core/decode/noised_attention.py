@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core.decode.decodable_layer import DecodableLayer
-from kvexp.core.observe.noise import STEPS_AHEAD, Noise
+from kvexp.core.observe.noise import STEPS_AHEAD, Noise, PooledDraws
+from kvexp.core.observe.step_input import StepInput
 
 
 class TauSchedule:
@@ -20,11 +21,16 @@ class TauSchedule:
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int]) -> None:
         self.states, self.sizes = states, sizes
+        self.held = StepInput()
         self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
         self._table = torch.empty(0)
 
     def current(self, device: torch.device) -> Tensor:
         """tau [R] float32 of the step in progress; 1 for rows that observe nothing."""
+        return self.from_schedule(device) if self.held.value is None else self.held.value
+
+    def from_schedule(self, device: torch.device) -> Tensor:
+        """`current`, from the schedule: a view of a table, at another address in every step."""
         step, ends = self.states[0].sequence.query_steps[0], [state.sequence.max_new_tokens for state in self.states]
         if self._of[1] != ends or not 0 <= step - self._of[0] < len(self._table):
             last = min([step + STEPS_AHEAD, *(max(end, step) for end in ends if end is not None)])
@@ -71,6 +77,22 @@ class NoisedObserver:
         if drawn.ndim == 0:
             return [drawn] * count
         return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0]))
+
+    def hold_inputs(self, positions: Tensor) -> None:
+        """Take tau and noise offsets of the step in progress from their schedules, and hold them where they always are.
+
+        positions [R, 1]: of the new tokens. Before the step is computed, and after one that drew its own.
+        """
+        self.tau_schedule.held.hold(self.tau_schedule.from_schedule(positions.device))
+        layers, draws = ((), None) if self._stepper is None else self._stepper
+        if isinstance(draws, PooledDraws):
+            draws.pool_offsets.held.hold(draws.pool_offsets.draw_next(positions.repeat(len(layers), 1)))
+
+    def release_inputs(self) -> None:
+        """End the step: the next one draws its own, or its inputs are held anew."""
+        self.tau_schedule.held.release()
+        if self._stepper is not None and isinstance(self._stepper[1], PooledDraws):
+            self._stepper[1].pool_offsets.held.release()
 
     def observed_probs(self, x: Tensor, zeta: Tensor | None, tau: Tensor) -> Tensor:
         """softmax((x + zeta) / tau) of the logits x [R, H, G, 1, S], tau [R]; same shape."""

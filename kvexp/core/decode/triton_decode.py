@@ -93,6 +93,19 @@ class FusedDecodeAttention:
         )
         return scratch.out[..., None, :].to(slots.values.dtype), scratch.given
 
+    def hold_inputs(self, positions: Tensor) -> None:
+        """As `NoisedObserver.hold_inputs`, for these rows: positions [R, 1]."""
+        if self.observes:
+            self.tau_schedule.held.hold(self.tau_schedule.from_schedule(self.device))
+        if self._offsets is not None:
+            self._offsets.held.hold(self._offsets.draw_next(positions).contiguous())
+
+    def release_inputs(self) -> None:
+        """As `NoisedObserver.release_inputs`."""
+        self.tau_schedule.held.release()
+        if self._offsets is not None:
+            self._offsets.held.release()
+
     def _observation(self, newest: Tensor, heads: int) -> list[Tensor]:
         """The kernels' arguments on how each row is observed: kind [R], tau [R], pool offsets, and the two noise pools.
 

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvexp.core.observe.step_input import StepInput
 from kvexp.errors import ConfigError
 
 EULER = 0.5772156649015329  # mean of the standard Gumbel distribution
@@ -144,8 +145,7 @@ class Noise:
         if self.constant:
             return lambda _, keys: torch.full((), EULER if self.kind == "constant" else 0.0, device=keys.device)
         if self.fresh:
-            pool_offsets = PoolOffsets(streams)
-            return lambda queries, keys: _gather_draws(self.kind, pool_offsets.next_offsets(queries), keys)
+            return PooledDraws(self.kind, PoolOffsets(streams))
         return lambda _, keys: hash_draws(self.kind, streams, _by_query_head(keys, heads))[:, :, None]
 
     def pool_offsets(self, seeds: Tensor, layer: int, heads: int, query_positions: Tensor, first: int = 0) -> Tensor:
@@ -160,20 +160,36 @@ class PoolOffsets:
     """Offsets into the noise pool for decode steps: one query per row, whose position grows by one from call to call.
 
     STEPS_AHEAD steps are hashed at once, which costs no more than hashing one. streams [B, heads]: of `stream_id`.
+    held: what `next_offsets` returns in a step for which `held.hold(draw_next(...))` was called before.
     """
 
     def __init__(self, streams: Tensor) -> None:
-        self.streams = streams
+        self.streams, self.held = streams, StepInput()
         self.ready: Iterator[Tensor] = iter(())
 
     def next_offsets(self, query_positions: Tensor) -> Tensor:
         """Offsets [B, heads, 1] int32 for queries at positions [B, 1]."""
+        return self.draw_next(query_positions) if self.held.value is None else self.held.value
+
+    def draw_next(self, query_positions: Tensor) -> Tensor:
+        """`next_offsets`, from the schedule."""
         pool_offsets = next(self.ready, None)
         if pool_offsets is None:
             ahead = torch.arange(STEPS_AHEAD, device=query_positions.device)
             self.ready = iter(_pool_offsets(self.streams, query_positions + ahead).split(1, dim=-1))
             pool_offsets = next(self.ready)
         return pool_offsets
+
+
+class PooledDraws:
+    """Fresh noise of decode steps, one query per row, as `Noise.make_stepper` returns it. kind: of the noise."""
+
+    def __init__(self, kind: str, pool_offsets: PoolOffsets) -> None:
+        self.kind, self.pool_offsets = kind, pool_offsets
+
+    def __call__(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Draws [B, H * G, 1, S] float32 for queries at positions [B, 1] and slots at key_positions [B, H, S]."""
+        return _gather_draws(self.kind, self.pool_offsets.next_offsets(query_positions), key_positions)
 
 
 def _by_query_head(keys: Tensor, heads: int) -> Tensor:

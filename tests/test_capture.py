@@ -1,0 +1,321 @@
+"""Decode steps that can be captured as a CUDA graph: checked, traced, replayed by a stand-in; offenders are found."""
+
+import itertools
+
+import pytest
+import torch
+from capture_checker import CaptureChecker, changes
+from host_reads import on_gpu, reads_of_decode_steps
+from recorded_graph import RecordedGraphs
+from tiny import CONFIGS, prompts_of, tiny
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvexp.core import Budget
+from kvexp.core.decode.replayable_step import ReplayableStep
+from kvexp.generate import CacheConfig, GenerationParams, decode, decode_graph, generate, prefill_together
+from kvexp.generate.decode_loop import batched_cache
+from kvexp.generate.prefilled_context import decode_step
+from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
+
+HALF = Budget(kv_ratio=0.5)
+RAGGED = Budget(kv_ratio=0.5, heads="adaptive")
+CASES = {
+    "h2o": (H2O(), HALF),
+    "a2sf": (A2SF(alpha=0.5), HALF),
+    "keyformer": (Keyformer(), HALF),
+    "keyformer per key": (Keyformer(noise="gaussian", fresh=False), HALF),
+    "tova": (TOVA(), HALF),
+    "window": (Window(), HALF),
+    "streaming_llm": (StreamingLLM(n_sinks=2), HALF),
+    "pyramid, each layer for itself": (Keyformer(), Budget(kv_ratio=0.5, layers="pyramid")),
+    "heads of different width": (H2O(), RAGGED),
+}
+PROMPTS = prompts_of(3, (40, 33))
+NEW = 30
+QUICK = [("llama", "keyformer"), ("llama", "heads of different width"), ("mpt", "keyformer")]
+ALL = [("llama", name) for name in CASES] + [(family, "keyformer") for family in CONFIGS if family != "llama"]
+FAMILIES = [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK)]
+
+
+class Stepped:
+    """A context some steps after its prompt, whose next steps are taken one by one."""
+
+    def __init__(self, family="llama", case="h2o", *, model=None, variants=None, warm=4):
+        self.model = tiny(family) if model is None else model
+        configs = [CacheConfig(*CASES[case])] if variants is None else variants
+        made = prefill_together(self.model, PROMPTS, configs, max_new_tokens=NEW, seeds=[1, 2])
+        self.contexts = made
+        self.cache = batched_cache(made)
+        device = made[0].ids.device
+        self.token = torch.tensor([[5], [6]]).to(device).repeat(len(made), 1)
+        self.positions = made[0].mask.sum(1, keepdim=True).repeat(len(made), 1)
+        self.logits = [self.eager() for _ in range(warm)]
+
+    def eager(self):
+        logits = decode_step(self.model, self.token, self.positions, self.cache)
+        self.feed(logits)
+        return logits.clone()
+
+    def feed(self, logits):
+        self.token.copy_(logits.argmax(-1, keepdim=True))
+        self.positions += 1
+
+    def replayable(self):
+        caches = getattr(self.cache, "caches", [self.cache])
+        stacks = [layer.state.decode_stacks for layer in self.cache.layers]
+        return ReplayableStep([[layer.state for layer in one.layers] for one in caches], stacks)
+
+    def step(self):
+        return decode_step(self.model, self.token, self.positions, self.cache)
+
+
+def checked(stepped, steps=3):
+    """All refusals of some steps, and how each differed from the one before."""
+    step, seen = stepped.replayable(), []
+    caches = getattr(stepped.cache, "caches", [stepped.cache])
+    flags = [cache.logits_nan_flag for cache in caches]  # told after a replay, outside of it
+    before = step.addresses()
+    for _ in range(steps):
+        step.begin()
+        with CaptureChecker() as checker:
+            logits = stepped.step()
+        step.release()
+        for cache, flag in zip(caches, flags, strict=True):
+            cache.logits_nan_flag = flag
+        stepped.feed(logits)
+        seen.append(checker)
+    moved = [name for name, address in step.addresses().items() if before[name] != address]
+    found = [why for checker in seen for why in checker.refusals]
+    found += [why for one, other in itertools.pairwise(seen) for why in changes(one, other)]
+    return found + [f"{name} moved" for name in moved]
+
+
+@pytest.mark.parametrize(("family", "case"), FAMILIES)
+def test_a_step_can_be_captured(family, case):
+    with torch.no_grad():
+        assert checked(Stepped(family, case)) == []
+
+
+def test_a_step_of_several_caches_can_be_captured():
+    variants = [CacheConfig(*CASES[name]) for name in ("keyformer", "h2o", "window")]
+    with torch.no_grad():
+        assert checked(Stepped(variants=variants)) == []
+
+
+@pytest.mark.parametrize("case", ["keyformer", "streaming_llm"])
+def test_a_step_on_a_device_uses_nothing_of_the_host(case):
+    """On pretended CUDA tensors: no copy either way, and no tensor of the host beside one of the device."""
+    model = on_gpu("llama")
+    with reads_of_decode_steps(model):
+        assert checked(Stepped(case=case, model=model)) == []
+
+
+@pytest.mark.parametrize("case", ["keyformer", "window"])
+def test_a_step_runs_on_tensors_without_numbers(case):
+    """FakeTensorMode: any read of a number and any shape that depends on one raises."""
+    with torch.no_grad():
+        stepped = Stepped(case=case)
+        step = stepped.replayable()
+        step.begin()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert stepped.step().shape == (2, stepped.logits[0].shape[-1])
+            step.rewind()
+            with pytest.raises(DataDependentOutputException):
+                float(torch.zeros(3).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "case"), ALL)
+def test_the_traced_step_is_the_eager_one(family, case):
+    """`make_fx` of one step computes the next ones: operators on tensors, without Python and the host."""
+    with torch.no_grad():
+        eager, traced = Stepped(family, case), Stepped(family, case)
+        step, graph = traced.replayable(), None
+        for _ in range(5):
+            step.begin()
+            if graph is None:
+                graph = make_fx(lambda token, at: decode_step(traced.model, token, at, traced.cache))(
+                    traced.token, traced.positions
+                )
+                step.rewind()
+                logits = None
+            else:
+                logits = graph(traced.token, traced.positions)
+            step.count()
+            step.release()
+            expected = eager.eager()
+            traced.feed(expected)
+            assert logits is None or torch.equal(logits, expected)
+        assert_same_state(eager.contexts, traced.contexts)
+
+
+def assert_same_state(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one.cache.layer_states, other.cache.layer_states, strict=True):
+            assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
+            assert torch.equal(a.slots.score, b.slots.score) and a.seq_len == b.seq_len
+
+
+# -- cache.graph=auto, with a stand-in for CUDA graphs --------------------------------------------------------------
+
+
+def with_graphs(monkeypatch, graphs):
+    monkeypatch.setattr(decode_graph, "graph_device", lambda cache: graphs)
+
+
+def both(monkeypatch, graphs, method, budget, family="llama", new=NEW, **options):
+    """(with graphs, without)."""
+    decoding = GenerationParams(new, eos=None)
+    run = lambda: generate(  # noqa: E731
+        tiny(family), PROMPTS, method, budget, decoding=decoding, seeds=[1, 2], keep_logits=True, **options
+    )
+    plain = run()
+    with_graphs(monkeypatch, graphs)
+    return run(), plain
+
+
+@pytest.mark.parametrize(("family", "case"), FAMILIES)
+def test_replayed_steps_are_the_eager_ones(family, case, monkeypatch):
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, *CASES[case], family=family)
+    assert graphs.calls[:3] == ["warm_up", "capture", "replay"] and graphs.calls.count("replay") > NEW - 8
+    assert made.tokens == plain.tokens
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    for a, b in zip(made.cache.layer_states, plain.cache.layer_states, strict=True):
+        assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
+        assert torch.equal(a.slots.score, b.slots.score)
+    replayed = graphs.calls.count("replay") - 1  # the first one is compared and thrown away
+    assert made.cuda_graph == f"{replayed} of {NEW - 1} decode steps were replayed from a CUDA graph"
+    assert plain.cuda_graph is None
+
+
+def test_caches_that_decode_together_are_captured_together(monkeypatch):
+    """In the second run some end before others: then the others' step is captured anew."""
+    variants = [CacheConfig(*CASES[name]) for name in ("keyformer", "h2o", "window")]
+    model = tiny("llama")
+
+    def run(eos):
+        contexts = prefill_together(model, PROMPTS, variants, max_new_tokens=NEW, seeds=[1, 2])
+        return decode(model, contexts, GenerationParams(NEW, eos=eos), [1, 2], None, start=0.0)
+
+    whole = run(None)
+    ends = [tokens[NEW // 2] for tokens in whole[0].tokens]
+    plain, graphs = [whole, run(ends)], RecordedGraphs()
+    with_graphs(monkeypatch, graphs)
+    for eos, expected in zip((None, ends), plain, strict=True):
+        made = run(eos)
+        for one, other in zip(made, expected, strict=True):
+            assert one.tokens == other.tokens and one.sequences.tolist() == other.sequences.tolist()
+            assert one.cache.kept_positions(0) == other.cache.kept_positions(0)
+        if eos is None:
+            assert graphs.calls.count("capture") == 1 and graphs.calls.count("replay") == NEW - 5
+
+
+@pytest.mark.parametrize("method", [Full(), SnapKV(window=3)], ids=lambda m: m.name)
+def test_what_cannot_be_captured_says_why(method, monkeypatch):
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, method, None if method.name == "full" else HALF, new=6)
+    assert made.tokens == plain.tokens and graphs.calls == []
+    assert f"0 of 5 decode steps were replayed from a CUDA graph; {method.name} is not captured: every new" in (
+        made.cuda_graph
+    )
+
+
+def test_a_capture_that_fails_changes_nothing(monkeypatch):
+    graphs = RecordedGraphs(forbidden=frozenset({"argmin"}))
+    made, plain = both(monkeypatch, graphs, *CASES["keyformer"], new=12)
+    assert made.tokens == plain.tokens and graphs.calls == ["warm_up", "capture"]
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    assert "0 of 11" in made.cuda_graph and "the capture failed: operation not permitted" in made.cuda_graph
+
+
+def test_a_replay_that_differs_is_not_trusted(monkeypatch):
+    """A number of the host that is part of a step, which a graph would keep as it was."""
+    from kvexp.core.decode.bookkeeping import BatchedEviction
+
+    original = BatchedEviction.accumulate
+
+    def by_step(self, score, sums):
+        original(self, score, sums * (1 + self.states[0].sequence.seq_len / 1000))
+
+    monkeypatch.setattr(BatchedEviction, "accumulate", by_step)
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, *CASES["h2o"], new=12)
+    assert made.tokens == plain.tokens and graphs.calls == ["warm_up", "capture", "replay"]
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    assert "0 of 11" in made.cuda_graph and "differed" in made.cuda_graph
+
+
+# -- planted offenders -------------------------------------------------------------------------------------------------
+
+
+def reads(self, score, sums):
+    if float(score.max()) < 0:
+        score.zero_()
+
+
+def masks(self, score, sums):
+    score[score > 1e30] = score[score > 1e30]
+
+
+def copies(self, score, sums):
+    score += torch.tensor([0.0])
+
+
+OFFENDERS = {reads: "the host reads a number", masks: "a shape depends on numbers", copies: "numbers of the host"}
+
+
+@pytest.mark.parametrize("offence", OFFENDERS, ids=lambda one: one.__name__)
+def test_a_planted_offender_is_found(offence, monkeypatch):
+    from kvexp.core.decode.bookkeeping import BatchedEviction
+
+    with torch.no_grad():
+        stepped = Stepped()
+        monkeypatch.setattr(BatchedEviction, "accumulate", offence)
+        assert any(OFFENDERS[offence] in why for why in checked(stepped))
+
+
+@pytest.mark.parametrize(
+    ("offence", "message"),
+    [
+        (lambda self, score, sums: score.add_(torch.zeros(())), "a tensor of the host is used on the device"),
+        (lambda self, score, sums: score.cpu(), "a copy between host and device"),
+    ],
+    ids=["number", "copy"],
+)
+def test_a_planted_tensor_of_the_host_is_found(offence, message, monkeypatch):
+    """Torch lets a single number of the host meet a tensor of the device, and a graph would keep it as it was."""
+    from kvexp.core.decode.bookkeeping import BatchedEviction
+
+    monkeypatch.setattr(BatchedEviction, "accumulate", offence)
+    model = on_gpu("llama")
+    with reads_of_decode_steps(model):
+        found = checked(Stepped(model=model))
+    assert any(message in why for why in found)
+
+
+def test_planted_state_that_moves_is_found(monkeypatch):
+    """A tensor put in place of another, and one that grows."""
+    from kvexp.core.decode.cross_layer import CrossLayerBuffers
+
+    original = CrossLayerBuffers.collect
+
+    def replaces(self, *arguments):
+        original(self, *arguments)
+        self.free_slots = self.free_slots.clone()
+
+    with torch.no_grad():
+        stepped = Stepped()
+        with monkeypatch.context() as patch:
+            patch.setattr(CrossLayerBuffers, "collect", replaces)
+            assert any("at another address" in why for why in checked(stepped))
+        grown = []
+
+        def grows(self, *arguments):
+            original(self, *arguments)
+            grown.append(self.score)
+            torch.cat(grown)
+
+        monkeypatch.setattr(CrossLayerBuffers, "collect", grows)
+        assert any("other shapes" in why or "other operators" in why for why in checked(Stepped()))
