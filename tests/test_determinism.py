@@ -88,7 +88,7 @@ def test_batch_sizes_and_launchers(tmp_path, generation):
                 assert_alike(alone[method], found[method])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_on_a_cpu(tmp_path, dtype):
     """Prompts of unequal length, each by itself: whatever the batch size and the launcher, every byte."""
     words = ("model=tiny", f"model.dtype={dtype}", "model.device=cpu", "task=sample", "limit=4")
@@ -133,7 +133,8 @@ def test_half_precision_on_a_gpu_is_another_run_in_another_batch(tmp_path, monke
         assert [len(set(found)) for found in identities(dtype)] == [different, different]
 
 
-@pytest.mark.parametrize("task", ["testbed_choice", "testbed_qa"])
+# Questions after the eviction are compared between launchers in test_shared_prefill.py too.
+@pytest.mark.parametrize("task", ["testbed_choice", pytest.param("testbed_qa", marks=pytest.mark.slow)])
 def test_choices_and_questions(tmp_path, task):
     """Questions about one context share its prefill, choices are judged by log-probability."""
     words = (*TESTBED, f"task={task}", *(["task.question=after_eviction"] if task == "testbed_qa" else []))

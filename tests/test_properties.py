@@ -103,13 +103,18 @@ ALIKE = settings(
 FEWER = settings(ALIKE, max_examples=12)
 
 EVERY = settings(ALIKE, max_examples=3)
-each_method = pytest.mark.parametrize("name", METHODS)
 methods = st.sampled_from(sorted(METHODS))
 MODES = ("overwrite", "compact", "mask")
 modes = st.sampled_from(MODES)
 budgets = st.integers(5, 23)  # 5: two sinks, or snapkv's window, and something besides
 seeds = st.integers(0, 10_000)
 lengths = st.lists(st.integers(1, 19), min_size=3, max_size=3)  # of prompts, one token included
+
+
+def each_method(start: int) -> pytest.MarkDecorator:
+    """Every method: each second one from `start` in every run of the tests, so that each has half of the properties."""
+    names = [pytest.param(n, marks=[] if place % 2 == start else pytest.mark.slow) for place, n in enumerate(METHODS)]
+    return pytest.mark.parametrize("name", names)
 
 
 def num_layers(name: str) -> int:
@@ -173,7 +178,7 @@ def same(
 # -- what is kept ------------------------------------------------------------------------------------------------------
 
 
-@each_method
+@each_method(0)
 @EVERY
 @given(budgets, st.sampled_from(["overwrite", "compact"]), st.integers(7, 29), seeds, st.booleans())
 def test_at_most_budget_slots(name: str, k: int, mode: str, prompt: int, seed: int, counts_self: bool) -> None:
@@ -224,7 +229,7 @@ def test_block_size_of_observation_is_irrelevant(name: str, k: int, prompt: int,
         same(naive, core(name, streams, widths, Budget(tokens=k), missing=missing, observe="blocked", block=block))
 
 
-@each_method
+@each_method(1)
 @EVERY
 @given(budgets, st.sampled_from([1, 2, 3, None]), st.booleans(), st.booleans(), lengths, seeds)
 def test_overwrite_compact_and_mask_are_the_same(
@@ -249,7 +254,7 @@ def test_overwrite_compact_and_mask_are_the_same(
 # -- rows are alone ----------------------------------------------------------------------------------------------------
 
 
-@each_method
+@each_method(0)
 @EVERY
 @given(budgets, modes, st.permutations(range(5)), seeds)
 def test_permuting_the_batch_permutes_the_results(name: str, k: int, mode: str, order: list[int], seed: int) -> None:
@@ -263,7 +268,7 @@ def test_permuting_the_batch_permutes_the_results(name: str, k: int, mode: str, 
     same(one, other, rows=[(i, order.index(i)) for i in range(5)])
 
 
-@each_method
+@each_method(1)
 @EVERY
 @given(st.one_of(budgets, st.sampled_from([0.51, 0.8, 1.0])), modes, lengths, seeds)
 def test_a_padded_row_is_the_row_alone(name: str, k: int | float, mode: str, prompts: list[int], seed: int) -> None:
@@ -330,7 +335,7 @@ def test_ragged_budgets_are_floors_of_real_prompt_tokens(ratio: float) -> None:
 # -- how the prompt is fed ---------------------------------------------------------------------------------------------
 
 
-@each_method
+@each_method(0)
 @EVERY
 @given(budgets, modes, lengths, st.lists(st.integers(1, 7), min_size=1, max_size=5), seeds)
 def test_chunked_prefill_is_whole_prefill(

@@ -64,25 +64,29 @@ def content(folder):
     return made
 
 
+LATER = ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3")
+
+
 @pytest.mark.parametrize(
-    "task",
+    ("sweep", "task"),
     [
-        pytest.param(("task=testbed_summary", "limit=5", "batch_size=2"), marks=pytest.mark.slow),
-        ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3"),
-        pytest.param(("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
-        pytest.param(("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
+        (("method=keyformer,oracle", "kv_ratio=0.3"), LATER),
+        pytest.param(SWEEP, LATER, marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=testbed_summary", "limit=5", "batch_size=2"), marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
     ],
 )
-def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, task):
+def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, task):
     both = {}
     for launcher in ("shared_prefill", "basic"):
         out, where = tmp_path / launcher, f"hydra/launcher={launcher}"
-        code, said = command("-m", where, *SWEEP, *task, "model=testbed_rope", f"outputs_dir={out}")
+        code, said = command("-m", where, *sweep, *task, "model=testbed_rope", f"outputs_dir={out}")
         assert code == 0, said
         both[launcher] = content(out)
         told = "runs that share each prompt's prefill" in said
         assert told == (launcher == "shared_prefill")
-    assert len(both["basic"]) == 9
+    assert len(both["basic"]) == (9 if sweep is SWEEP else 3)
     assert both["shared_prefill"] == both["basic"]
     times = [row["seconds"]["ttft"] for run in runs(tmp_path / "shared_prefill") for row in run.rows()]
     assert set(times) == {None}
