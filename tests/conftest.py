@@ -1,6 +1,5 @@
 """Settings for every test: no network, and where the recorded material lies, if it is there."""
 
-import gc
 import os
 import signal
 from pathlib import Path
@@ -18,12 +17,6 @@ torch.set_num_threads(1)  # pytest's workers share the processors; and what a te
 
 USERS_CACHE = cache_folder()  # before the tests get one of their own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-
-def pytest_collection_finish(session):
-    """What was imported and collected stays to the end: the garbage collector need not look through it every time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
