@@ -200,7 +200,7 @@ def test_a_line_end_in_an_option_reaches_no_shell(command):
     assert code == 1 and "hydra.launcher.submitit_folder" in err and "line end" in err, out + err
 
 
-@pytest.mark.parametrize("logging", ["stdout", "default"])
+@pytest.mark.parametrize("logging", ["stdout", pytest.param("default", marks=pytest.mark.slow)])
 def test_hydras_own_logging_and_an_own_folder_go_on_working(stage, place, tmp_path, logging):
     """In a process of its own: Python's logging configurations close the streams of handlers that are there."""
     _, conf, _ = place

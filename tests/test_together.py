@@ -119,7 +119,7 @@ def test_every_method_is_what_it_is_alone(family):
         same(alone(model, variant, decoding), joint)
 
 
-@pytest.mark.parametrize("family", ["llama", "mpt"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mpt", marks=pytest.mark.slow)])
 def test_rows_that_end_early_and_caches_that_leave(family):
     """An end token per row: caches finish at different steps, and the others go on."""
     model = tiny(family)

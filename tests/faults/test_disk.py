@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 
 import pytest
+from turns import in_turn
 
 from faults.sweeps import launchers, lines_of, rows_of, sweep
 
@@ -126,8 +127,7 @@ def test_read_only_outputs_are_said_before_a_model_loads(stage, tmp_path, mounte
     assert "A MODEL LOADS" not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("mode", ["single", "sweep"])
+@pytest.mark.parametrize(("mode", "inside"), in_turn(["single", "sweep"], [True, False], of=2))
 def test_folders_of_somebody_else_are_said_before_a_model_loads(stage, tmp_path, mode, inside):
     """On a file system that others may write to; inside: the folder may be looked into."""
     drop = "import os\nif os.geteuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"

@@ -77,7 +77,7 @@ def test_while_a_model_loads(stage, tmp_path, launcher):
     assert "Traceback" not in child.said
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.05])
+@pytest.mark.parametrize("pause", [0.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_twice_in_a_row(stage, tmp_path, pause):
     child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW)
     child.until("HERE")
