@@ -1,4 +1,4 @@
-"""Plans of quantised caches: the bytes that they say are those that a run's ledger then holds. Launchers of plans."""
+"""Plans of quantised caches: the bytes that they say are those that a run's ledger then holds."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ from test_quantised_runs import settings
 
 from kvexp.dry_run import cost
 from kvexp.dry_run.group_cost import GroupPlan, RunWork
-from kvexp.dry_run.planner import launcher_of
 from kvexp.dry_run.workload import model_shape
 from kvexp.evaluate.evaluate_run import evaluate_run
 
@@ -51,9 +50,3 @@ def test_fewer_bits_are_fewer_bytes_at_the_peak_too() -> None:
 
     plain, four = peak(), peak("cache.bits=4")
     assert four < 0.5 * plain
-
-
-def test_a_plan_takes_runs_alone_where_an_experiment_does() -> None:
-    assert launcher_of(["experiment=many_questions", "limit=4"]) == "basic"
-    assert launcher_of(["experiment=question_place"]) is None and launcher_of(["experiment=no_such"]) is None
-    assert launcher_of(["hydra/launcher=joblib", "experiment=many_questions"]) == "joblib"

@@ -96,8 +96,7 @@ ALLOWED: dict[str, set[str]] = {
             ".models",
             ".generate",
         ),
-        *(".tasks", ".record", ".results", ".session", ".cache_folder", ".paths"),
-        *("torch", "hydra", "omegaconf", "rich"),
+        *(".tasks", ".record", ".results", ".session", ".cache_folder", "torch", "hydra", "omegaconf", "rich"),
     },
     "yardstick": {
         *(".errors", ".paths", ".config", ".evaluate", ".session", ".sweep", ".tasks", ".record"),

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from omegaconf import OmegaConf
 
 from kvexp.config.divergence_options import refusal
 from kvexp.config.model_spec import ModelSpec, check_cache_fits_model
@@ -22,7 +21,6 @@ from kvexp.errors import ConfigError
 from kvexp.evaluate.rows import environment
 from kvexp.models.free_memory import available
 from kvexp.models.model_size import ModelSize
-from kvexp.paths import CONF
 from kvexp.record import identity
 from kvexp.session import Session
 from kvexp.sweep.hydra_job import report_failure
@@ -31,7 +29,6 @@ from kvexp.sweep.prefill_groups import prefill_groups
 from kvexp.terminal import say
 
 MEASURE = "measure"
-LAUNCHER = "override /hydra/launcher"  # in the defaults of an experiment
 
 
 def dry_run(main: Callable[[], None], option: str, session: Session) -> int:
@@ -63,7 +60,7 @@ def plan(main: Callable[[], None], option: str, session: Session) -> list[Planne
         raise ConfigError(
             "--dry-run plans grids; a search chooses its runs one after the other: leave out hydra/sweeper"
         )
-    basic = launcher_of(words) == "basic"
+    basic = "hydra/launcher=basic" in words
     words = [word for word in words if not word.startswith(("hydra/launcher", "hydra.launcher."))]
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = [*words, "hydra/launcher=basic", f"hydra.sweep.dir={folder}"]
@@ -74,20 +71,6 @@ def plan(main: Callable[[], None], option: str, session: Session) -> list[Planne
             jobs = session.collected_jobs()
     swept = any(job.number is not None for job in jobs)
     return show_plan(jobs, name, session, shares=swept and not basic)
-
-
-def launcher_of(words: Sequence[str]) -> str | None:
-    """The launcher that these words ask for: by name, or in the file of an experiment; None for the configuration's."""
-    named = [word.partition("=")[2] for word in words if word.startswith("hydra/launcher=")]
-    if named:
-        return named[-1]
-    for name in (word.partition("=")[2] for word in words if word.startswith("experiment=")):
-        file = CONF / "experiment" / f"{name}.yaml"
-        known = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
-        for each in known.get("defaults", ()) if isinstance(known, dict) else ():
-            if isinstance(each, dict) and LAUNCHER in each:
-                return str(each[LAUNCHER])
-    return None
 
 
 def show_plan(jobs: Sequence[HydraJob], machine: str | None, session: Session, *, shares: bool) -> list[PlannedGroup]:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from kvexp.results.units import absent
 
-# What a run's label `task`, or a word of its settings, says of it -> the command and what that shows.
+# What a run's label `task`, or the beginning of a word of its settings, says of it -> the command and what that shows.
 OF_TASK = {
     **dict.fromkeys(("dialogue", "soda_turns"), ("turns", "turn by turn")),
     **dict.fromkeys(("instructions", "instructions_leak"), ("instructions", "what is followed and told")),
@@ -14,7 +14,7 @@ OF_TASK = {
 }
 OF_SETTING = {
     "questions=all": ("many-questions", "by number of questions asked"),
-    "prefill=bounded": ("prefill-chunks", "by size of the chunks"),
+    **dict.fromkeys(("prefill=bounded", "prefill.chunk="), ("prefill-chunks", "by size of the chunks")),
 }
 
 
@@ -23,7 +23,7 @@ def other_tables(df: pd.DataFrame) -> list[str]:
     found: dict[str, str] = {}
     for row in df.to_dict("records"):
         words = [] if absent(row.get("setting")) else str(row.get("setting")).split()
-        named = [OF_TASK.get(str(row.get("task"))), *(OF_SETTING.get(word) for word in words)]
-        found |= dict(each for each in named if each is not None)
-    each = [f"kvexp {command} OUTPUTS ({what})" for command, what in found.items()]
-    return [f"more of these runs: {'; '.join(each)}."] if each else []
+        found |= dict(each for word in words for start, each in OF_SETTING.items() if word.startswith(start))
+        found |= dict([OF_TASK[task]] if (task := str(row.get("task"))) in OF_TASK else [])
+    named = [f"kvexp {command} OUTPUTS ({what})" for command, what in found.items()]
+    return [f"more of these runs: {'; '.join(named)}."] if named else []
