@@ -1,94 +1,17 @@
 """Decode steps that can be captured as a CUDA graph: checked, traced, replayed by a stand-in; offenders are found."""
 
-import itertools
-
 import pytest
 import torch
-from capture_checker import CaptureChecker, changes
+from capture_steps import ALL, CASES, FAMILIES, HALF, NEW, Stepped, checked, prompts_for
 from host_reads import on_gpu, reads_of_decode_steps
 from recorded_graph import RecordedGraphs
-from tiny import CONFIGS, prompts_of, tiny
+from tiny import tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvexp.core import Budget
-from kvexp.core.decode.replayable_step import ReplayableStep
 from kvexp.generate import CacheConfig, GenerationParams, decode, decode_graph, generate, prefill_together
-from kvexp.generate.decode_loop import batched_cache
 from kvexp.generate.prefilled_context import decode_step
-from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, SnapKV, StreamingLLM, Window
-
-HALF = Budget(kv_ratio=0.5)
-RAGGED = Budget(kv_ratio=0.5, heads="adaptive")
-CASES = {
-    "h2o": (H2O(), HALF),
-    "a2sf": (A2SF(alpha=0.5), HALF),
-    "keyformer": (Keyformer(), HALF),
-    "keyformer per key": (Keyformer(noise="gaussian", fresh=False), HALF),
-    "tova": (TOVA(), HALF),
-    "window": (Window(), HALF),
-    "streaming_llm": (StreamingLLM(n_sinks=2), HALF),
-    "pyramid, each layer for itself": (Keyformer(), Budget(kv_ratio=0.5, layers="pyramid")),
-    "heads of different width": (H2O(), RAGGED),
-}
-PROMPTS = prompts_of(3, (40, 33))
-NEW = 30
-QUICK = [("llama", "keyformer"), ("llama", "heads of different width"), ("mpt", "keyformer")]
-ALL = [("llama", name) for name in CASES] + [(family, "keyformer") for family in CONFIGS if family != "llama"]
-FAMILIES = [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in QUICK)]
-
-
-class Stepped:
-    """A context some steps after its prompt, whose next steps are taken one by one."""
-
-    def __init__(self, family="llama", case="h2o", *, model=None, variants=None, warm=4):
-        self.model = tiny(family) if model is None else model
-        configs = [CacheConfig(*CASES[case])] if variants is None else variants
-        made = prefill_together(self.model, PROMPTS, configs, max_new_tokens=NEW, seeds=[1, 2])
-        self.contexts = made
-        self.cache = batched_cache(made)
-        device = made[0].ids.device
-        self.token = torch.tensor([[5], [6]]).to(device).repeat(len(made), 1)
-        self.positions = made[0].mask.sum(1, keepdim=True).repeat(len(made), 1)
-        self.logits = [self.eager() for _ in range(warm)]
-
-    def eager(self):
-        logits = decode_step(self.model, self.token, self.positions, self.cache)
-        self.feed(logits)
-        return logits.clone()
-
-    def feed(self, logits):
-        self.token.copy_(logits.argmax(-1, keepdim=True))
-        self.positions += 1
-
-    def replayable(self):
-        caches = getattr(self.cache, "caches", [self.cache])
-        stacks = [layer.state.decode_stacks for layer in self.cache.layers]
-        return ReplayableStep([[layer.state for layer in one.layers] for one in caches], stacks)
-
-    def step(self):
-        return decode_step(self.model, self.token, self.positions, self.cache)
-
-
-def checked(stepped, steps=3):
-    """All refusals of some steps, and how each differed from the one before."""
-    step, seen = stepped.replayable(), []
-    caches = getattr(stepped.cache, "caches", [stepped.cache])
-    flags = [cache.logits_nan_flag for cache in caches]  # told after a replay, outside of it
-    before = step.addresses()
-    for _ in range(steps):
-        step.begin()
-        with CaptureChecker() as checker:
-            logits = stepped.step()
-        step.release()
-        for cache, flag in zip(caches, flags, strict=True):
-            cache.logits_nan_flag = flag
-        stepped.feed(logits)
-        seen.append(checker)
-    moved = [name for name, address in step.addresses().items() if before[name] != address]
-    found = [why for checker in seen for why in checker.refusals]
-    found += [why for one, other in itertools.pairwise(seen) for why in changes(one, other)]
-    return found + [f"{name} moved" for name in moved]
+from kvexp.methods import Full, SnapKV
 
 
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
@@ -103,7 +26,7 @@ def test_a_step_of_several_caches_can_be_captured():
         assert checked(Stepped(variants=variants)) == []
 
 
-@pytest.mark.parametrize("case", ["keyformer", "streaming_llm"])
+@pytest.mark.parametrize("case", ["keyformer", "streaming_llm, two sinks"])
 def test_a_step_on_a_device_uses_nothing_of_the_host(case):
     """On pretended CUDA tensors: no copy either way, and no tensor of the host beside one of the device."""
     model = on_gpu("llama")
@@ -168,7 +91,7 @@ def both(monkeypatch, graphs, method, budget, family="llama", new=NEW, **options
     """(with graphs, without)."""
     decoding = GenerationParams(new, eos=None)
     run = lambda: generate(  # noqa: E731
-        tiny(family), PROMPTS, method, budget, decoding=decoding, seeds=[1, 2], keep_logits=True, **options
+        tiny(family), prompts_for(method), method, budget, decoding=decoding, seeds=[1, 2], keep_logits=True, **options
     )
     plain = run()
     with_graphs(monkeypatch, graphs)
@@ -196,7 +119,7 @@ def test_caches_that_decode_together_are_captured_together(monkeypatch):
     model = tiny("llama")
 
     def run(eos):
-        contexts = prefill_together(model, PROMPTS, variants, max_new_tokens=NEW, seeds=[1, 2])
+        contexts = prefill_together(model, prompts_for(), variants, max_new_tokens=NEW, seeds=[1, 2])
         return decode(model, contexts, GenerationParams(NEW, eos=eos), [1, 2], None, start=0.0)
 
     whole = run(None)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from test_capture import CASES, NEW, PROMPTS
+from capture_steps import CASES, NEW, prompts_for
 from tiny import CONFIGS, stock
 
 from kvexp.core import Budget
@@ -21,11 +21,19 @@ def on_cuda(family, dtype=torch.float32):
     return patch_model(copy.deepcopy(stock(family)).to(device="cuda", dtype=dtype))
 
 
-def runs(model, method, budget, prompts=PROMPTS, **options):
+def runs(model, method, budget, **options):
     """(graph=auto, graph=off)."""
     made = [
         generate(
-            model, prompts, method, budget, decoding=DECODING, seeds=[1, 2], keep_logits=True, graph=how, **options
+            model,
+            prompts_for(method),
+            method,
+            budget,
+            decoding=DECODING,
+            seeds=[1, 2],
+            keep_logits=True,
+            graph=how,
+            **options,
         )
         for how in ("auto", "off")
     ]
@@ -71,7 +79,7 @@ def test_caches_that_decode_together():
     made = {}
     for how in ("auto", "off"):
         variants = [CacheConfig(*CASES[name], graph=how) for name in ("keyformer", "h2o", "window")]
-        contexts = prefill_together(model, PROMPTS, variants, max_new_tokens=NEW, seeds=[1, 2])
+        contexts = prefill_together(model, prompts_for(), variants, max_new_tokens=NEW, seeds=[1, 2])
         made[how] = decode(model, contexts, GenerationParams(NEW, eos=[7, 11, 19]), [1, 2], None, start=0.0)
     for one, other in zip(made["auto"], made["off"], strict=True):
         assert one.tokens == other.tokens and one.cache.kept_positions(0) == other.cache.kept_positions(0)
@@ -99,6 +107,6 @@ def test_times_are_told():
     model = on_cuda("llama", torch.bfloat16)
     for how in ("off", "auto", "off", "auto"):
         start = time.perf_counter()
-        made = generate(model, PROMPTS, *CASES["h2o"], decoding=GenerationParams(120, eos=None), graph=how)
+        made = generate(model, prompts_for(), *CASES["h2o"], decoding=GenerationParams(120, eos=None), graph=how)
         print(f"graph={how}: {made.timing.tpot_s * 1e3:.3f} ms per token, {time.perf_counter() - start:.2f} s in all")
         assert made.timing.tpot_s > 0

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from capture_steps import obstacles
 from test_conf import composed
 
-from kvexp.build import build, build_cache
+from kvexp.build import build_cache
 from kvexp.config.settings import Settings, settings_of
 from kvexp.core import Budget, CacheConfig, Cadence, Quantization
 from kvexp.core.decode.capture_obstacles import capture_obstacle
@@ -22,13 +22,8 @@ HALF = Budget(kv_ratio=0.5)
 def table() -> str:
     """The methods of conf/method under their defaults, by what keeps their steps from being captured."""
     found: dict[str | None, list[str]] = {None: []}
-    for path in sorted((ROOT / "conf" / "method").glob("*.yaml")):
-        node: Any = OmegaConf.to_container(OmegaConf.load(path))
-        method = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
-        given: Any = object()  # what a pass over texts would have found, at which this does not look
-        budget = HALF if method.evicts else None
-        config = CacheConfig(method, budget, mode="auto", calibration=given, surrogate=given)
-        found.setdefault(capture_obstacle(config), []).append(f"`{path.stem}`")
+    for name, (_, why) in obstacles().items():
+        found.setdefault(why, []).append(f"`{name}`")
     lines = ["| captured | methods |", "|---|---|"]
     for why, names in sorted(found.items(), key=lambda pair: (pair[0] is not None, -len(pair[1]))):
         lines.append(f"| {'yes' if why is None else f'no: {why}'} | {', '.join(names)} |")

@@ -25,7 +25,9 @@ METHODS = {
     )
 }
 QUICK = [("llama", "h2o"), ("mpt", "keyformer"), ("gptj", "streaming_llm")]
-ALL = [(family, method) for family in CONFIGS for method in METHODS]
+# Learned position embeddings are added to the input: no cache can renumber them.
+REFUSED = [("gpt2", "streaming_llm"), ("opt", "streaming_llm")]
+ALL = [(family, method) for family in CONFIGS for method in METHODS if (family, method) not in REFUSED]
 STEPS = 8
 
 # Where the host may wait for the device once the prompt has been read, and why. PER_STEP: at every step.
