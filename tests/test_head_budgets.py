@@ -18,6 +18,7 @@ from test_together import same
 from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core.decode import cross_layer
 from kvexp.core.head_budgets import slots_by_head, union_priority
 from kvexp.errors import ConfigError
 from kvexp.generate import (
@@ -185,6 +186,33 @@ def test_the_short_step_is_the_general_one(how: str, method: Method, rows: str, 
     short, general, taken = both("llama", method, HALF[how], ROWS[rows], monkeypatch)
     assert taken == 13 * 2
     alike(short, general, peak=False)
+
+
+def test_bookkeeping_of_layers_of_other_width_is_each_layers_own(monkeypatch: Any) -> None:
+    """Merged, and widened to the widest, to the bit."""
+    runs = []
+    for widening in (cross_layer.MAX_WIDENING, 0.0):
+        monkeypatch.setattr(cross_layer, "MAX_WIDENING", widening)
+        decoding = GenerationParams(12, eos=None)
+        runs.append(
+            generate(
+                tiny("llama"),
+                prompts_of(3, (180,)),
+                KeyAttention(),
+                HALF["global"],
+                decoding=decoding,
+                keep_logits=True,
+            )
+        )
+    merged, apart = (run.cache.layer_states for run in runs)
+    assert merged[0].cross_layer_buffers.merged and not apart[0].cross_layer_buffers.merged
+    widths = {state.require_slots().positions.shape[2] for state in apart}
+    assert len(widths) == LAYERS and {state.require_slots().positions.shape[2] for state in merged} == {max(widths)}
+    assert torch.equal(torch.stack(runs[0].logits), torch.stack(runs[1].logits))
+    for one, other in zip(merged, apart, strict=True):
+        columns = other.require_slots().positions.shape[2]
+        assert torch.equal(one.require_slots().positions[..., :columns], other.require_slots().positions)
+        assert torch.equal(one.require_slots().score[..., :columns], other.require_slots().score)
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,13 @@ class PackedStates:
         """Bytes of the buffer."""
         return self.buffer.nbytes
 
-    def write(self, index: Tensor, states: Tensor) -> None:
-        """Overwrite the slots index [B, H, n] with states [B, H, n, D]."""
-        places = self._starts[:, None] + index.flatten(0, 1)
-        self.buffer.index_copy_(0, places.flatten(), states.flatten(0, 2).to(self.buffer.dtype))
+    def places(self, index: Tensor) -> Tensor:
+        """Rows [B * H * n] of the buffer that hold the slots index [B, H, n]; the same wherever `widths` are."""
+        return (self._starts[:, None] + index.flatten(0, 1)).flatten()
+
+    def write(self, places: Tensor, states: Tensor) -> None:
+        """Overwrite the slots at `places` (see there) with states [B, H, n, D]."""
+        self.buffer.index_copy_(0, places, states.flatten(0, 2).to(self.buffer.dtype))
 
     def widened(self, widths: Sequence[int]) -> PackedStates:
         """A copy with at least as much room for every pair, zeros behind what it holds."""

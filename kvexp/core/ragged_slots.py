@@ -143,8 +143,9 @@ class RaggedSlots(Slots):
         if not self.is_packed:
             super().write(index, keys, values)
             return
-        self.packed("keys").write(index, keys)
-        self.packed("values").write(index, values)
+        places = self.packed("keys").places(index)  # of values too, which are as wide
+        self.packed("keys").write(places, keys)
+        self.packed("values").write(places, values)
 
     def select_rows(self, rows: Tensor) -> None:
         if not self.is_packed:
