@@ -189,30 +189,21 @@ def test_the_short_step_is_the_general_one(how: str, method: Method, rows: str, 
 
 
 def test_bookkeeping_of_layers_of_other_width_is_each_layers_own(monkeypatch: Any) -> None:
-    """Merged, and widened to the widest, to the bit."""
-    runs = []
+    """Merged, and widened to the widest, to the bit; one layer's heads fill all of its columns."""
+    runs, prompts, decoding = [], prompts_of(5, (40, 18, 33))[2:], GenerationParams(12, eos=None)
     for widening in (cross_layer.MAX_WIDENING, 0.0):
         monkeypatch.setattr(cross_layer, "MAX_WIDENING", widening)
-        decoding = GenerationParams(12, eos=None)
-        runs.append(
-            generate(
-                tiny("llama"),
-                prompts_of(3, (180,)),
-                KeyAttention(),
-                HALF["global"],
-                decoding=decoding,
-                keep_logits=True,
-            )
-        )
+        runs.append(generate(tiny("llama"), prompts, H2O(), HALF["adaptive"], decoding=decoding, keep_logits=True))
     merged, apart = (run.cache.layer_states for run in runs)
     assert merged[0].cross_layer_buffers.merged and not apart[0].cross_layer_buffers.merged
-    widths = {state.require_slots().positions.shape[2] for state in apart}
-    assert len(widths) == LAYERS and {state.require_slots().positions.shape[2] for state in merged} == {max(widths)}
+    widths = [state.require_slots().positions.shape[2] for state in apart]
+    assert len(set(widths)) == LAYERS and any(state.backend.no_padding_slots for state in apart)
+    assert {state.require_slots().positions.shape[2] for state in merged} == {max(widths)}
+    assert not any(state.backend.no_padding_slots for state in merged)
     assert torch.equal(torch.stack(runs[0].logits), torch.stack(runs[1].logits))
-    for one, other in zip(merged, apart, strict=True):
-        columns = other.require_slots().positions.shape[2]
-        assert torch.equal(one.require_slots().positions[..., :columns], other.require_slots().positions)
-        assert torch.equal(one.require_slots().score[..., :columns], other.require_slots().score)
+    for one, other, width in zip(merged, apart, widths, strict=True):
+        assert torch.equal(one.require_slots().positions[..., :width], other.require_slots().positions)
+        assert torch.equal(one.require_slots().score[..., :width], other.require_slots().score)
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,7 @@ class BatchedEviction:
         self.capacities = [state.require_slots().positions.shape[2] for state in states]
         self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
         self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
-        out_of_budget = [backend.out_of_budget for backend in backends if backend.out_of_budget is not None]
-        self.out_of_budget = (
-            None
-            if self.no_padding_slots
-            else cat_rows([pad_last_dim(one, max(self.capacities), True) for one in out_of_budget])
-        )
+        self.out_of_budget = None if self.no_padding_slots else self.reach
         self.is_ragged = any(state.config.is_ragged for state in states)
         budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
         self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
@@ -57,15 +52,16 @@ class BatchedEviction:
 
     @property
     def reach(self) -> Tensor:
-        """`out_of_budget`; an AssertionError where every row uses every slot."""
-        assert self.out_of_budget is not None
-        return self.out_of_budget
+        """[R, 1 or H, S] bool: as `out_of_budget`, all False where every row uses every slot."""
+        each = [backend.out_of_budget for backend in self._backends if backend.out_of_budget is not None]
+        return cat_rows([pad_last_dim(one, max(self.capacities), True) for one in each])
 
     def widen(self, columns: int) -> None:
         """Count so many columns, of which new ones are out of budget, for a stack of one cache."""
         self.out_of_budget, self.capacities = pad_last_dim(self.reach, columns, True), [columns]
+        self.no_padding_slots = False
         for backend in self._backends:
-            backend.out_of_budget = self.out_of_budget
+            backend.out_of_budget, backend.no_padding_slots = self.out_of_budget, False
 
     def same_policy(self, other: BatchedEviction) -> bool:
         """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row.
