@@ -21,8 +21,8 @@ class BatchedEviction:
     states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
     capacities: slots allocated by each cache. out_of_budget [R, 1 or H, S] bool: slots that a row's or head's budget
     does not reach, None where there are none. at_budget: every row holds all tokens its budget allows, so which slots
-    are dead never changes. no_padding_slots: every row uses every slot. is_window, priority_is_score: hold for the
-    methods of all caches.
+    are dead never changes. no_padding_slots: every row uses every slot. has_recent: some row protects newest tokens.
+    is_window, priority_is_score: hold for the methods of all caches.
     """
 
     def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
@@ -34,6 +34,7 @@ class BatchedEviction:
         self.is_ragged = any(state.config.is_ragged for state in states)
         budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
         self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
+        self.has_recent = any(recent for resolved in budgets for recent in resolved.recent)
         sinks = [state.config.method.sinks for state in states]
         self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
         self.max_sinks = max(sinks)
@@ -112,15 +113,17 @@ class BatchedEviction:
             return positions.masked_fill(kept, INT64_MAX).argmin(dim=-1, keepdim=True)
         if window is not None:
             priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
-        protected = positions > newest - self.recent
+        protected = positions > newest - self.recent if self.has_recent else None
         if self.max_sinks:
-            protected |= positions < self.sinks
+            sinks = positions < self.sinks
+            protected = sinks if protected is None else protected | sinks
         if out_of_budget is not None:
             if not self.at_budget:
                 priority = priority.masked_fill(positions < 0, -torch.inf)
-                protected &= positions >= 0
-            protected |= out_of_budget
-        priority = priority.masked_fill(protected, torch.inf)
+                protected = None if protected is None else protected & (positions >= 0)
+            protected = out_of_budget if protected is None else protected | out_of_budget
+        if protected is not None:
+            priority = priority.masked_fill(protected, torch.inf)
         higher = priority != priority.amin(dim=-1, keepdim=True)
         return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
 
