@@ -23,6 +23,9 @@ MAX_MERGED_SLOTS = 1 << 20
 # Layers whose heads have slots of their own are widened to the widest, up to so many times the columns of all: at 1.3
 # times, merged bookkeeping took 0.4 of the time of each layer by itself (30 layers, batch 1, 4k tokens on a CPU).
 MAX_WIDENING = 2.0
+# From so many query heads per kv head on, torch sums them in an order that depends on the number of columns on a CPU:
+# beyond NEAR_WIDENING such layers keep their own columns.
+ORDERED_GROUP, NEAR_WIDENING = 4, 1.25
 
 
 class StackedLayerProtocol(Protocol):
@@ -39,6 +42,10 @@ class StackedLayerProtocol(Protocol):
     @property
     def eviction(self) -> BatchedEviction:
         """How the stacked rows accumulate scores and select the slot to evict."""
+
+    @property
+    def groups(self) -> int:
+        """Query heads per kv head; 0 before the first step."""
 
     @property
     def noised(self) -> Sequence[NoisedObserver]:
@@ -107,7 +114,8 @@ class CrossLayerBuffers:
         if positions.device.type == "cpu" and self.layers * positions[..., :1].numel() * width > MAX_MERGED_SLOTS:
             return False
         ragged = first.eviction.is_ragged
-        if ragged and self.layers * width > MAX_WIDENING * sum(one.slots.positions.shape[2] for one in self._all):
+        limit = MAX_WIDENING if first.groups < ORDERED_GROUP else min(MAX_WIDENING, NEAR_WIDENING)
+        if ragged and self.layers * width > limit * sum(one.slots.positions.shape[2] for one in self._all):
             return False
         alike = len(set(self._windows)) == 1 and not first.pools_scores
         return alike and all(

@@ -85,6 +85,7 @@ class StackedLayer:
         self.fused = triton_decode.FusedDecodeAttention(states, self.sizes, self.keys.device) if kernels else None
         self.buffers = CrossLayerBuffers(1) if buffers is None else buffers
         self.buffers.reset()
+        self.groups = 0  # query heads per kv head, as of the last step
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Take one new token per row and attend, as `EvictionLayer.forward`: returns [R, H * G, 1, Dv].
@@ -103,6 +104,7 @@ class StackedLayer:
             slots.write(free, key, value)
             slots.set_metadata(free, positions, torch.zeros((), device=key.device).expand(free.shape))
         query = query.unflatten(1, (key.shape[1], -1))
+        self.groups = query.shape[2]
         if self.fused is None:
             out, sums = self._attend(query, positions, params)
         else:
