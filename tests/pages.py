@@ -110,6 +110,8 @@ def first_of(override: str) -> str:
     """The first value of a sweep's override; a list in brackets is one value, a variable of the shell is none yet."""
     key, equals, value = override.partition("=")
     value = re.sub(r"\$\w+", "1", value)
+    if value[:1] == "[" and "],[" in value:  # lists, swept over
+        return f"{key}={value.partition('],[')[0]}]"
     return f"{key}={value}" if not equals or value[:1] in ("[", "{", "'", '"') else f"{key}={value.split(',')[0]}"
 
 

@@ -78,6 +78,7 @@ def composed(words: list[str]) -> None:
     """run.py's words name options and settings that exist. Launchers and sweepers may not be installed here."""
     given = [word for word in words[2:] if "=" in word and not word.startswith(("-", "hydra"))]
     overrides = [first_of(word) for word in given if "(" not in word]  # interval(0,1) is the sweeper's
+    overrides = [word for word in overrides if not re.match(r"method=\w+\.", word)]  # the page's own file
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         compose("config", overrides)
 
