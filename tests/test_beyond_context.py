@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from test_conf import composed
 
-import kvexp.core.eviction_layer as eviction_layer
+import kvexp.core.layer_attention as layer_attention
 from kvexp.config.settings import Settings, settings_of
 from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import evaluate_run
@@ -38,14 +38,14 @@ def test_a_prompt_beyond_the_models_positions_is_read_at_positions_that_it_knows
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    real = eviction_layer.with_renumbered_positions
+    real = layer_attention.with_renumbered_positions
 
     def watched(inputs: Any, positions: Any) -> Any:
         made = real(inputs, positions)
         seen.extend(int(each.max()) for each in made.rope_positions)
         return made
 
-    monkeypatch.setattr(eviction_layer, "with_renumbered_positions", watched)
+    monkeypatch.setattr(layer_attention, "with_renumbered_positions", watched)
     (row,) = evaluate_run(settings(tmp_path, "cache.beyond_context=true")).rows()
     assert row["skipped"] is None and row["prompt_tokens"] > 2048
     assert HELD + CHUNK - 20 <= max(seen) <= HELD + CHUNK, "the last chunk stands behind what is held"

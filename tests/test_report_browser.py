@@ -94,7 +94,14 @@ def text_of(browser: Any, selector: str) -> str:
 
 def test_every_section_draws_and_every_chart_has_lines(opened: Any) -> None:
     sections = [each.get_attribute("id") for each in opened.find_elements("css selector", "main section")]
-    assert sections == ["verdicts", "explorer", "divergence", "cost", "samples", "kept", "needle", "about"]
+    assert sections == ["verdicts", "explorer", "divergence", "life", "cost", "samples", "kept", "needle", "about"]
+    assert [each for each in headings(opened, "life") if each.startswith("Turns")] == [
+        "Turns",
+        "Turns by distance of the fact",
+    ]
+    points = """return [...document.querySelectorAll('#life .js-plotly-plot')]
+        .map(node => node.data.map(trace => trace.y.length))"""
+    assert opened.execute_script(points) == [[2], [2], [1], [1]]  # quality and divergence, by turn and by distance
     assert headings(opened, "explorer") == [f"{EVIL} / {WORSE}", "old / xsum", "tiny / needle", "tiny / xsum"]
     evil, old, needle, xsum = drawn(opened, "explorer")
     assert len(old) == len(needle) == len(evil) == 1 and len(xsum) == 3  # h2o, keyformer, and tova's partial run

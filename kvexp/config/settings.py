@@ -140,6 +140,8 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     for group in ("cache", "task", "method", "budget", "generation", "model"):
         if not isinstance(config.get(group), dict):
             raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
+    if not isinstance(config.get("select", {}), dict):  # older rows have none
+        raise ConfigError(f"select must be a group of settings, got {config['select']!r}")
     check_values(config, choices)
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
@@ -165,7 +167,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     calibration = calibration_for(method, model, choices, overrides)
     head_scores = head_scores_for(budget, model, choices, overrides)
     surrogate = surrogate_for(method, model, task, choices, overrides)
-    select = config.get("select") or {}
+    select = config.get("select", {})
     chunk, keep = (bounded_chunk(config), config.get("keep")) if method.evicts else (None, None)
     settings = Settings(
         model=model,

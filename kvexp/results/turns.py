@@ -126,9 +126,11 @@ def turn_blocks(frame: pd.DataFrame, by: str) -> Iterator[Block]:
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(made)
         what = "turn" if by == "turn" else "turns since the fact asked for"
-        words = f"{model} / {task}: {short(str(rows[0]['metric']))} by {what}, {HISTORY.get(str(history), history)}"
+        words = [f"{model} / {task}: {short(str(rows[0]['metric']))} by {what}"]
+        if not absent(history):
+            words.append(HISTORY.get(str(history), str(history)))
         shared = [word for word in shared if not word.startswith("task.history=")]
-        yield ", ".join([words, *shared]), rows, _columns(rows, by), 3
+        yield ", ".join(words + shared), rows, _columns(rows, by), 3
 
 
 def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
