@@ -186,8 +186,9 @@ def test_the_first_page_is_read_in_minutes():
 
 def test_the_result_on_the_first_page_is_the_recorded_one():
     found = re.search(r"<!-- measured: (\w+) -->\n((?:> .*\n)+)", README)
-    measured = json.loads((ROOT / "experiments" / "measured.json").read_text("utf-8"))["testbed"]
-    assert " ".join(found[2].replace("> ", "").split()) == measured[found[1]]["words"]
+    recorded = json.loads((ROOT / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][found[1]]
+    assert " ".join(found[2].replace("> ", "").split()) == recorded["divergence"]["words"]
+    assert f"(commit {recorded['commits'][0]})" in README
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

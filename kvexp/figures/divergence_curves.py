@@ -13,6 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -33,6 +34,7 @@ from kvexp.results.where import where
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
 POSITION = "position"
+LINE = 0.05  # between the words of two levels, of the axis
 LEAST = 1e-6  # nats: what float32 cannot tell from 0, and a log axis cannot hold
 MIB = 2**20
 
@@ -95,14 +97,26 @@ def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) ->
     """Epsilon and the scale as levels, and the look of the axes."""
     axes.set_yscale("log")
     axes.set_ylabel("KL from the full cache, nats per token")
-    marks = [(f"epsilon {value:g}", value, "black", "--") for value in sorted(set(frame["epsilon"]))]
-    marks += [(row["change"], row["kl"], "0.5", ":") for row in scale if row["kl"] > LEAST]
-    for text, value, color, style in marks:
+    for _, value, color, style in _marks(frame, scale):
         axes.axhline(value, color=color, linewidth=1.0, linestyle=style)
-        place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "color": color, "fontsize": 6, "va": "bottom"}
-        axes.annotate(text, (0.01, value), **place)
     axes.grid(color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def _marks(frame: pd.DataFrame, scale: Sequence[dict[str, Any]]) -> list[tuple[str, float, str, str]]:
+    """(words, nats, colour, line) of each level."""
+    marks = [(f"epsilon {value:g}", float(value), "black", "--") for value in sorted(set(frame["epsilon"]))]
+    return marks + [(row["change"], row["kl"], "0.35", ":") for row in scale if row["kl"] > LEAST]
+
+
+def _name_levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) -> None:
+    """Words of the levels to the right of the axes, whose limits are final, one above the other where they are near."""
+    low, high = np.log(axes.get_ylim())
+    free = 0.0
+    for words, value, color, _ in sorted(_marks(frame, scale), key=lambda mark: mark[1]):
+        place = max(free, (np.log(value) - low) / (high - low))
+        axes.annotate(words, (1.01, place), xycoords="axes fraction", color=color, fontsize=7, va="center")
+        free = place + LINE
 
 
 def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -> Figure:
@@ -114,19 +128,22 @@ def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -
         raise ConfigError(f"no run here has a divergence along {text}: kvexp divergence {outputs} measures it")
     panels = list(frame.groupby(["model", "task"], sort=True))
     columns = min(PANELS, len(panels))
-    figure = Figure(layout="constrained", figsize=(PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns)))
+    size = ((PANEL[0] + 1.2) * columns, (PANEL[1] + 0.9) * ceil(len(panels) / columns))  # room for words and a legend
+    figure = Figure(layout="constrained", figsize=size)
     for place, ((model, task), part) in enumerate(panels):
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         runs = [folder for folder in shown if folder.run.hash in set(part["hash"])]
         runs.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
         part, shared = _without_shared(part)
+        scale = [] if x == POSITION else scale_of(folder.run for folder in runs)
         if x == POSITION:
             along(runs, text, part, axes)
         else:
-            divergence(part, axes, x, scale_of(folder.run for folder in runs))
+            divergence(part, axes, x, scale)
+        _name_levels(part, axes, scale)
         title = f"{titled(f'{model}, {task}', part['question'])} {shared} (n = {int(part['n'].min())})"
         axes.set_title(textwrap.fill(title, 52), fontsize=9)
-        axes.legend(fontsize=6, loc="best", framealpha=0.7)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
     return figure
 
 
