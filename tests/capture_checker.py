@@ -6,12 +6,10 @@ are used as tensors, and, from one step to the next, other operators, other shap
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from host_reads import PACKAGE
+from host_reads import place_in_kvexp
 from pretend import Placed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +36,7 @@ class CaptureChecker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        name, where = func.overloadpacket.__name__, _where()
+        name, where = func.overloadpacket.__name__, place_in_kvexp("transformers")
         why = _refusal(name, func, args, kwargs, given)
         if why is not None:
             self.refusals.append(f"{why}: {name} in {where}")
@@ -98,14 +96,3 @@ def _address(x: Tensor) -> int:
 
 def _storage(x: Tensor) -> int:
     return _inner(x).untyped_storage().data_ptr()
-
-
-def _where() -> str:
-    """The innermost function of kvexp that is running, or of a test's planted offender."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if PACKAGE in path.parents:
-            return f"{path.relative_to(PACKAGE).as_posix()}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "transformers"

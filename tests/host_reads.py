@@ -46,13 +46,13 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.on and self._reads(func.overloadpacket.__name__, args, kwargs):
-            self.places[_where()] += 1
+            self.places[place_in_kvexp("elsewhere")] += 1
         return func(*args, **kwargs)
 
     def synchronize(self, device: Any = None) -> None:
         """`torch.cuda.synchronize`."""
         if self.on:
-            self.places[_where()] += 1
+            self.places[place_in_kvexp("elsewhere")] += 1
 
     @staticmethod
     def _reads(name: str, args: Any, kwargs: Any) -> bool:
@@ -66,15 +66,15 @@ class HostReads(TorchDispatchMode):
         return placed and name in WAITING
 
 
-def _where() -> str:
-    """The innermost function of kvexp that is running."""
+def place_in_kvexp(otherwise: str) -> str:
+    """The innermost function of kvexp under the caller's caller, or `otherwise`."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if PACKAGE in path.parents:
             return f"{path.relative_to(PACKAGE).as_posix()}:{frame.f_code.co_name}"
         frame = frame.f_back
-    return "elsewhere"
+    return otherwise
 
 
 def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Any:

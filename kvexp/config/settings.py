@@ -137,11 +137,10 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
 
     choices: group -> the option taken; overrides: what was set by hand; both for labels only.
     """
-    for group in ("cache", "task", "method", "budget", "generation", "model"):
+    groups = ("cache", "task", "method", "budget", "generation", "model")
+    for group in (*groups, "select") if "select" in config else groups:  # older rows have no select
         if not isinstance(config.get(group), dict):
             raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
-    if not isinstance(config.get("select", {}), dict):  # older rows have none
-        raise ConfigError(f"select must be a group of settings, got {config['select']!r}")
     check_values(config, choices)
     _check_protocol(config.get("protocol"), choices.get("task", ""))
     for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):

@@ -5,7 +5,6 @@ kvexp instructions outputs/
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
 from kvexp.articles import assistants, assistants_digest
 from kvexp.console import Console
@@ -22,12 +20,11 @@ from kvexp.pipes import watch_pipes
 from kvexp.results.columns import Column, Row, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, chosen, folders
-from kvexp.results.render import print_columns
+from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
+from kvexp.results.table_command import parser_of, run_command
 from kvexp.results.units import TOO_FEW, absent, fixed
-from kvexp.results.where import where
-from kvexp.terminal import say
 
 TASK, LEAK = "instructions", "instructions_leak"
 NO_KEEP = "none"  # the value of the column keep where marked spans are evicted like all else
@@ -121,10 +118,7 @@ def instruction_blocks(frame: pd.DataFrame) -> Iterator[Block]:
 
 def print_instructions(frame: pd.DataFrame, console: Console) -> None:
     """A table per model of a frame of `instructions_table`."""
-    for title, rows, columns, keys in instruction_blocks(frame):
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
+    print_blocks(instruction_blocks(frame), [LEGEND], console)
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -169,20 +163,7 @@ def read_instructions(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.Data
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
-    parser = argparse.ArgumentParser(prog="kvexp instructions", description=__doc__.splitlines()[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
-    try:
-        frame = read_instructions(args.outputs, where(args.where))
-        if args.csv is not None:
-            frame.to_csv(args.csv, index=False)
-        print_instructions(frame, Console(markup=False))
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser_of(__doc__, prog="kvexp instructions"), argv, read_instructions, print_instructions)
 
 
 if __name__ == "__main__":

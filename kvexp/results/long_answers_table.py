@@ -5,7 +5,6 @@ kvexp long-answers outputs/
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
@@ -22,11 +20,10 @@ from kvexp.record.divergence_lines import OWN, read
 from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.divergence_table import by_position
 from kvexp.results.read import Folder, chosen, folders
-from kvexp.results.render import print_columns
+from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
+from kvexp.results.table_command import parser_of, run_command
 from kvexp.results.units import absent, fixed
-from kvexp.results.where import where
-from kvexp.terminal import say
 
 FIRST_BIN = 64  # tokens; each further bin of positions reaches twice as far
 LEGEND = (
@@ -96,10 +93,7 @@ def long_blocks(frame: pd.DataFrame) -> Iterator[Block]:
 
 def print_long(frame: pd.DataFrame, console: Console) -> None:
     """A table per model and task of a frame of `long_table`."""
-    for title, rows, columns, keys in long_blocks(frame):
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
+    print_blocks(long_blocks(frame), [LEGEND], console)
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -143,20 +137,7 @@ def read_long(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
-    parser = argparse.ArgumentParser(prog="kvexp long-answers", description=__doc__.splitlines()[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
-    try:
-        frame = read_long(args.outputs, where(args.where))
-        if args.csv is not None:
-            frame.to_csv(args.csv, index=False)
-        print_long(frame, Console(markup=False))
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser_of(__doc__, prog="kvexp long-answers"), argv, read_long, print_long)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ kvexp many-questions outputs/
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections import Counter, defaultdict
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
@@ -25,12 +23,11 @@ from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, Row, chosen, folders, number
-from kvexp.results.render import print_columns
+from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
+from kvexp.results.table_command import parser_of, run_command
 from kvexp.results.units import TOO_FEW, absent, fixed, seconds, short
-from kvexp.results.where import where
-from kvexp.terminal import say
 
 LEGEND = (
     "asked: the first so many questions of every context of which as many were asked; % of full: of their mean score, "
@@ -162,10 +159,7 @@ def question_blocks(frame: pd.DataFrame) -> Iterator[Block]:
 
 def print_questions(frame: pd.DataFrame, console: Console) -> None:
     """A table per model and task of a frame of `questions_table`."""
-    for title, rows, columns, keys in question_blocks(frame):
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
+    print_blocks(question_blocks(frame), [LEGEND], console)
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -202,20 +196,7 @@ def read_questions(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFra
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
-    parser = argparse.ArgumentParser(prog="kvexp many-questions", description=__doc__.splitlines()[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
-    try:
-        frame = read_questions(args.outputs, where(args.where))
-        if args.csv is not None:
-            frame.to_csv(args.csv, index=False)
-        print_questions(frame, Console(markup=False))
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser_of(__doc__, prog="kvexp many-questions"), argv, read_questions, print_questions)
 
 
 if __name__ == "__main__":

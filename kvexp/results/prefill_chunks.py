@@ -5,14 +5,12 @@ kvexp prefill-chunks outputs/
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
@@ -21,12 +19,11 @@ from kvexp.results.columns import Column, Row, plain, shared_settings, without_q
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
-from kvexp.results.render import print_columns
+from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
+from kvexp.results.table_command import parser_of, run_command
 from kvexp.results.units import TOO_FEW, absent, fixed, short, size
-from kvexp.results.where import where
-from kvexp.terminal import say
 
 LEGEND = (
     "chunk: tokens read between two evictions; whole: the prompt is read at once and evicted at its end; peak KV: the "
@@ -80,10 +77,7 @@ def chunk_blocks(frame: pd.DataFrame) -> Iterator[Block]:
 
 def print_chunks(frame: pd.DataFrame, console: Console) -> None:
     """A table per model and task of a frame of `chunks_table`."""
-    for title, rows, columns, keys in chunk_blocks(frame):
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
+    print_blocks(chunk_blocks(frame), [LEGEND], console)
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
@@ -123,20 +117,7 @@ def read_chunks(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
-    parser = argparse.ArgumentParser(prog="kvexp prefill-chunks", description=__doc__.splitlines()[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
-    try:
-        frame = read_chunks(args.outputs, where(args.where))
-        if args.csv is not None:
-            frame.to_csv(args.csv, index=False)
-        print_chunks(frame, Console(markup=False))
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser_of(__doc__, prog="kvexp prefill-chunks"), argv, read_chunks, print_chunks)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The table for people: in a terminal of any width, in a file, as Markdown."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import pandas as pd
@@ -25,7 +25,7 @@ from kvexp.results.columns import (
     without_question,
 )
 from kvexp.results.other_tables import other_tables
-from kvexp.results.seen_and_hidden import NOTE, seen_and_hidden
+from kvexp.results.seen_and_hidden import NOTE, Block, seen_and_hidden
 from kvexp.results.units import FEW_SLOTS, FEW_SLOTS_WORDS, absent
 from kvexp.terminal import visible
 
@@ -39,10 +39,15 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
     """One table per (model, task), in several parts where the console is too narrow. x: order by kv_ratio or bytes."""
     console = console or Console(markup=False)
-    for title, rows, columns, keys in (*groups(df, x), *seen_and_hidden(df)):
+    print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console)
+
+
+def print_blocks(blocks: Iterable[Block], below: Iterable[str], console: Console) -> None:
+    """A table for each block (title, rows, columns, how many of them name a row), and the lines `below` them all."""
+    for title, rows, columns, keys in blocks:
         console.print(Text(title, style="bold"))
         print_columns(rows, columns, keys, console)
-    for line in notes(df):
+    for line in below:
         console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
 
 

@@ -5,7 +5,6 @@ kvexp turns outputs/
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
@@ -22,12 +20,11 @@ from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.read import Folder, chosen, folders, number
-from kvexp.results.render import print_columns
+from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
+from kvexp.results.table_command import parser_of, run_command
 from kvexp.results.units import TOO_FEW, absent, fixed, short
-from kvexp.results.where import where
-from kvexp.terminal import say
 
 BY = ("turn", "distance")
 HISTORY = {
@@ -135,10 +132,7 @@ def turn_blocks(frame: pd.DataFrame, by: str) -> Iterator[Block]:
 
 def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
     """A table per model, task and history of a frame of `turns_table`."""
-    for title, rows, columns, keys in turn_blocks(frame, by):
-        console.print(Text(title, style="bold"))
-        print_columns(rows, columns, keys, console)
-    console.print(Text(LEGEND, style="dim"), soft_wrap=not console.is_terminal)
+    print_blocks(turn_blocks(frame, by), [LEGEND], console)
 
 
 def _columns(rows: Sequence[Row], by: str) -> list[Column]:
@@ -169,21 +163,9 @@ def read_turns(outputs: str | Path, wanted: Mapping[str, Any], by: str = "turn")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
-    parser = argparse.ArgumentParser(prog="kvexp turns", description=__doc__.splitlines()[0])
-    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    parser = parser_of(__doc__, prog="kvexp turns")
     parser.add_argument("--by", choices=BY, default="turn", help="turn, or distance of the fact asked for")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
-    args = parser.parse_args(argv)
-    try:
-        frame = read_turns(args.outputs, where(args.where), args.by)
-        if args.csv is not None:
-            frame.to_csv(args.csv, index=False)
-        print_turns(frame, args.by, Console(markup=False))
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser, argv, read_turns, print_turns, "by")
 
 
 if __name__ == "__main__":
