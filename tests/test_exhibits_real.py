@@ -282,3 +282,21 @@ def test_a_forgetting_factor_is_held_against_h2o_where_the_question_is_read_alik
     found, words = exhibit.holds(table)
     assert found is verdict and "news_qa in_prompt" in words and "nan" not in words
     assert set(table["task"]) == {"news_qa in_prompt", "news_qa after_eviction"}
+
+
+def test_a_panel_of_a2sfs_factors_says_once_where_the_question_was() -> None:
+    from matplotlib.figure import Figure
+
+    from tests.exhibits import run as scored
+
+    rows = []
+    for asked in ("in_prompt", "after_eviction"):
+        words = f"task.question={asked}"
+        full = scored("full", [100.0] * 24, setting=words, task="news_qa", metric="exact")
+        mine = scored("a2sf", [80.0] * 24, 0.3, f"method.alpha=0.1 {words}", "exact", "news_qa", baseline=full["hash"])
+        rows += [{**full, "question": asked}, {**mine, "question": asked}]
+    exhibit, figure = load("a2sf_factors"), Figure()
+    exhibit.draw(exhibit.table(pd.DataFrame(rows)), figure)
+    titles = [" ".join(axes.get_title().split()) for axes in figure.axes]
+    assert [title.count("eviction") for title in titles] == [0, 1]
+    assert [title.count("question in prompt") for title in titles] == [1, 0]

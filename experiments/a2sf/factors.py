@@ -10,6 +10,7 @@ from experiments.lib.divergence import KL, Closer, by_divergence
 from experiments.lib.draw import METRICS, curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, better, ends, estimate
+from kvexp.results.question_place import WORDS, titled
 
 KEY, ASKED = "method.alpha", "task.question"
 PEAK = "0.1"  # of the paper's peak, 0.1 to 0.3, the factor of the authors' sweeps
@@ -44,11 +45,17 @@ def _tasks(frame: pd.DataFrame) -> list[str]:
 
 
 def draw(table: pd.DataFrame, figure: Figure) -> None:
-    """A panel per model and task, each in its own metric."""
-    named = [f"{task} {METRICS.get(m, m)}" for task, m in zip(table["task"], table["metric"], strict=True)]
-    curves(table.assign(task=named), figure, x="alpha", xlabel="forgetting factor")
+    """A panel per model, task and place of the question, each in its own metric."""
+    parts = zip(table["task"], table["question"], table["metric"], strict=True)
+    named = [titled(f"{_bare(task)} {METRICS.get(m, m)}", [asked]) for task, asked, m in parts]
+    curves(table.assign(task=named).drop(columns="question"), figure, x="alpha", xlabel="forgetting factor")
     for axes in figure.axes:
         axes.set_ylabel("%" if axes.get_ylabel() else "", fontsize=8)
+
+
+def _bare(task: str) -> str:
+    """The task without its place of the question."""
+    return " ".join(word for word in task.split() if word not in WORDS)
 
 
 def holds(table: pd.DataFrame) -> tuple[bool | None, str]:

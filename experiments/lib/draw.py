@@ -27,7 +27,10 @@ METHODS = (
     *("keyformer", "h2o_c", "infllm", "sparq", "quest", "pqcache", "oracle", "ideal"),
 )
 TASKS = ("cnn_dailymail", "testbed_summary", "soda", "testbed_dialogue", "govreport")
-METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "acc": "accuracy (%)", "f1": "F1"}
+METRICS = {
+    **{"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"},
+    **{"acc": "accuracy (%)", "f1": "F1", "exact": "answered (%)"},
+}
 WIDTH, HEIGHT = 2.6, 2.3  # inches of a panel: three make a page's width
 
 
@@ -71,7 +74,7 @@ def curves(
             own = known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)
             same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
             _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 42)
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
         axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
     legend(figure)
@@ -176,7 +179,7 @@ def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) ->
         for order, ((method, ratio), line) in enumerate(lines):
             look = {"dash": DASHES[ratios.index(ratio) % len(DASHES)], "place": order, "count": lines.ngroups}
             line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %", **look)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 42)
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
         axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
         finish(axes, xlabel, METRICS.get(str(table["metric"].iloc[0]), "") if place == 0 else "")
     legend(figure)
@@ -209,7 +212,7 @@ def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -
         axes.set_yticks(range(cells.shape[0]), [f"{value:g}" for value in cells.index], fontsize=7)
         axes.set_xlabel(across, fontsize=8)
         axes.set_ylabel(down if place == 0 else "", fontsize=8)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 42)
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
         axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
     if image is not None:
         figure.colorbar(image, ax=figure.axes, shrink=0.9).set_label(
