@@ -66,6 +66,8 @@ def test_divergence_has_a_panel_where_it_was_measured(outputs: Path) -> None:
     labels = left.get_legend_handles_labels()[1]
     assert len(labels) == len(set(labels)) == 4
     assert any(label.startswith("full, 4 bits") for label in labels), "one line for the full cache in few bits"
+    (alone,) = draw(frame, ("kl",)).axes
+    assert alone.get_yscale() == "log" and alone.get_title() == left.get_title()
 
 
 def test_the_command(outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ BITS = re.compile(r"\+?cache\.(key_|value_)?bits=(\d+)")
 BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
 TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 QUANTISED_FULL, FULL_BITS = "full_quantised", 16  # as labels of runs say
+PANELS = ("kl", "quality")
 COLUMNS = 4  # of the legend
 
 
@@ -118,19 +119,20 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
         axes.set_ylabel(f"{runs['metric'].iloc[0]}, % of full")
 
 
-def draw(frame: pd.DataFrame) -> Figure:
-    """A row of two panels for each model and task of a `frontier`, divergence and quality, one legend below."""
+def draw(frame: pd.DataFrame, names: Sequence[str] = PANELS) -> Figure:
+    """A row of panels for each model and task of a `frontier`, one for each of `names`, and one legend below."""
     rows = list(frame.groupby(["model", "task"], sort=True))
-    figure = Figure(layout="constrained", figsize=(2.4 * PANEL[0], len(rows) * (PANEL[1] + 0.3) + 1.4))
-    panels = figure.subplots(len(rows), 2, squeeze=False)
-    for (left, right), ((model, task), runs) in zip(panels, rows, strict=True):
-        for name, axes in (("kl", left), ("quality", right)):
+    width = 2.4 * PANEL[0] if len(names) > 1 else 1.6 * PANEL[0]
+    figure = Figure(layout="constrained", figsize=(width, len(rows) * (PANEL[1] + 0.3) + 1.4))
+    panels = figure.subplots(len(rows), len(names), squeeze=False)
+    for row, ((model, task), runs) in zip(panels, rows, strict=True):
+        for name, axes in zip(names, row, strict=True):
             if runs[name].notna().any():
                 curves(runs, name, axes)
             else:
                 axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
         title = titled(f"{model}, {task}", runs["question"]) if "question" in runs else f"{model}, {task}"
-        left.set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
+        row[0].set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
     if frame["shared"].iloc[0]:
         figure.suptitle(textwrap.fill(frame["shared"].iloc[0], 120), fontsize=8)
     entries = {
@@ -147,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default=None, help="default: the first metric of each task")
+    parser.add_argument("--panel", choices=PANELS, default=None, help="this one alone (default: both)")
     parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
     args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw(frontier(args.outputs, where(args.where), args.metric)))
+    panels = (args.panel,) if args.panel else PANELS
+    return write_picture(args.picture, lambda: draw(frontier(args.outputs, where(args.where), args.metric), panels))
 
 
 if __name__ == "__main__":
