@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import spearmanr
+from scipy.stats import t as student
 from test_diagnose_worst import made
 from test_sweep_divergence import ONE_BY_ONE
 
@@ -21,6 +22,7 @@ from kvexp.diagnose.causal.causal_measures import (
     superiority,
     weighted_ranks,
 )
+from kvexp.diagnose.causal.causal_pairs import company_rows, mean_with_interval, pair_rows
 from kvexp.diagnose.causal.causal_run import method_settings
 from kvexp.diagnose.causal.causal_tables import causal_tables, mass_rows, score_rows
 from kvexp.diagnose.runs import settings_at
@@ -47,6 +49,7 @@ def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_pat
         "by position",
         "where the effect is",
         "wrong answers",
+        "differences within an example",
     ):
         assert title in told
     assert "2 examples" in told and "a minute" in told and "answer_output_change" in told
@@ -86,6 +89,7 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
         (["--tokens", "some"], "--tokens must be a whole number or all"),
         (["--span", "0"], "--span must be at least 1"),
         (["--first", "0"], "--first must be at least 1"),
+        (["--example", "nobody"], "no example of the run named 'nobody'"),
         (["--draw", "causes.gif"], "must end in .png, .svg, .pdf"),
     ],
 )
@@ -162,3 +166,40 @@ def test_the_sampling_error_is_that_of_other_samples():
 def test_superiority_is_the_share_of_pairs_won():
     some, others = np.array([1.0, 3.0]), np.array([0.0, 1.0, 2.0])
     assert superiority(some, others) == pytest.approx((1 + 0.5 + 3) / 6) and math.isnan(superiority(some, others[:0]))
+
+
+def test_few_examples_have_students_interval_and_fewer_have_none():
+    values = np.random.default_rng(3).normal(size=12)
+    mean, low, high = mean_with_interval(np.append(values, np.nan))
+    wanted = student.interval(0.95, 11, values.mean(), values.std(ddof=1) / math.sqrt(12))
+    assert mean == pytest.approx(values.mean()) and (low, high) == pytest.approx(wanted)
+    assert mean_with_interval(values[:4])[0] == pytest.approx(values[:4].mean())
+    assert math.isnan(mean_with_interval(values[:4])[1]) and math.isnan(mean_with_interval(values[:0])[0])
+
+
+def test_differences_are_taken_within_an_example():
+    """A score that is 0.2 behind in every example is so exactly, however much the examples differ."""
+    draws, rows = np.random.default_rng(5), []
+    for example, base in enumerate(draws.uniform(0.3, 0.9, 6)):
+        named = {"example": str(example), "precision": 0.6, "kept": 0.5}
+        rows.append(named | {"method": "answer_attention", "rho": base, "mass": math.nan, "precision": math.nan})
+        rows.append(named | {"method": "h2o", "rho": base - 0.2, "mass": 0.5 + 0.1 * (example % 2)})
+    first, last = pair_rows(pd.DataFrame(rows))
+    assert (first["method"], last["method"]) == ("answer_attention", "h2o") and first["behind"] == 0
+    assert [last[key] for key in ("behind", "behind_low", "behind_high")] == pytest.approx([0.2] * 3)
+    assert last["precision"] == pytest.approx(0.1) and last["mass_low"] < last["mass"] == pytest.approx(0.05)
+    assert math.isnan(first["mass"]) and math.isnan(first["mass_low"])
+
+
+def test_what_goes_with_a_divergence_is_asked_across_the_methods_of_one_example():
+    """KL rises with the effect evicted and falls with the tokens gone; the level of an example says nothing."""
+    names = ["a", "b", "c", "d", "e", "f"]
+    quality, joint = [], []
+    for example, level in (("x", 1.0), ("y", 50.0)):
+        for place, name in enumerate(names):
+            quality.append({"example": example, "method": name, "rho": 0.5, "mass": 0.9 - 0.1 * place})
+            joint.append({"example": example, "method": name, "kl": level + place, "gone": -place, "gone_mass": 0.1})
+    found = {row["what"]: row for row in company_rows(pd.DataFrame(quality), pd.DataFrame(joint))}
+    assert found["evicted"]["rho"] == pytest.approx(1) and found["gone"]["rho"] == pytest.approx(-1)
+    assert found["evicted"]["n"] == 2 and math.isnan(found["rho"]["rho"])  # the same for all: nothing to go by
+    assert company_rows(pd.DataFrame(quality[:4]), pd.DataFrame(joint[:4])) == []

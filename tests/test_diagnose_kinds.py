@@ -12,7 +12,7 @@ from test_diagnose_log import case_of, command, held, job, run_job, watched  # n
 from test_diagnose_twin import losses
 from tiny import stock
 
-from kvexp.core import Budget, Quantization
+from kvexp.core import Budget, HeadScores, Quantization
 from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.causal.prompt_scores import prompt_scores
 from kvexp.diagnose.diagnosis_options import Twin
@@ -32,12 +32,15 @@ HEADS = {
     "adaptive": Budget(tokens=12, heads="adaptive"),
     "global": Budget(tokens=12, heads="global"),
     "threshold": Budget(threshold=3.0, threshold_recent=4),
+    "duo": Budget(tokens=20, heads="duo", stream_sinks=2, stream_recent=4),
 }
+RETRIEVAL = HeadScores.of(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]))  # three of six heads fit: 0.7 and up
 
 
 def with_budget(family, method, how, **plan):
     case = case_of(family, method, positions="original", **plan)
-    return dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=HEADS[how]))
+    scores = RETRIEVAL if how == "duo" else None
+    return dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=HEADS[how], head_scores=scores))
 
 
 def attended_by_full(case, answer):
@@ -58,6 +61,8 @@ def test_head_budgets_have_a_log_a_twin_and_a_replay(how):
             counts.append(len(held(table, layer, head, len(case.prompt), 0)))
     if how == "union":
         assert set(counts) == {11}
+    elif how == "duo":
+        assert counts == [5, 31, 5, 31, 5, 31], "a retrieval head lost something, or a streaming one did not"
     elif how != "threshold":
         assert sum(counts) == 11 * len(counts) and len(set(counts)) > 1, "heads hold different numbers"
     frame, answer, _ = losses(case)

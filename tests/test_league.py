@@ -207,11 +207,10 @@ def test_the_page_shows_every_entry_and_nothing_in_it_is_markup(league, tmp_path
 
 def test_the_tolerance_is_four_times_the_largest_difference(tmp_path):
     row = {"hash": "a", "example": "x", "kl": 1.0, "full_logprob": -1.0, "logprob": -2.0}
-    found = [
-        {"environment": {"A": "1"}, "torch": "2", "rows": [row]},
-        {"environment": {"A": "2"}, "torch": "2", "rows": [row | {"kl": 1.003, "logprob": -2.0005}]},
-    ]
-    content = tolerance_file(found)
+    one = {"environment": {"A": "1"}, "torch": "2", "instructions": "AVX2", "threads": 1, "rows": [row]}
+    other = {**one, "environment": {"A": "2"}, "threads": 2, "rows": [row | {"kl": 1.003, "logprob": -2.0005}]}
+    content = tolerance_file([one, other])
+    assert [each["threads"] for each in content["measured"]] == [1, 2]
     assert content["tolerance"] == pytest.approx(
         {"kl": SAFETY * 0.003, "full_logprob": 1e-5, "logprob": SAFETY * 0.0005}
     )

@@ -22,7 +22,7 @@ from kvexp.generate.prefilled_context import decode_step
 from kvexp.methods import A2SF, H2O, TOVA, Full, KeyDiff, Keyformer, SnapKV, StreamingLLM
 from kvexp.trace.__main__ import main
 from kvexp.trace.profiles import BLOCK
-from kvexp.trace.trace_check import PROFILES, TraceError, check_rules, compare, held, read_trace
+from kvexp.trace.trace_check import PROFILES, SHOWN, TraceError, check_rules, compare, held, read_trace
 from kvexp.trace.trace_check import main as check_main
 from kvexp.trace.trace_writer import trace_of, write_trace
 
@@ -136,6 +136,21 @@ def test_an_engine_that_keeps_the_same_conforms_and_one_that_does_not_is_told_wh
     other = {**engine, "tokens": engine["tokens"] + 1}
     assert "tokens fed are not the reference's" in compare(reference, other)[0]
     assert "has the shape" in compare(reference, {**engine, "prompt_kept": engine["prompt_kept"][:1]})[0]
+
+
+def test_traces_of_two_profiles_are_not_compared_and_many_differences_are_counted(tmp_path, capsys):
+    files = {profile: tmp_path / f"{profile}.npz" for profile in ("per_head", "union")}
+    for profile, file in files.items():
+        write_trace(traced(H2O(), profile), file)
+    assert check_main([str(file) for file in files.values()]) == 2
+    assert "of profile per_head, the other trace of union" in capsys.readouterr().err
+    unnamed = read_trace(files["union"])
+    del unnamed["header"]["profile"]
+    write_trace(unnamed, files["union"])
+    assert check_main([str(file) for file in files.values()]) == 1
+    *lines, more, last = capsys.readouterr().out.splitlines()
+    count = int(last.split(": ")[1].split()[0])
+    assert len(lines) == SHOWN < count and more == f"... and {count - SHOWN} more"
 
 
 def test_rounding_may_choose_between_equals_and_nothing_else():

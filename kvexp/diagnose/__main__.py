@@ -83,6 +83,7 @@ def _removals(command: argparse.ArgumentParser) -> None:
     add("run", metavar="RUN", help=RUN)
     add("--methods", nargs="+", metavar="METHOD", default=["all"], help="whose scores (default: all)")
     add("--first", type=int, default=12, metavar="N", help="of the run's first so many examples (default: 12)")
+    add("--example", nargs="+", default=[], metavar="EXAMPLE", help="these in place of the first ones")
     add("--tokens", default="300", metavar="N", help="single tokens removed per example, or all (default: 300)")
     add("--span", type=int, default=8, metavar="M", help="tokens of a span (default: 8)")
     add("--spans", type=int, metavar="N", help="spans removed per example (default: all, which cover the prompt)")
@@ -223,7 +224,8 @@ def _diff(args: argparse.Namespace, console: Console) -> None:
 def _causal(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.causal.causal_draw import draw_causal
     from kvexp.diagnose.causal.causal_run import CausalOptions, measure_causes
-    from kvexp.diagnose.causal.causal_tables import causal_tables, show_causal
+    from kvexp.diagnose.causal.causal_show import show_causal
+    from kvexp.diagnose.causal.causal_tables import causal_tables
     from kvexp.diagnose.causal.removal_plan import RemovalPlan
     from kvexp.diagnose.draw import check_picture, save
     from kvexp.diagnose.folders import run_at, title_of
@@ -238,7 +240,10 @@ def _causal(args: argparse.Namespace, console: Console) -> None:
     tokens = None if args.tokens == "all" else int(args.tokens)
     plan = RemovalPlan(tokens, args.span, args.spans, args.layers, args.heads)
     run = run_at(args.run)
-    found = measure_causes(run, CausalOptions(plan, tuple(args.methods), args.first, args.new_tokens, args.rows))
+    asked = CausalOptions(
+        plan, tuple(args.methods), args.first, tuple(args.example), new_tokens=args.new_tokens, rows=args.rows
+    )
+    found = measure_causes(run, asked)
     tables = causal_tables(run, found)
     show_causal(tables, title_of(run), console)
     if args.draw is not None:

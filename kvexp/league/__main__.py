@@ -39,6 +39,12 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     },
 )
+OF_ENVIRONMENT = ("environment", "torch", "instructions", "threads")
+# What torch takes itself to have in such an environment, a line each: it may not know a name, or the CPU lack it.
+SAYS = """import torch
+print(torch.__version__)
+print(torch.backends.cpu.get_cpu_capability())
+print(torch.get_num_threads())"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,11 +167,13 @@ def _tolerance(args: argparse.Namespace) -> int:
                 )
                 if done.returncode == 2 or not out.is_file():
                     raise ConfigError(f"environment {number} measured nothing: {done.stderr.strip()[-400:]}")
-                version = subprocess.run(
-                    [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
-                ).stdout.strip()
-                found.append({"environment": environment, "torch": version, "rows": json.loads(out.read_text("utf-8"))})
-                say(f"{version} {' '.join(f'{key}={value}' for key, value in environment.items())}: measured")
+                said = subprocess.run(
+                    [python, "-c", SAYS], env=os.environ | environment, capture_output=True, text=True, check=True
+                )
+                version, instructions, threads = said.stdout.split("\n")[:3]
+                made = {"torch": version, "instructions": instructions, "threads": int(threads)}
+                found.append({"environment": environment, **made, "rows": json.loads(out.read_text("utf-8"))})
+                say(f"torch {version}, {instructions}, threads {threads}: measured")
     content = tolerance_file(found)
     file = args.league / "tolerance.json"
     file.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -182,7 +190,7 @@ def tolerance_file(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
             name: max((abs(row[name] - first[row["hash"], row["example"]][name]) for row in other["rows"]), default=0.0)
             for name in NUMBERS
         }
-        each.append({"environment": other["environment"], "torch": other["torch"], "largest": largest})
+        each.append({key: other[key] for key in OF_ENVIRONMENT} | {"largest": largest})
     least = 1e-5  # what seven digits in an entry leave open
     tolerance = {name: max(least, SAFETY * max(one["largest"][name] for one in each)) for name in NUMBERS}
     return {"tolerance": tolerance, "safety": SAFETY, "rows": len(first), "measured": each}

@@ -153,11 +153,15 @@ def compare(reference: Trace, other: Trace, score_rtol: float = 1e-3, logprob_at
     """Where an engine differs from the reference, the earliest first, a line each; empty: it conforms.
 
     A token kept in place of one whose score is as near as score_rtol (relative) is no difference: floating-point sums
-    differ between engines. Steps after such a swap are compared only up to the tokens swapped.
+    differ between engines. Steps after such a swap are compared only up to the tokens swapped. TraceError for a trace
+    whose header names another profile.
     """
     if not np.array_equal(reference["tokens"], other["tokens"]):
         return ["the tokens fed are not the reference's: feed header's prompt and steps as they are"]
     header = reference["header"]
+    profile = other.get("header", {}).get("profile", header["profile"])
+    if profile != header["profile"]:
+        raise TraceError(f"the reference is of profile {header['profile']}, the other trace of {profile}: compare like")
     shape = (header["layers"], header["heads"], header["prompt_tokens"])
     if other["prompt_kept"].shape != shape:
         return [f"prompt_kept has the shape {other['prompt_kept'].shape}, not [layers, heads, prompt tokens] = {shape}"]
@@ -219,8 +223,11 @@ def _logprobs(reference: Trace, other: Trace, atol: float) -> list[str]:
     return []
 
 
+SHOWN = 20  # differences that are printed
+
+
 def main(words: list[str]) -> int:
-    """0: conforms, 1: differs (each difference a line), 2: cannot be checked."""
+    """0: conforms, 1: differs (each difference a line, up to SHOWN), 2: cannot be checked."""
     if len(words) not in (1, 2) or words[0].startswith("-"):
         print("usage: trace_check.py REFERENCE.npz [ENGINE.npz]", file=sys.stderr)
         return 2
@@ -230,8 +237,10 @@ def main(words: list[str]) -> int:
     except TraceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in found:
+    for line in found[:SHOWN]:
         print(line)
+    if len(found) > SHOWN:
+        print(f"... and {len(found) - SHOWN} more")
     header = traces[0]["header"]
     what = "follows its own rules" if len(traces) == 1 else "keeps what the reference keeps"
     sizes = f"{header.get('prompt_tokens')} prompt tokens, {header.get('steps')} steps, profile {header.get('profile')}"

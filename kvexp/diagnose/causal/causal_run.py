@@ -32,7 +32,7 @@ from kvexp.diagnose.causal.prompt_scores import PromptScores, everything_evicted
 from kvexp.diagnose.causal.removal_effects import ANSWER_SCORES, Effect, ForcedAnswer
 from kvexp.diagnose.causal.removal_plan import TOKEN, RemovalPlan, RemovalUnit, removal_units
 from kvexp.diagnose.classes import classes_of
-from kvexp.diagnose.folders import Row, rows_of, short_title
+from kvexp.diagnose.folders import Row, chosen, rows_of, short_title
 from kvexp.diagnose.refusals import check
 from kvexp.diagnose.runs import cases, settings_at
 from kvexp.errors import ConfigError
@@ -50,22 +50,24 @@ _OWN_OPTIONS = ("method", "cache.mode", "cache.positions")  # options that are a
 class CausalOptions:
     """What is measured: the plan of removals; methods: names, or `ALL`; first: so many of the run's examples.
 
-    new_tokens: of the forced answer, at most; rows: removals per forward.
+    examples: ids of those that are measured in place of the first (none: the first); new_tokens: of the forced answer,
+    at most; rows: removals per forward.
     """
 
     plan: RemovalPlan
     methods: tuple[str, ...] = (ALL,)
     first: int = 12
+    examples: tuple[str, ...] = ()
     new_tokens: int = 32
     rows: int = 8
 
 
 def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
-    """The measurements of the run's first examples, made where they are missing; each is written once complete."""
+    """The measurements of the asked examples, made where they are missing; each is written once complete."""
     settings = settings_at(run)
     check(settings)
     methods = method_settings(settings, options.methods)
-    rows = sorted(rows_of(run).values(), key=lambda row: row["index"])[: options.first]
+    rows = _wanted(rows_of(run), options)
     if not rows:
         raise ConfigError(f"{run.path} has no answered example: run it first")
     plan = {**dataclasses.asdict(options.plan), "new_tokens": options.new_tokens}
@@ -79,6 +81,13 @@ def measure_causes(run: Run, options: CausalOptions) -> list[CausalExample]:
                 progress.advance()
     found = [read_measured(run, row["example"]) for row in rows]
     return [each for each in found if each is not None]
+
+
+def _wanted(rows: Mapping[str, Row], options: CausalOptions) -> list[Row]:
+    """The rows that are measured, each once, in the task's order."""
+    named = {row["example"]: row for row in (chosen(rows, name) for name in options.examples)}
+    order = sorted((named or rows).values(), key=lambda row: row["index"])
+    return order if named else order[: options.first]
 
 
 def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Settings]:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
-from kvexp.console import Console
 from kvexp.diagnose.causal.causal_files import METHODS, REMOVALS, SCORES, CausalExample, read_frame
 from kvexp.diagnose.causal.causal_measures import LEAST, Floats, rank_correlation, score_quality, superiority
-from kvexp.diagnose.causal.removal_effects import ANSWER_SCORES
+from kvexp.diagnose.causal.causal_pairs import mean_with_interval
 from kvexp.diagnose.causal.removal_plan import HEAD, LAYER, SPAN, TOKEN
 from kvexp.diagnose.classes import CLASSES
 from kvexp.record import Run
-from kvexp.results import intervals, stats
-from kvexp.results.columns import Column, plain
-from kvexp.results.render import print_columns
-from kvexp.results.units import TOO_FEW, absent, fixed
 
 FIFTHS = ("0-20 %", "20-40 %", "40-60 %", "60-80 %", "80-100 %")  # of the prompt, by position
 
@@ -95,18 +89,6 @@ def _rho(part: pd.DataFrame) -> float:
     return rank_correlation(_column(part, "kl"), _column(part, "rank"), _column(part, "weight"))
 
 
-def mean_with_interval(values: Floats) -> tuple[float, float, float]:
-    """Mean over the examples that are defined, and its 95 % interval: NaN for fewer than `stats.MIN_PAIRS`."""
-    values = values[np.isfinite(values)]
-    if not len(values):
-        return math.nan, math.nan, math.nan
-    if len(values) < stats.MIN_PAIRS:
-        return float(values.mean()), math.nan, math.nan
-    moments = intervals.mean_moments(values)
-    means = stats.resampled_means(moments, stats.resamples_for(stats.LEVEL))
-    return float(values.mean()), *intervals.mean_interval(values, means, stats.LEVEL)
-
-
 def score_rows(tables: CausalTables) -> list[dict[str, Any]]:
     """One row per score, the largest mean rank correlation first."""
     rows: list[dict[str, Any]] = []
@@ -122,7 +104,8 @@ def score_rows(tables: CausalTables) -> list[dict[str, Any]]:
             row[f"rho_{kind}"] = mean_with_interval(_column(own, "rho"))[0]
         own = tables.joint[tables.joint["method"] == name]
         for key in ("kl", "gone", "gone_mass"):
-            row[f"joint_{key}"] = float(own[key].mean()) if len(own) else math.nan
+            found = mean_with_interval(_column(own, key))
+            row[f"joint_{key}"], row[f"joint_{key}_low"], row[f"joint_{key}_high"] = found
         rows.append(row)
     return sorted(rows, key=lambda row: -row["rho"] if math.isfinite(row["rho"]) else math.inf)
 
@@ -165,86 +148,3 @@ def gone_rows(tables: CausalTables) -> list[dict[str, Any]]:
         some, others = _column(part[flipped], "gone_mass"), _column(part[~flipped], "gone_mass")
         rows.append(row | {"auc": superiority(some, others)})
     return rows
-
-
-def show_causal(tables: CausalTables, title: str, console: Console) -> None:
-    """Print every table, and what is needed to read it."""
-    for words, rows, columns in _printed(tables):
-        if rows:
-            console.print(Text(f"{title}: {words}", style="bold"))
-            print_columns(rows, columns, 1, console)
-    for line in notes(tables):
-        console.print(line, highlight=False, markup=False)
-
-
-def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], list[Column]]]:
-    name = plain("method", "score", right=False)
-    yield (
-        "scores against the effect of removing tokens",
-        score_rows(tables),
-        [
-            name,
-            Column("rank\ncorrelation", lambda row: _with_interval(row, "rho")),
-            Column("sampling\nerror", lambda row: fixed(row["rho_error"], 3)),
-            Column("of\nspans", lambda row: fixed(row["rho_span"], 2)),
-            Column("in one\nlayer", lambda row: fixed(row["rho_layer"], 2)),
-            Column("in one\nhead", lambda row: fixed(row["rho_head"], 2)),
-            Column("precision\nat budget", lambda row: _share(row["precision"])),
-            Column("effect\nkept", lambda row: _share(row["mass"])),
-            Column("tokens\nkept", lambda row: _share(row["kept"])),
-            Column("KL of all\nevicted", lambda row: fixed(row["joint_kl"], 3)),
-            Column("gone in\nall heads", lambda row: _share(row["joint_gone"])),
-        ],
-    )
-    for by, groups, words in (("class", CLASSES, "class of token"), ("fifth", FIFTHS, "position")):
-        found = [group for group in groups if group in set(tables.groups.get("group", ()))]
-        columns = [Column(group, lambda row, group=group: fixed(row.get(group), 2)) for group in found]  # type: ignore[misc]
-        yield f"rank correlation by {words}", group_rows(tables, by), [name, *columns]
-    share = [Column("tokens", lambda row: _share(row["weight"])), Column("effect", lambda row: _share(row["mass"]))]
-    yield "where the effect is", mass_rows(tables), [plain("group", "tokens of", right=False), *share]
-    yield (
-        "tokens gone in all heads of all layers, against wrong answers",
-        gone_rows(tables),
-        [
-            name,
-            Column("wrong", lambda row: f"{row['wrong']} of {row['n']}"),
-            Column("gone,\nwrong", lambda row: _share(row["gone_wrong"])),
-            Column("gone,\nright", lambda row: _share(row["gone_right"])),
-            Column("their effect,\nwrong", lambda row: _share(row["gone_mass_wrong"])),
-            Column("their effect,\nright", lambda row: _share(row["gone_mass_right"])),
-            Column("tells apart", lambda row: fixed(row["auc"], 2)),
-        ],
-    )
-
-
-def _with_interval(row: Mapping[str, Any], key: str) -> str:
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return f"{fixed(row[key], 3)} ({TOO_FEW if absent(low) else f'{low:.3f}..{high:.3f}'})"
-
-
-def _share(value: Any) -> str:
-    return "-" if absent(value) else f"{100 * value:.1f} %"
-
-
-def notes(tables: CausalTables) -> list[str]:
-    """What a reader must know of the numbers."""
-    examples, counts = tables.examples, tables.removals["kind"].value_counts()
-    made, seconds = len(tables.removals), sum(each.seconds for each in examples)
-    floor = max(each.floor for each in examples)
-    tokens = tables.removals[tables.removals["kind"] == TOKEN]
-    below = float((tokens["kl"] <= floor).mean()) if len(tokens) else math.nan
-    removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
-    return [
-        f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
-        f"({removed}), {60 * made / max(seconds, 1e-9):.0f} a minute; judged over "
-        f"{np.mean([each.judged for each in examples]):.1f} tokens of the full cache's own answer",
-        f"a row without a removal has KL up to {floor:.1e} nats (rounding); {_share(below)} of the removed tokens have "
-        "no more than that",
-        "effect: mean KL(full || without the token) per token of the answer. rank correlation: Spearman's, weighted by "
-        "the sampling plan, of a score's percentile (mean over layers and heads); (..): 95 % over examples; sampling "
-        "error: of that mean, by the tokens drawn. effect kept: share of the summed effect on tokens that are kept; a "
-        "random choice has tokens kept, in precision too. KL of all evicted: all that the method does not keep at the "
-        "prompt's end, removed at once; wrong: that changes a likeliest token; tells apart: how probably a wrong "
-        "example has more of the effect on tokens gone in all heads than a right one (0.5: it says nothing).",
-        f"{', '.join(ANSWER_SCORES)}: by the answer's own queries, which no method can see.",
-    ]
