@@ -224,11 +224,11 @@ def _diff(args: argparse.Namespace, console: Console) -> None:
 def _causal(args: argparse.Namespace, console: Console) -> None:
     from kvexp.diagnose.causal.causal_draw import draw_causal
     from kvexp.diagnose.causal.causal_run import CausalOptions, measure_causes
-    from kvexp.diagnose.causal.causal_show import show_causal
+    from kvexp.diagnose.causal.causal_show import causal_title, show_causal
     from kvexp.diagnose.causal.causal_tables import causal_tables
     from kvexp.diagnose.causal.removal_plan import RemovalPlan
     from kvexp.diagnose.draw import check_picture, save
-    from kvexp.diagnose.folders import run_at, title_of
+    from kvexp.diagnose.folders import run_at
 
     if args.draw is not None:
         check_picture(args.draw)
@@ -245,9 +245,9 @@ def _causal(args: argparse.Namespace, console: Console) -> None:
     )
     found = measure_causes(run, asked)
     tables = causal_tables(run, found)
-    show_causal(tables, title_of(run), console)
+    show_causal(tables, causal_title(run), console)
     if args.draw is not None:
-        save(draw_causal(tables, title_of(run)), args.draw)
+        save(draw_causal(tables, causal_title(run)), args.draw)
         console.print(f"wrote {args.draw}", highlight=False, markup=False)
     if args.csv is not None:
         tables.removals.to_csv(args.csv, index=False)

@@ -8,14 +8,15 @@ from html import escape
 from typing import Any
 
 from kvexp.league.entry_file import Entry
+from kvexp.results.columns import shared_settings
 from kvexp.results.question_place import WORDS
 from kvexp.results.units import absent, fixed, seconds, size
 from kvexp.terminal import visible
 
 Cell = Callable[[Entry], str]
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:80em;padding:0 1em}
+STYLE = """body{font:14px/1.5 system-ui,sans-serif;margin:2em auto;max-width:110em;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0 2em;display:block;overflow-x:auto}
-td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:right;white-space:nowrap}
+td,th{padding:.2em .5em;border-bottom:1px solid #ccc;text-align:right;white-space:nowrap}
 td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}code{background:#f3f3f3}"""
 
 
@@ -43,6 +44,11 @@ def _times(entry: Entry) -> str:
     return f"{seconds(entry['ttft_s'])}, {seconds(entry['tpot_s'])}"
 
 
+def _digests(entry: Entry) -> str:
+    """The first eight hex digits of what the entry says of the run's files: answers, then divergences."""
+    return " ".join(str(digest)[:8] for _, digest in sorted((entry.get("digests") or {}).items(), reverse=True)) or "-"
+
+
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("method", lambda entry: " ".join(str(each) for each in (entry["method"], entry.get("setting")) if each)),
     ("budget", _budget),
@@ -51,13 +57,13 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("score", lambda entry: f"{fixed(entry['score'], 1)} {entry.get('metric') or ''}".strip()),
     ("% of full (95 %)", lambda entry: _interval(entry, "of_full", 1)),
     ("bytes", _bytes),
-    ("first, per token", _times),
+    ("TTFT, TPOT", _times),
     ("n", lambda entry: str(entry.get("n"))),
     ("baseline", lambda entry: str(entry.get("yardstick"))),
     ("code", lambda entry: "user's" if entry.get("code") else "built in"),
-    ("commit", lambda entry: str((entry.get("environment") or {}).get("commit"))),
-    ("NUMERICS", lambda entry: str(entry["numerics"])),
+    ("commit, NUMERICS", lambda entry: f"{(entry.get('environment') or {}).get('commit')}, {entry['numerics']}"),
     ("hash", lambda entry: entry["hash"]),
+    ("digests", _digests),
 )
 LEAD = (
     "One line per method, budget and protocol. KL: mean KL divergence from the full cache per token of its own answer, "
@@ -66,7 +72,10 @@ LEAD = (
 
 
 def groups_of(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    """(title, entries by KL) of every model, task, protocol and place of the question."""
+    """(title, entries by KL) of every model, task, protocol and place of the question.
+
+    What all entries of a group set alike stands in the title, and no more in them.
+    """
     groups: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
     for entry in entries:
         names = (entry["model"], entry["task"], entry.get("protocol"), entry.get("question"))
@@ -75,6 +84,8 @@ def groups_of(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     for (model, task, protocol, question), own in sorted(groups.items()):
         more = [f"protocol {protocol}" if protocol else "", WORDS.get(question, "")]
         title = ", ".join([f"{model} / {task}", *(word for word in more if word)])
+        shared, own = shared_settings(own)
+        title = f"{title}: {' '.join(shared)}" if shared else title
         by_kl = sorted(own, key=lambda entry: (float("inf") if absent(entry["kl"]) else entry["kl"], entry["hash"]))
         found.append((title, by_kl))
     return found

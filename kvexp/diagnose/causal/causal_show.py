@@ -15,8 +15,10 @@ from kvexp.diagnose.causal.causal_tables import FIFTHS, CausalTables, gone_rows,
 from kvexp.diagnose.causal.removal_effects import ANSWER_SCORES
 from kvexp.diagnose.causal.removal_plan import HEAD, LAYER, SPAN, TOKEN
 from kvexp.diagnose.classes import CLASSES
+from kvexp.record import Run
 from kvexp.results import stats
 from kvexp.results.columns import Column, plain
+from kvexp.results.question_place import question_of, titled
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent, fixed
 
@@ -26,6 +28,17 @@ COMPANY = {  # of `company_rows`
     "evicted": "effect on tokens evicted",
     "rho": "the score's rank correlation",
 }
+
+
+def causal_title(run: Run) -> str:
+    """Task, budget and model of a measurement, what else was set, and whether eviction has seen the question.
+
+    The run's own method is one of those that are judged, and no part of it.
+    """
+    labels = run.asked[-1]
+    budget = "" if labels.get("kv_ratio") is None else f"kv_ratio={labels['kv_ratio']:g}"
+    known = (labels.get("task"), budget, labels.get("model"), labels.get("setting"))
+    return titled(", ".join(word for word in known if word), [question_of(run.config)])
 
 
 def show_causal(tables: CausalTables, title: str, console: Console) -> None:
