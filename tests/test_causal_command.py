@@ -16,6 +16,7 @@ from kvexp.diagnose.__main__ import main
 from kvexp.diagnose.causal.causal_files import METHODS, REMOVALS, SCORES, read_frame, read_measured
 from kvexp.diagnose.causal.causal_measures import (
     mass_kept,
+    mass_of_top,
     precision_at,
     rank_correlation,
     score_quality,
@@ -142,6 +143,8 @@ def test_mass_and_precision_of_a_choice():
     assert precision_at(effect, np.full(4, 0.25), weights, 0.25) == pytest.approx(0.25)
     assert precision_at(effect, best, np.array([2.0, 1, 1, 1]), 0.6) == pytest.approx(2 / 3)
     assert math.isnan(mass_kept(np.zeros(4), best, weights))
+    assert mass_of_top(effect, weights, 0.25) == pytest.approx(0.8) and mass_of_top(effect, weights, 1) == 1
+    assert mass_of_top(effect[::-1], np.array([1.0, 1, 1, 2]), 0.2) == pytest.approx(8 / 18)  # half of the first
 
 
 @pytest.mark.slow
@@ -181,7 +184,7 @@ def test_differences_are_taken_within_an_example():
     """A score that is 0.2 behind in every example is so exactly, however much the examples differ."""
     draws, rows = np.random.default_rng(5), []
     for example, base in enumerate(draws.uniform(0.3, 0.9, 6)):
-        named = {"example": str(example), "precision": 0.6, "kept": 0.5}
+        named = {"example": str(example), "precision": 0.6, "top": 0.6, "kept": 0.5}
         rows.append(named | {"method": "answer_attention", "rho": base, "mass": math.nan, "precision": math.nan})
         rows.append(named | {"method": "h2o", "rho": base - 0.2, "mass": 0.5 + 0.1 * (example % 2)})
     first, last = pair_rows(pd.DataFrame(rows))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 RESAMPLES = 200
+TOP = 0.05  # of the tokens, those of largest effect: few tokens hold nearly all of it
 LEAST = 8  # sampled tokens of a group below which no rank correlation is told
 
 
@@ -22,13 +23,15 @@ class ScoreQuality:
     """Of one score on one prompt, NaN where it is not defined.
 
     rho: rank correlation of score and effect; precision: of the tokens of largest effect, as many as the budget holds,
-    the share that is kept; mass: share of the summed effect that is kept; kept: share of tokens kept, which is what
-    precision and mass are of a random choice. rho_error, mass_error: standard errors of sampling.
+    the share that is kept; top: the same of the `TOP` share of tokens; mass: share of the summed effect that is kept;
+    kept: share of tokens kept, which is what these three are of a random choice. rho_error, mass_error: standard
+    errors of sampling.
     """
 
     rho: float
     rho_error: float
     precision: float
+    top: float
     mass: float
     mass_error: float
     kept: float
@@ -62,10 +65,22 @@ def mass_kept(effect: Floats, kept: Floats, weights: Floats) -> float:
 
 def precision_at(effect: Floats, kept: Floats, weights: Floats, budget: float) -> float:
     """Share of the most needed tokens that is kept: those of largest effect, up to `budget` of all tokens' weight."""
+    counted = _largest(effect, weights, budget)
+    return float((counted * kept).sum() / counted.sum()) if counted.sum() > 0 else math.nan
+
+
+def mass_of_top(effect: Floats, weights: Floats, share: float = TOP) -> float:
+    """Share of the summed effect [n] on the tokens of largest effect, up to `share` of all; NaN without any effect."""
+    return mass_kept(effect, _largest(effect, weights, share) / weights, weights)
+
+
+def _largest(effect: Floats, weights: Floats, share: float) -> Floats:
+    """Of each weight [n], what belongs to the tokens of largest effect that have `share` of all weight."""
     order = np.argsort(-effect, kind="stable")
     before = np.cumsum(weights[order]) - weights[order]
-    counted = np.clip(budget * weights.sum() - before, 0, weights[order])  # the last one in part
-    return float((counted * kept[order]).sum() / counted.sum()) if counted.sum() > 0 else math.nan
+    counted: Floats = np.empty_like(weights)
+    counted[order] = np.clip(share * weights.sum() - before, 0, weights[order])  # the last one in part
+    return counted
 
 
 def score_quality(effect: Floats, score: Floats, kept: Floats, weights: Floats, seed: int = 0) -> ScoreQuality:
@@ -81,6 +96,7 @@ def score_quality(effect: Floats, score: Floats, kept: Floats, weights: Floats, 
         rank_correlation(effect, score, weights),
         _spread(rhos),
         precision_at(effect, kept, weights, share),
+        precision_at(effect, kept, weights, TOP),
         mass_kept(effect, kept, weights),
         _spread(masses),
         share,

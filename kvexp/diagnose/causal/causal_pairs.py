@@ -38,8 +38,8 @@ def mean_with_interval(values: Floats) -> tuple[float, float, float]:
 def pair_rows(quality: pd.DataFrame) -> list[dict[str, Any]]:
     """Per score, means of differences within an example, each with its interval: keys *, *_low, *_high.
 
-    behind: rank correlation of `YARDSTICK` less the score's; mass, precision: less the share of tokens kept, which is
-    what a random choice has. quality: `CausalTables.quality`.
+    behind: rank correlation of `YARDSTICK` less the score's; mass, precision, top: less the share of tokens kept,
+    which is what a random choice has. quality: `CausalTables.quality`.
     """
     best = quality[quality["method"] == YARDSTICK].set_index("example")["rho"]
     rows: list[dict[str, Any]] = []
@@ -49,6 +49,7 @@ def pair_rows(quality: pd.DataFrame) -> list[dict[str, Any]]:
             "behind": part["example"].map(best) - part["rho"],
             "mass": part["mass"] - part["kept"],
             "precision": part["precision"] - part["kept"],
+            "top": part["top"] - part["kept"],
         }
         for key, values in differences.items():
             found = mean_with_interval(values.to_numpy(dtype=np.float64))

@@ -10,6 +10,7 @@ import numpy as np
 from rich.text import Text
 
 from kvexp.console import Console
+from kvexp.diagnose.causal.causal_measures import TOP, mass_of_top
 from kvexp.diagnose.causal.causal_pairs import YARDSTICK, company_rows, pair_rows
 from kvexp.diagnose.causal.causal_tables import FIFTHS, CausalTables, gone_rows, group_rows, mass_rows, score_rows
 from kvexp.diagnose.causal.removal_effects import ANSWER_SCORES
@@ -64,6 +65,7 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
             Column("in one\nlayer", lambda row: fixed(row["rho_layer"], 2)),
             Column("in one\nhead", lambda row: fixed(row["rho_head"], 2)),
             Column("precision\nat budget", lambda row: _share(row["precision"])),
+            Column(f"top {TOP:.0%}\nkept", lambda row: _share(row["top"])),
             Column("effect\nkept", lambda row: _share(row["mass"])),
             Column("tokens\nkept", lambda row: _share(row["kept"])),
             Column("KL of all\nevicted", lambda row: _with_interval(row, "joint_kl")),
@@ -78,6 +80,7 @@ def _printed(tables: CausalTables) -> Iterator[tuple[str, list[dict[str, Any]], 
             Column(f"rank correlation\nbehind {YARDSTICK}", lambda row: _with_interval(row, "behind")),
             Column("effect kept less\ntokens kept", lambda row: _share_with_interval(row, "mass")),
             Column("precision less\ntokens kept", lambda row: _share_with_interval(row, "precision")),
+            Column(f"top {TOP:.0%} kept less\ntokens kept", lambda row: _share_with_interval(row, "top")),
         ],
     )
     for by, groups, words in (("class", CLASSES, "class of token"), ("fifth", FIFTHS, "position")):
@@ -135,19 +138,25 @@ def notes(tables: CausalTables) -> list[str]:
     floor = max(each.floor for each in examples)
     tokens = tables.removals[tables.removals["kind"] == TOKEN]
     below = float((tokens["kl"] <= floor).mean()) if len(tokens) else math.nan
+    columns = ("kl", "weight")
+    top = [
+        mass_of_top(*(part[name].to_numpy(dtype=float) for name in columns)) for _, part in tokens.groupby("example")
+    ]
+    held = _share(np.mean(top) if top else math.nan)
     removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
     return [
         f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
         f"({removed}), {60 * made / max(seconds, 1e-9):.0f} a minute; judged over "
         f"{np.mean([each.judged for each in examples]):.1f} tokens of the full cache's own answer",
         f"a row without a removal has KL up to {floor:.1e} nats (rounding); {_share(below)} of the removed tokens have "
-        "no more than that",
+        f"no more than that; the {TOP:.0%} of tokens of largest effect hold {held} of it",
         "effect: mean KL(full || without the token) per token of the answer. rank correlation: Spearman's, weighted by "
         "the sampling plan, of a score's percentile (mean over layers and heads); (..): 95 % over examples, "
         f"Student's t of fewer than {stats.MIN_PAIRS}; sampling "
         "error: of that mean, by the tokens drawn. effect kept: share of the summed effect on tokens that are kept; a "
-        "random choice has tokens kept, in precision too. KL of all evicted: all that the method does not keep at the "
-        "prompt's end, removed at once; wrong: that changes a likeliest token; tells apart: how probably a wrong "
-        "example has more of the effect on tokens gone in all heads than a right one (0.5: it says nothing).",
+        "random choice has tokens kept, in precision and of the top too. KL of all evicted: all that the method does "
+        "not keep at the prompt's end, removed at once; wrong: that changes a likeliest token; tells apart: how "
+        "probably a wrong example has more of the effect on tokens gone in all heads than a right one (0.5: it says "
+        "nothing).",
         f"{', '.join(ANSWER_SCORES)}: by the answer's own queries, which no method can see.",
     ]

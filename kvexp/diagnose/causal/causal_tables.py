@@ -94,7 +94,7 @@ def score_rows(tables: CausalTables) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, part in tables.quality.groupby("method", sort=False):
         row: dict[str, Any] = {"method": name, "n": len(part)}
-        for key in ("rho", "precision", "mass", "kept"):
+        for key in ("rho", "precision", "top", "mass", "kept"):
             row[key], row[f"{key}_low"], row[f"{key}_high"] = mean_with_interval(_column(part, key))
         for key in ("rho_error", "mass_error"):  # of the mean over examples
             each = _column(part[part[key].notna()], key)
