@@ -22,7 +22,8 @@ def draw_causal(tables: CausalTables, title: str) -> Figure:
     rows = score_rows(tables)
     figure = Figure(figsize=(12, 4.2 + HEIGHT * len(rows)), layout="constrained")
     figure.suptitle(f"{title} (n = {len(tables.examples)}, bars: 95 % over examples)", fontsize=11)
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2 + HEIGHT * len(rows), 2.6])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[1.2 + HEIGHT * len(rows), 2.6])
+    above, below = parts
     bars, heat, kept, kl = above.subplots(1, 4, sharey=True, width_ratios=[1.1, 1.1, 1, 1])
     names = [str(row["method"]) for row in rows]
     _bars(bars, rows)

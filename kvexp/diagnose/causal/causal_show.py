@@ -138,11 +138,11 @@ def notes(tables: CausalTables) -> list[str]:
     floor = max(each.floor for each in examples)
     tokens = tables.removals[tables.removals["kind"] == TOKEN]
     below = float((tokens["kl"] <= floor).mean()) if len(tokens) else math.nan
-    columns = ("kl", "weight")
     top = [
-        mass_of_top(*(part[name].to_numpy(dtype=float) for name in columns)) for _, part in tokens.groupby("example")
+        mass_of_top(part["kl"].to_numpy(dtype=float), part["weight"].to_numpy(dtype=float))
+        for _, part in tokens.groupby("example")
     ]
-    held = _share(np.mean(top) if top else math.nan)
+    held = _share(float(np.mean(top)) if top else math.nan)
     removed = ", ".join(f"{counts[kind]} {kind}s" for kind in (TOKEN, SPAN, LAYER, HEAD) if kind in counts)
     return [
         f"{len(examples)} examples of {np.mean([each.tokens for each in examples]):.0f} tokens; {made} removals "
