@@ -3,16 +3,20 @@
     python -m benchmarks.gpu_first                 # about an hour; --only NAME … runs some lines
     python -m benchmarks.gpu_first --report FILE   # default: gpu_report.md
 
-A line is green where its command ended with 0. docs/gpu.md says what each shows and what to do where it is red.
+A line is green where its command ended with 0 and, of tests, at least one has run. docs/gpu.md says what each shows and
+what to do where it is red.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +44,19 @@ class Check:
         return [sys.executable, "-m", self.module, *self.words.split()]
 
 
+PLUGINS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "hypothesis": "hypothesis"}
+# What is known without a GPU.
+WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
 KERNELS = "tests/test_triton_observe.py tests/test_triton_step.py"
 CHECKS = (
     Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),
+    Check(
+        "memory",
+        "tensors hold on the GPU what a CPU counted on a pretended one",
+        "pytest",
+        f"{TESTS} -s tests/test_memory_gpu.py",
+    ),
     Check(
         "slots",
         "CPU and GPU keep the same slots in float32; bounds in bfloat16",
@@ -74,7 +87,8 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        return "green" if self.status == 0 else "RED"
+        ran = self.check.module != "pytest" or re.search(r"\b[1-9]\d* passed", self.tail)
+        return "green" if self.status == 0 and ran else "RED"
 
 
 def run(check: Check, minutes: float = MINUTES) -> Outcome:
@@ -110,24 +124,44 @@ def report(outcomes: list[Outcome], about: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def lacking(checks: Sequence[Check]) -> str | None:
+    """What keeps these checks from running here, and what to do about it; None: nothing does."""
+    import torch
+
+    if torch.version.cuda is None:
+        return (
+            f"torch {torch.__version__} is a build without CUDA. On a machine with an NVIDIA GPU install torch's CUDA "
+            f"build (https://pytorch.org/get-started/locally) and run this again. {WITHOUT}"
+        )
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} finds no CUDA device: does nvidia-smi list one, and is its driver new enough "
+            f"for CUDA {torch.version.cuda}? {WITHOUT}"
+        )
+    tests = any(check.module == "pytest" for check in checks)
+    missing = [package for module, package in PLUGINS.items() if tests and find_spec(module) is None]
+    if missing:
+        return f"the tests need {', '.join(missing)}: make setup, or pip install {' '.join(missing)}"
+    if any(check.name == "kernels" for check in checks) and find_spec("triton") is None:
+        return "the line kernels needs Triton: pip install 'kvexp[gpu]', or leave it out: ARGS='--only memory slots …'"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_first", description=__doc__)
     parser.add_argument("--only", nargs="+", default=None, choices=[check.name for check in CHECKS])
     parser.add_argument("--report", type=Path, default=Path("gpu_report.md"))
     options = parser.parse_args(arguments)
-    import torch
-
-    if not torch.cuda.is_available():
-        print(
-            "no CUDA device: this is for the first run on one; what a CPU can show is make gpu-compile", file=sys.stderr
-        )
+    chosen = [check for check in CHECKS if options.only is None or check.name in options.only]
+    why = lacking(chosen)
+    if why is not None:
+        print(f"nothing was run: {why}", file=sys.stderr)
         return 1
     outcomes = []
-    for check in CHECKS:
-        if options.only is None or check.name in options.only:
-            outcomes.append(run(check))
-            print(f"{outcomes[-1].word:5s} {check.name}: {outcomes[-1].seconds:.0f} s", flush=True)
-            options.report.write_text(report(outcomes, provenance("cuda")), encoding="utf-8")
+    for check in chosen:
+        outcomes.append(run(check))
+        print(f"{outcomes[-1].word:5s} {check.name}: {outcomes[-1].seconds:.0f} s", flush=True)
+        options.report.write_text(report(outcomes, provenance("cuda")), encoding="utf-8")
     print(f"{options.report}: please send it to the project, also where every line is green")
     return 0 if all(one.status == 0 for one in outcomes) else 1
 

@@ -5,6 +5,9 @@
 Writes benchmarks/predicted/: cpu.json (every measured CPU cell, its prediction and the error), and one file per
 benchmark of the GPU suite with the cells' keys, so that the first real run can be laid beside it. Predictions never
 enter benchmarks/results, and every cell carries the predictor's error on the CPU.
+
+What a GPU reaches is its data sheet's, by a share. How fast the CPU multiplies is found from the prompts of one model
+(`CALIBRATION`, the real one); the prompts, steps and sweeps of the other models are what the predictor is held against.
 """
 
 from __future__ import annotations
@@ -13,46 +16,88 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.roofline import decode_step, generation, layout, prefill, sweep
+import numpy as np
+
+from benchmarks import real_model
+from benchmarks.roofline import Speeds, decode_step, generation, layout, prefill, sweep
 from benchmarks.store import Cell, Results
-from benchmarks.variants import variant
-from kvexp.dry_run.cost import MACHINES, Machine
+from benchmarks.variants import THEIRS, variant
+from kvexp.dry_run.cost import MACHINES
 from kvexp.pipes import watch_pipes
 
 PREDICTED = Path(__file__).resolve().parent / "predicted"
 LABEL = "predicted, A100 80GB"
-A100 = MACHINES["a100"]
+A100 = Speeds.of(MACHINES["a100"])
+CALIBRATION = real_model.NAME  # of no prompt, step or sweep that the predictor is held against
 PAPER = ("full", "h2o@0.9", "keyformer@0.5", "h2o@0.5")
 LONG = ("full", "h2o@0.2", "keyformer@0.2", "a2sf@0.2", "h2o@0.5", "keyformer@0.5")
 SWEEP = ("full", *(f"{method}@{share}" for method in ("h2o", "keyformer", "a2sf") for share in ("0.2", "0.5", "0.7")))
 
 
-def cpu_machine(cell: Cell, bandwidth: float) -> Machine:
-    """The CPU of a measured cell: the bandwidth that its run reached, else `bandwidth`; the rest as in plans."""
+def cpu_speeds(cell: Cell, bandwidth: float, prompts: list[Cell]) -> Speeds:
+    """The CPU of a measured cell: the bandwidth that its run reached, else `bandwidth`; products as fast as `prompts`,
+    the prefills of the calibration's model, say, else as in plans.
+    """
     rows = [row for row in cell["rows"] if row["variant"] == "bandwidth"]
     reached = statistics.median(sample["bytes_per_s"] for sample in rows[0]["samples"]) if rows else bandwidth
-    one = MACHINES["cpu"]
-    return Machine(one.name, one.flops * cell["key"]["threads"], reached, one.layer_s)
+    plain, threads = Speeds.of(MACHINES["cpu"]), cell["key"]["threads"]
+    found = replace(plain, bandwidth=reached)
+    here = [one for one in prompts if one["key"]["threads"] == threads]
+    if len(here) < 2:
+        each = plain.linear * threads
+        return replace(found, linear=each, attention=each, observation=each)
+    linear, attention, observation = product_rates(here)
+    return replace(found, linear=linear, attention=attention, observation=observation)
+
+
+def product_rates(prompts: list[Cell]) -> tuple[float, float, float]:
+    """Operations per second of linear layers, of attention and of an observation, from one model's prompts.
+
+    A short prompt takes its time in linear layers, a long one in attention: the rates are those of least squared
+    relative error over all lengths with the full cache. What H2O takes beyond it is the observation.
+    """
+    of, full, h2o = layout(CALIBRATION), variant("full"), variant("h2o@0.2")
+    work = [prefill(of, h2o, cell["key"]["prompt"], 1) for cell in prompts]
+    taken = [_ttft(cell, full.name) for cell in prompts]
+    shares = [[one.linear / s, one.attention / s] for one, s in zip(work, taken, strict=True)]
+    (linear, attention), *_ = np.linalg.lstsq(np.array(shares), np.ones(len(shares)), rcond=None)
+    beyond = [_ttft(cell, h2o.name) - s for cell, s in zip(prompts, taken, strict=True)]
+    observation = statistics.median(one.observation / s for one, s in zip(work, beyond, strict=True))
+    return float(1 / linear), float(1 / attention), observation
+
+
+def _ttft(cell: Cell, name: str) -> float:
+    """Median seconds to the first token."""
+    row = next(row for row in cell["rows"] if row["variant"] == name)
+    return statistics.median(sample["ttft_s"] for sample in row["samples"])
 
 
 def cpu_check(folder: Path | None = None) -> list[dict[str, Any]]:
     """Every variant of every CPU cell of decode, prefill and sweep: measured and predicted seconds, and the error."""
-    found = {name: Results(name, *([folder] if folder else [])).cells for name in ("decode", "prefill", "sweep")}
-    found = {name: [cell for cell in cells if _on_cpu(cell)] for name, cells in found.items()}
-    reached = [cpu_machine(cell, 0).bandwidth for cell in found["decode"]]
+    every = {name: Results(name, *([folder] if folder else [])).cells for name in ("decode", "prefill", "sweep")}
+    found = {name: [cell for cell in cells if _on_cpu(cell)] for name, cells in every.items()}
+    prompts = [cell for cell in every["prefill"] if _calibrates(cell)]
+    reached = [cpu_speeds(cell, 0, prompts).bandwidth for cell in found["decode"]]
     lines = []
     for name, cells in found.items():
         for cell in cells:
-            machine = cpu_machine(cell, statistics.median(reached))
-            for what, measured, predicted in _compared(name, cell, machine):
+            at = cpu_speeds(cell, statistics.median(reached), prompts)
+            for what, measured, predicted in _compared(name, cell, at):
                 error = predicted / measured - 1
                 key = {k: cell["key"][k] for k in ("shape", "model", "prompt", "batch", "rows") if k in cell["key"]}
                 seconds = {"measured_s": _short(measured), "predicted_s": _short(predicted), "error": round(error, 3)}
                 lines.append({"benchmark": name, **key, "variant": what, **seconds})
     return lines
+
+
+def _calibrates(cell: Cell) -> bool:
+    """Whether a cell is the calibration's: a prompt of its model on a CPU."""
+    key = cell["key"]
+    return bool(key["shape"] == CALIBRATION and key["device"] == "cpu" and not key["tiny"])
 
 
 def _on_cpu(cell: Cell) -> bool:
@@ -62,12 +107,12 @@ def _on_cpu(cell: Cell) -> bool:
     return key["device"] == "cpu" and not key["tiny"] and known
 
 
-def _compared(name: str, cell: Cell, machine: Machine) -> list[tuple[str, float, float]]:
+def _compared(name: str, cell: Cell, at: Speeds) -> list[tuple[str, float, float]]:
     """(variant, measured, predicted) of a cell."""
     key = cell["key"]
     if name == "sweep":
         of, variants = layout("llama_100m"), [variant(each) for each in SWEEP]
-        made = sweep(machine, of, variants, 2048, 64, key["rows"])
+        made = sweep(at, of, variants, 2048, 64, key["rows"])
         measured = {row["variant"]: row["samples"] for row in cell["rows"]}
         pairs = (("basic", "one_by_one_s"), ("shared_prefill", "shared_s"))
         return [(each, statistics.median(s["wall_s"] for s in measured[each]), made[how]) for each, how in pairs]
@@ -77,19 +122,20 @@ def _compared(name: str, cell: Cell, machine: Machine) -> list[tuple[str, float,
             continue
         v = variant(row["variant"])
         if name == "decode":
-            seconds = decode_step(of, v, row["slots"], key["batch"]).seconds(machine)
+            seconds = decode_step(of, v, row["slots"], key["batch"]).seconds(at)
         else:
-            seconds = prefill(of, v, key["prompt"], 1).seconds(machine)
+            seconds = prefill(of, v, key["prompt"], 1).seconds(at)
         field = "tpot_s" if name == "decode" else "ttft_s"
         lines.append((row["variant"], statistics.median(sample[field] for sample in row["samples"]), seconds))
     return lines
 
 
 def errors(lines: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By benchmark: the median and the largest of the errors' sizes, and of how many."""
+    """By benchmark: the median and the largest of the errors' sizes, and of how many; Hugging Face's caches apart."""
     sizes: dict[str, list[float]] = {}
     for line in lines:
-        sizes.setdefault(line["benchmark"], []).append(abs(line["error"]))
+        theirs = line["variant"].partition("@")[0] in THEIRS  # they copy, which is not predicted
+        sizes.setdefault(line["benchmark"] + " of Hugging Face" * theirs, []).append(abs(line["error"]))
     return {
         name: {"median": round(statistics.median(each), 2), "largest": round(max(each), 2), "of": len(each)}
         for name, each in sizes.items()
@@ -170,7 +216,7 @@ def predictions() -> dict[str, Any]:
     check = cpu_check()
     about = {
         "machine": LABEL,
-        "flops": _short(A100.flops),
+        "flops": _short(A100.linear),
         "bandwidth": _short(A100.bandwidth),
         "layer_s": A100.layer_s,
         "predictor_error_on_cpu": errors(check),

@@ -11,7 +11,7 @@ import contextlib
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 MEETING = {"copy_", "_to_copy", "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 
@@ -57,10 +57,10 @@ class Placed(torch.Tensor):
 
 
 def perform(func, args, kwargs):
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-    met = {x.device for x in tensors if x.dim()}
-    if func.overloadpacket.__name__ in MEETING:
-        met = {tensors[0].device}
+    tensors = []
+    args, kwargs = _opened(args, tensors), _opened(kwargs, tensors)
+    name = func.overloadpacket.__name__
+    met = {tensors[0].device} if name in MEETING else {x.device for x in tensors if x.dim()}
     if len(met) > 1:
         raise RuntimeError(f"{func} of tensors on {', '.join(sorted(map(str, met)))}")
     device = next(iter(met)) if met else tensors[0].device if tensors else torch.device("cpu")
@@ -68,15 +68,35 @@ def perform(func, args, kwargs):
         device = torch.device(kwargs["device"])
         kwargs = {**kwargs, "device": torch.device("cpu")}
     given = {id(x.inner): x for x in tensors if isinstance(x, Placed)}
-    args, kwargs = tree_map(lambda x: x.inner if isinstance(x, Placed) else x, (args, kwargs))
-    made = func(*args, **kwargs)
+    return _closed(func(*args, **kwargs), given, device)
 
-    def placed(x):
-        if not isinstance(x, torch.Tensor) or id(x) in given:
-            return given.get(id(x), x)
-        return x if device.type == "cpu" else Placed(x, device)
 
-    return tree_map(placed, made)
+def _opened(x, found):
+    """x, a tensor or something of lists and dictionaries, with what is inside placed tensors; all tensors go to found.
+
+    By hand: it is done at every operator, and torch's own walk takes longer than the operator.
+    """
+    if isinstance(x, torch.Tensor):
+        found.append(x)
+        return x.inner if isinstance(x, Placed) else x
+    if isinstance(x, (list, tuple)):
+        return type(x)([_opened(part, found) for part in x])
+    return {name: _opened(part, found) for name, part in x.items()} if isinstance(x, dict) else x
+
+
+def tensors_in(x):
+    """The tensors in lists, tuples and dictionaries."""
+    found = []
+    _opened(x, found)
+    return found
+
+
+def _closed(x, given, device):
+    """What an operator made, on the device; a tensor that it was given is the one that was given."""
+    if isinstance(x, torch.Tensor):
+        known = given.get(id(x))
+        return known if known is not None else x if device.type == "cpu" else Placed(x, device)
+    return type(x)([_closed(part, given, device) for part in x]) if isinstance(x, (list, tuple)) else x
 
 
 class _Factories(TorchDispatchMode):
@@ -93,8 +113,9 @@ class _FromData(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
             return func(*args, **kwargs)
-        device = kwargs.pop("device")
-        return func(*args, **kwargs).to("cpu") if str(device) == "cpu" else Placed(func(*args, **kwargs), device)
+        device = torch.device(kwargs.pop("device"))
+        made = func(*args, **kwargs)
+        return made if made.device == device else torch.ops.aten._to_copy.default(made, device=device)
 
 
 def move(module, device):

@@ -2,16 +2,19 @@
 
 import pytest
 import torch
-from capture_steps import ALL, CASES, FAMILIES, HALF, NEW, Stepped, checked, prompts_for
+from capture_steps import ALL, CASES, FAMILIES, NEW, Stepped, checked, prompts_for
+from device_runs import METHODS, config_of
 from host_reads import on_gpu, reads_of_decode_steps
 from recorded_graph import RecordedGraphs
+from test_retrieval import METHODS as RETRIEVAL
+from test_retrieval import SCARCE
 from tiny import tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from kvexp.core.decode.capture_obstacles import capture_obstacle
 from kvexp.generate import CacheConfig, GenerationParams, decode, decode_graph, generate, prefill_together
 from kvexp.generate.prefilled_context import decode_step
-from kvexp.methods import Full, SnapKV
 
 
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
@@ -34,11 +37,17 @@ def test_a_step_on_a_device_uses_nothing_of_the_host(case):
         assert checked(Stepped(case=case, model=model)) == []
 
 
-@pytest.mark.parametrize("case", ["keyformer", "window"])
-def test_a_step_runs_on_tensors_without_numbers(case):
+WITHOUT_NUMBERS = [("llama", "keyformer"), ("llama", "window")]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [*WITHOUT_NUMBERS, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in WITHOUT_NUMBERS)],
+)
+def test_a_step_runs_on_tensors_without_numbers(family, case):
     """FakeTensorMode: any read of a number and any shape that depends on one raises."""
     with torch.no_grad():
-        stepped = Stepped(case=case)
+        stepped = Stepped(family, case)
         step = stepped.replayable()
         step.begin()
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -90,8 +99,16 @@ def with_graphs(monkeypatch, graphs):
 def both(monkeypatch, graphs, method, budget, family="llama", new=NEW, **options):
     """(with graphs, without)."""
     decoding = GenerationParams(new, eos=None)
+    prompts = prompts_for(method.method if isinstance(method, CacheConfig) else method)
     run = lambda: generate(  # noqa: E731
-        tiny(family), prompts_for(method), method, budget, decoding=decoding, seeds=[1, 2], keep_logits=True, **options
+        tiny(family),
+        prompts,
+        method,
+        budget,
+        decoding=decoding,
+        seeds=[1, 2],
+        keep_logits=True,
+        **options,
     )
     plain = run()
     with_graphs(monkeypatch, graphs)
@@ -135,14 +152,30 @@ def test_caches_that_decode_together_are_captured_together(monkeypatch):
             assert graphs.calls.count("capture") == 1 and graphs.calls.count("replay") == NEW - 5
 
 
-@pytest.mark.parametrize("method", [Full(), SnapKV(window=3)], ids=lambda m: m.name)
-def test_what_cannot_be_captured_says_why(method, monkeypatch):
+def not_captured():
+    """Name -> why, of every method with small settings, those that keep everything too."""
+    given = object()  # what a pass over texts would have found, at which this does not look
+    configs = {name: config_of("llama", name, calibration=given, surrogate=given) for name in METHODS}
+    configs |= {name: CacheConfig(method, SCARCE) for name, method in RETRIEVAL.items()}
+    found = {name: capture_obstacle(config) for name, config in configs.items()}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param(name, why, marks=[] if name in ("full", "rkv") else pytest.mark.slow)
+        for name, why in not_captured().items()
+    ],
+)
+def test_what_cannot_be_captured_says_why(name, why, monkeypatch):
+    """Its answer is that of eager steps, with a note."""
+    config = config_of("llama", name) if name in METHODS else CacheConfig(RETRIEVAL[name], SCARCE)
     graphs = RecordedGraphs()
-    made, plain = both(monkeypatch, graphs, method, None if method.name == "full" else HALF, new=6)
+    made, plain = both(monkeypatch, graphs, config, None, new=6)
     assert made.tokens == plain.tokens and graphs.calls == []
-    assert f"0 of 5 decode steps were replayed from a CUDA graph; {method.name} is not captured: every new" in (
-        made.cuda_graph
-    )
+    said = f"0 of 5 decode steps were replayed from a CUDA graph; {config.method.name} is not captured: {why}"
+    assert made.cuda_graph == said
 
 
 def test_a_capture_that_fails_changes_nothing(monkeypatch):

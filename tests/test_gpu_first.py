@@ -42,4 +42,30 @@ def test_without_a_gpu_it_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert gpu_first.main([]) == 1
-    assert "no CUDA device" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("nothing was run: torch ") and "CUDA" in said and "make gpu-compile" in said
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "lacks", "words"),
+    [
+        (None, False, (), "is a build without CUDA"),
+        ("12.9", False, (), "does nvidia-smi list one, and is its driver new enough for CUDA 12.9"),
+        ("12.9", True, ("xdist",), "make setup, or pip install pytest-xdist"),
+        ("12.9", True, ("triton",), "the line kernels needs Triton"),
+        ("12.9", True, (), None),
+    ],
+)
+def test_it_says_what_is_missing(cuda, available, lacks, words, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(gpu_first, "find_spec", lambda name: None if name in lacks else "here")
+    said = gpu_first.lacking(CHECKS)
+    assert (said is None) if words is None else (words in said)
+    assert gpu_first.lacking([check for check in CHECKS if check.name == "decode"]) is None or not available
+
+
+def test_a_line_whose_tests_were_all_skipped_is_red():
+    check = next(check for check in CHECKS if check.module == "pytest")
+    assert Outcome(check, 0, 1.0, "4 skipped in 0.1s").word == "RED"
+    assert Outcome(check, 0, 1.0, "10 passed, 4 skipped in 0.1s").word == "green"

@@ -8,34 +8,59 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks import predict
-from benchmarks.roofline import Forward, Layout, decode_step, generation, layout, prefill, sweep
+from benchmarks.roofline import (
+    A2SF_QUERIES,
+    Forward,
+    Layout,
+    Speeds,
+    decode_step,
+    generation,
+    layout,
+    observed,
+    prefill,
+    sweep,
+)
 from benchmarks.store import RESULTS
 from benchmarks.variants import variant
 from experiments.keyformer import fig1, fig9, fig10, table1
+from kvexp.core.observe.blocked import first_weighted_row
 from kvexp.dry_run.cost import Machine
+from kvexp.methods import A2SF
 
-MACHINE = Machine("one of 100 flops and 10 bytes per second", 100.0, 10.0, 0.5)
-SMALL = Layout(read_bytes=1000, weights=500, layers=2, heads=4, width=8, token_bytes=64)
+MACHINE = Speeds.of(Machine("one of 100 flops and 10 bytes per second", 100.0, 10.0, 0.5))
+SMALL = Layout(read_bytes=1000, weights=500, head=100, layers=2, heads=4, width=8, token_bytes=64)
 
 
 def test_a_forward_takes_its_longer_part_and_its_launches():
-    assert Forward(50, 100, 2).seconds(MACHINE) == 5 + 1 and Forward(50, 100, 2).limit(MACHINE) == "bytes"
-    assert Forward(5, 1000, 2).seconds(MACHINE) == 10 + 1 and Forward(5, 1000, 2).limit(MACHINE) == "operations"
-    assert Forward(1, 1, 2).limit(MACHINE) == "launches"
+    assert Forward(50, 2, 100).seconds(MACHINE) == 5 + 1 and Forward(50, 2, 100).limit(MACHINE) == "bytes"
+    assert Forward(5, 2, 1000).seconds(MACHINE) == 10 + 1 and Forward(5, 2, 1000).limit(MACHINE) == "operations"
+    assert Forward(1, 2, 1).limit(MACHINE) == "launches"
+    each = Speeds(linear=10, attention=20, observation=40, bandwidth=1e9, layer_s=0)
+    assert Forward(1, 2, 100, 100, 100).seconds(each) == 10 + 5 + 2.5
 
 
 def test_a_decode_step_by_hand():
     """Weights once; 3 rows x 10 slots x 64 bytes; 2 x 500 x 3 operations and 4 x 2 x 8 x 10 x 3."""
-    assert decode_step(SMALL, variant("full"), 10, 3) == Forward(1000 + 1920, 3000 + 1920, 2)
+    assert decode_step(SMALL, variant("full"), 10, 3) == Forward(1000 + 1920, 2, 3000, 1920)
     scored = decode_step(SMALL, variant("h2o@0.5"), 10, 3)
     assert scored.bytes == 2920 + 2 * 4 * 3 * 2 * 4 * 10
     assert decode_step(SMALL, variant("keyformer@0.5"), 10, 3).bytes == 2920 + 3 * 4 * 3 * 2 * 4 * 10
 
 
 def test_a_prefill_by_hand():
-    """2 x 500 x 7 operations, and 2 x 2 x 8 x 49 of a causal prompt; what scores has its products twice."""
-    assert prefill(SMALL, variant("full"), 7, 1) == Forward(1000 + 7 * 64, 7000 + 1568, 2)
-    assert prefill(SMALL, variant("a2sf@0.5"), 7, 1).flops == 7000 + 2 * 1568
+    """2 x 400 x 7 operations, the head's for one token, and 2 x 2 x 8 x 49 of a causal prompt; H2O has them twice."""
+    assert prefill(SMALL, variant("full"), 7, 1) == Forward(1000 + 7 * 64, 2, 5600 + 200, 1568, 0)
+    assert prefill(SMALL, variant("h2o@0.5"), 7, 1).observation == 1568
+    assert prefill(SMALL, variant("a2sf@0.5"), 7, 1).observation == 1568
+
+
+def test_a2sf_observes_the_queries_that_weigh_anything():
+    """As the code itself finds them, and the pairs that they have with the keys before them."""
+    last = 1000 - first_weighted_row(A2SF().score_spec, 1000, None)
+    assert last == A2SF_QUERIES
+    pairs = [sum(range(1, n + 1)) for n in (1000, 1000 - last)]
+    assert observed(variant("a2sf@0.5"), 1000) == pytest.approx(1 - pairs[1] / pairs[0], rel=2e-3)
+    assert observed(variant("window@0.5"), 1000) == 0 and observed(variant("keyformer@0.5"), 1000) == 1
 
 
 def test_generations_and_sweeps_add_up():
@@ -67,10 +92,34 @@ def test_the_predictor_is_held_against_every_measured_cell(tmp_path):
     tiny = {**cell, "key": {**cell["key"], "tiny": True}}
     (tmp_path / "decode.json").write_text(json.dumps([cell, tiny]))
     (line,) = predict.cpu_check(tmp_path)
-    seconds = decode_step(layout("to_beat"), variant("full"), 64, 1).seconds(predict.cpu_machine(cell, 0))
+    seconds = decode_step(layout("to_beat"), variant("full"), 64, 1).seconds(predict.cpu_speeds(cell, 0, []))
     assert line["measured_s"] == 2.0 and line["error"] == pytest.approx(seconds / 2 - 1, abs=1e-3)
-    lines = [{"benchmark": "decode", "error": error} for error in (0.5, -0.1, 0.2)]
-    assert predict.errors(lines) == {"decode": {"median": 0.2, "largest": 0.5, "of": 3}}
+    lines = [{"benchmark": "decode", "variant": "full", "error": error} for error in (0.5, -0.1, 0.2)]
+    lines.append({"benchmark": "decode", "variant": "hf_static", "error": 0.9})
+    assert predict.errors(lines) == {
+        "decode": {"median": 0.2, "largest": 0.5, "of": 3},
+        "decode of Hugging Face": {"median": 0.9, "largest": 0.9, "of": 1},
+    }
+
+
+def test_the_cpu_multiplies_as_fast_as_on_prompts_of_another_model():
+    """From prompts that were made with known rates; the model that calibrates is in no line of the check."""
+    of, rates = layout(predict.CALIBRATION), Speeds(2e11, 1e11, 5e10, 1e18, 0)
+    cells = [
+        {
+            "key": {"shape": predict.CALIBRATION, "prompt": prompt, "device": "cpu", "threads": 2, "tiny": False},
+            "rows": [
+                {"variant": name, "samples": [{"ttft_s": prefill(of, variant(name), prompt, 1).seconds(rates)}]}
+                for name in ("full", "h2o@0.2")
+            ],
+        }
+        for prompt in (512, 2048, 4096)
+    ]
+    assert predict.product_rates(cells) == pytest.approx((2e11, 1e11, 5e10), rel=1e-6)
+    at = predict.cpu_speeds({"key": {"threads": 2}, "rows": []}, 7.0, cells)
+    assert (at.bandwidth, at.linear) == (7.0, pytest.approx(2e11))
+    assert predict.cpu_speeds({"key": {"threads": 1}, "rows": []}, 7.0, cells).linear == 40e9, "of other threads"
+    assert all(line.get("shape") != predict.CALIBRATION for line in predict.cpu_check())
 
 
 def test_the_files_are_what_the_predictor_says():
@@ -79,7 +128,7 @@ def test_the_files_are_what_the_predictor_says():
     for name, content in made.items():
         there = json.loads((predict.PREDICTED / f"{name}.json").read_text("utf-8"))
         if name == "cpu":
-            assert set(there["errors"]) == {"decode", "prefill", "sweep"}
+            assert {"decode", "prefill", "sweep"} < set(there["errors"])
             continue
         for cell, kept in zip(content, there, strict=True):
             assert kept["from"]["predictor_error_on_cpu"] and kept["from"]["machine"] == predict.LABEL

@@ -53,6 +53,7 @@ class StoredLayer:
     def take_input(self, hidden: Tensor) -> None:
         """Let the surrogate predict the scores of the next forward's tokens from the layer's input [B, Q, n]."""
         if self.surrogate is not None and self.config.method.needs.surrogate:
+            self.surrogate = self.surrogate.on(hidden.device)  # once: a copy at every step would stop the host
             self.predicted = self.surrogate.scores(hidden)
 
     def _initial_score(self, key: Tensor, positions: Tensor) -> Tensor:

@@ -64,5 +64,10 @@ class LayerSurrogate:
         In float64: in the first layer equal tokens have equal inputs, and which of them is kept must not hang on the
         order of a sum.
         """
-        weight, bias = (part.to(inputs.device, torch.float64) for part in (self.weight, self.bias))
-        return (inputs.double() @ weight.T + bias).transpose(1, 2).float()
+        on = self.on(inputs.device)
+        return (inputs.double() @ on.weight.T + on.bias).transpose(1, 2).float()
+
+    def on(self, device: torch.device) -> LayerSurrogate:
+        """This map in float64 on a device: itself where it is there already."""
+        weight, bias = (part.to(device, torch.float64) for part in (self.weight, self.bias))
+        return self if weight is self.weight and bias is self.bias else LayerSurrogate(weight, bias)

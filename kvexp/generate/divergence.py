@@ -140,9 +140,10 @@ class _ForcedRows:
             token = full.argmax(-1).to(self._over.device) if self._forced is None else self._forced[:, column]
             self._steps.append(compare(full, self.logits[self.size :], token))
             self._fed.append(token)
-            if self._forced is None:
+            self.ended = column + 1 == self._width
+            if self._forced is None and not self.ended:  # only own answers end early, and asking waits for the device
                 self._over = self._over | torch.isin(token, self._end_ids)
-            self.ended = column + 1 == self._width or bool(self._over.all())
+                self.ended = bool(self._over.all())
         self.positions = self.positions + 1
         return self._fed[-1][:, None].repeat(self.rows // self.size, 1)
 

@@ -267,7 +267,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
 
     def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
         """Keep, repeat or reorder batch rows in all layers; same_prompts: every row stays one of its own prompt."""
-        if self.prompts is not None:
+        if self.prompts is not None and not same_prompts:  # which rows they are would be read from the device
             beams = self.sequence.num_beams
             self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]
         self.sequence.select_rows(rows, same_prompts=same_prompts)
