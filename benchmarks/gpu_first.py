@@ -44,7 +44,8 @@ class Check:
         return [sys.executable, "-m", self.module, *self.words.split()]
 
 
-PLUGINS = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "hypothesis": "hypothesis"}
+# Modules that the tests import, and the packages that bring them.
+PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "pytest-xdist", "hypothesis": "hypothesis"}
 # What is known without a GPU.
 WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
@@ -139,7 +140,7 @@ def lacking(checks: Sequence[Check]) -> str | None:
             f"for CUDA {torch.version.cuda}? {WITHOUT}"
         )
     tests = any(check.module == "pytest" for check in checks)
-    missing = [package for module, package in PLUGINS.items() if tests and find_spec(module) is None]
+    missing = [package for module, package in PACKAGES.items() if tests and find_spec(module) is None]
     if missing:
         return f"the tests need {', '.join(missing)}: make setup, or pip install {' '.join(missing)}"
     if any(check.name == "kernels" for check in checks) and find_spec("triton") is None:

@@ -1,9 +1,9 @@
 """What a run holds on its device, counted tensor by tensor as an allocator would, against what the memory tracker says.
 
-The bounds. Between forwards: keys and values are the tracker's to the byte; position ids, scores and what a method
-keeps of the model and of the newest queries are counted by their shapes; all else (tokens, logits, budgets, schedules) is under `REST` bytes. At
-the peak of a prompt: the tracker's peak and what one layer's forward needs, see `prompt_bound`. At the peak of a step:
-two copies of one layer's slots, see `step_bound`. Whatever held keys and values longer, or copied them, breaks them.
+The bounds. Between forwards: keys and values are the tracker's to the byte; position ids, scores, what a method keeps
+of the model and of the newest queries are counted by their shapes; all else (tokens, logits, budgets, schedules) is
+under `REST` bytes. At the peak of a prompt: the tracker's peak and what one layer's forward needs, see `prompt_bound`.
+At the peak of a step: two copies of one layer's slots, see `step_bound`. More copies of keys and values break them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 4
 # Methods that look at pairs of slots or at every slot's attention in a step: matrices [B, H, S, S] they may hold then.
 PAIRS = {"rkv": 6, "rkv_release": 6}
 # Attributes of a layer: what a method keeps of the model, and of the newest queries.
-OF_A_METHOD = ("output_factors", "output_projection", "calibration", "surrogate", "last_queries")
+OF_A_METHOD = ("output_factors", "output_projection", "calibration", "surrogate", "statistics")
 QUICK = ("full", "h2o", "snapkv")
 
 
