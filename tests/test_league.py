@@ -125,7 +125,7 @@ def test_a_users_method_is_run_only_where_its_file_is_named(tmp_path, capsys):
     (run,) = (run for run in runs(tmp_path / "outputs") if run.baseline is not None)
     league = tmp_path / "league"
     assert submit([str(run.path), "--league", str(league)]) == 0
-    assert "code of yours" in capsys.readouterr().out
+    assert "code of yours (mine.Mine of mine.py)" in " ".join(capsys.readouterr().out.split())
     ((_, entry),) = entries_in(league)
     assert entry["code"] and str(tmp_path) not in json.dumps(entry)
     assert main(["check", "--league", str(league)]) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"wrote {file}: KL {entry['kl']:.4f} over {entry['n']} examples")
             if entry["code"]:
                 say(
-                    f"  its method is code of yours ({entry['code']}): CI checks it once a maintainer has approved that"
+                    f"  its method is code of yours ({named_code(entry['code'])}): CI checks it once a maintainer has "
+                    "approved that; put the file into the pull request too"
                 )
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error.strerror or error}", file=sys.stderr)
         return 2
     return 0
+
+
+def named_code(source: Mapping[str, Any]) -> str:
+    """The class and the files of a user's method, as "keydiff.KeyDiff of keydiff.py"; source: an entry's `code`."""
+    files = ", ".join(source.get("files") or ())
+    return f"{source.get('class')}" + (f" of {files}" if files else "")
 
 
 def entry_of(run: Run) -> Entry:
