@@ -79,7 +79,8 @@ def _dots(axis: Axes, rows: list[Row], key: str, color: str, label: str) -> None
 def _intervals(axis: Axes, rows: list[Row], key: str, color: str = "k") -> None:
     low, high = (_values(rows, f"{key}_{end}") for end in ("low", "high"))
     some = np.flatnonzero(np.isfinite(low) & np.isfinite(high))
-    least = np.finfo(float).tiny if axis.get_xscale() == "log" else -np.inf  # an interval that reaches 0 has no end
+    # On a log scale an interval that reaches 0 ends at a third of the smallest value.
+    least = np.nanmin(_values(rows, key)) / 3 if axis.get_xscale() == "log" else -np.inf
     axis.hlines(some, np.maximum(low[some], least), high[some], color=color, lw=1)
 
 
