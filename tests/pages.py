@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "experiments/EXHIBITS.md", "benchmarks/README.md")
 PAGES = [*DOCS, *(ROOT / name for name in OUTSIDE)]
-NEEDS = ("hub", "gpu", "real")  # real: the fetched model; what `<!-- needs: ... -->` in front of a block may say; `<!-- slow -->` stands there alone
+# What `<!-- needs: ... -->` in front of a block may say (real: the fetched model); `<!-- slow -->` stands there alone.
+NEEDS = ("hub", "gpu", "real")
 MARK = re.compile(r"<!-- *(needs: *(?P<needs>\S+)|(?P<slow>slow)) *-->")
 FENCE = re.compile(r"^```(?P<kind>\w*)")
 SCRIPTS = ("#!", "for ")  # how the first line of a script begins
