@@ -17,6 +17,7 @@ from kvexp.methods import Ideal
 
 PROMPTS, SEEDS = test_kept_sets.PROMPTS[:2], test_kept_sets.SEEDS[:2]  # of different length: one is padded
 METHODS = {name: method for name, (method, _) in test_kept_sets.METHODS.items()} | {"ideal": Ideal()}
+LEARNED = ("gpt2", "opt")  # families whose positions no cache can renumber
 STEPS = 20
 
 # Where the host waits once the prompt has been read, and why. At every step:
@@ -59,13 +60,21 @@ FETCHING = {
     "core/select.py:topk_slots": "how many slots each row may choose",
 }
 # Of single methods, at every layer and step:
-OF_METHOD = {"ideal": {"methods/ideal.py:query_mask": "the largest budget of the batch; a simulation, never timed"}}
+GUARD = {"models/cache.py:reorder_cache": "that no row went to another sample, where a sample's beams share scores"}
+OF_METHOD = {
+    "ideal": {"methods/ideal.py:query_mask": "the largest budget of the batch; a simulation, never timed"},
+    "keyformer": GUARD,
+    "keyformer_shared": GUARD,
+    "keyformer_a2sf": GUARD,
+}
 
 
 def config_of(family: str, name: str, **options: Any) -> CacheConfig:
     """The configuration of a method's cache, half of a prompt's tokens kept."""
     method = METHODS[name]
-    given: dict[str, Any] = {"positions": "original", "select": test_kept_sets.SELECT.get(name, SlotSelection())}
+    given: dict[str, Any] = {"select": test_kept_sets.SELECT.get(name, SlotSelection())}
+    if family in LEARNED:
+        given["positions"] = "original"  # else what the method has: streaming_llm renumbers
     if method.needs.calibration and "calibration" not in options:
         given["calibration"] = calibration(family)
     if method.needs.surrogate and "surrogate" not in options:

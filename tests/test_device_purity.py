@@ -63,6 +63,7 @@ def alike(made, plain, dtype=torch.float32):
         ("gpt2", "snapkv", torch.float16),
         ("mpt", "keyformer", torch.float32),
     ),
+    ids=str,
 )
 def test_a_generation_stays_on_its_device(family, name, dtype):
     """Two padded prompts and 20 steps."""

@@ -141,7 +141,8 @@ def rope_of(model: Any, why: str = "positions=renumbered") -> RoPE | None:
     if config.model_type == "gptj":
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
-        return RoPE(1.0 / 10000**exponent, interleaved=True)
+        device = model.get_input_embeddings().weight.device  # or each step would copy it there
+        return RoPE((1.0 / 10000**exponent).to(device), interleaved=True)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             return RoPE(module.inv_freq.detach(), interleaved=False)
