@@ -41,10 +41,8 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
 )
 OF_ENVIRONMENT = ("environment", "torch", "instructions", "threads")
 # What torch takes itself to have in such an environment, a line each: it may not know a name, or the CPU lack it.
-SAYS = """import torch
-print(torch.__version__)
-print(torch.backends.cpu.get_cpu_capability())
-print(torch.get_num_threads())"""
+SAYS = r"""import torch
+print(torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), sep="\n")"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
