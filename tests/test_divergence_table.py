@@ -82,6 +82,23 @@ def test_verdicts_and_comparison(tmp_path):
     assert wins.to_dict() == {"near": 2, "middle": 1}
 
 
+def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for method, level in (("near", 0.01), ("far", 0.3)):
+        for ratio in (0.2, 0.5):
+            lines = [line(i, [0.0, *(level * rng.gamma(4, 0.25, 8))]) for i in range(40)]
+            made(tmp_path, method, lines, kv_ratio=ratio)
+    runs = {each.run.hash: each for each in folders(tmp_path) if each.run.baseline}
+    everything, pairs = compared(runs, "own"), compared(runs, "own", ["kv_ratio"])
+    assert (len(everything), len(pairs)) == (6, 2)
+    assert (pairs["holm"] <= 2 * pairs["p"] + 1e-12).all(), "corrected for the two that are compared"
+    assert main([str(tmp_path), "--no-measure", "--alike", "kv_ratio"]) == 0
+    below = capsys.readouterr().out.split("p (Holm)")[1]
+    assert sum("near" in line and "far" in line for line in below.splitlines()) == 2
+    assert main([str(tmp_path), "--no-measure", "--alike", "ratio"]) == 2
+    assert "no run has a label ratio; their labels are" in capsys.readouterr().err
+
+
 def test_holm_by_the_book():
     """p = .01, .04, .03, .005 of four: .005*4, .01*3, .03*2, and .04*1, which may not fall below .06 (Holm 1979)."""
     frame = pd.DataFrame({"one": list("abcd"), "other": list("wxyz"), "difference": [-1.0, -1, 1, 1]})

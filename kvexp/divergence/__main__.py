@@ -22,7 +22,7 @@ from kvexp.results.divergence_print import (
     said,
 )
 from kvexp.results.divergence_table import compared
-from kvexp.results.read import chosen, folders, unmatched
+from kvexp.results.read import Folder, chosen, folders, unmatched
 from kvexp.results.where import where
 from kvexp.terminal import say
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kvexp.divergence.measure import measure_claimed
 
             refused = measure_claimed([folder.run for folder in shown], texts)
+        alike = labels_of(args.alike, shown)
         frame, choices = divergence_frames(args.outputs, wanted, args.epsilon, args.epsilon_top1)
         if args.csv is not None and not frame.empty:
             frame.to_csv(args.csv, index=False)
@@ -52,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if frame.empty and choices.empty:
         console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")
-    if args.compare and len(frame):
+    if (args.compare or alike) and len(frame):
         for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False):
             print_block(f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console)
             by_hash = {folder.run.hash: folder for folder in shown if folder.run.hash in set(part["hash"])}
-            print_pairs(compared(by_hash, str(text)), part, console)
+            print_pairs(compared(by_hash, str(text), alike), part, console)
         console.print(legend(frame), highlight=False)
     elif len(frame):
         print_divergence(frame, console)
@@ -75,9 +76,19 @@ def parser() -> argparse.ArgumentParser:
     add("--epsilon", type=float, metavar="NATS", help=f"of KL (default: the runs' own epsilon_kl, {EPSILON_KL})")
     add("--epsilon-top1", type=float, metavar="SHARE", help=f"(default: the runs' own, {EPSILON_TOP1})")
     add("--compare", action="store_true", help="every two runs, corrected by Holm")
+    add("--alike", nargs="+", default=[], metavar="LABEL", help="compare only runs that share these, such as kv_ratio")
     add("--no-measure", action="store_true", help="only read what was measured before")
     add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
     return result
+
+
+def labels_of(names: Sequence[str], shown: Sequence[Folder]) -> list[str]:
+    """The labels named; a ConfigError where no run has one of them."""
+    known = sorted({name for folder in shown for name in folder.labels})
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
+    return list(names)
 
 
 if __name__ == "__main__":

@@ -136,14 +136,15 @@ class _Measurement:
     room: int
 
     def speed(self, processes: int) -> Speed:
-        self._prefill(SHORT, ())  # warms up
+        observing = [CacheConfig(method, Budget(kv_ratio=0.5)) for method in OBSERVING]
+        self._prefill(SHORT, observing)  # warms up, and draws the noise that a process draws once
         short, _ = self._prefill(SHORT, ())
         middle = self._length(short, MIDDLE_SHARE, SHORT)
         longest = self._length(short, LONGEST_SHARE, min(2 * middle, self.room))
         least, _ = self._prefill(FEW, ())
         plain, _ = self._prefill(middle, ())
         at_longest, _ = self._prefill(longest, ())
-        observed, _ = self._prefill(longest, [CacheConfig(method, Budget(kv_ratio=0.5)) for method in OBSERVING])
+        observed, _ = self._prefill(longest, observing)
         together, (_, *big) = self._prefill(middle, VARIANTS)
         score, variant = observation_coefficients(
             len(OBSERVING), (longest, observed - at_longest), len(VARIANTS), (middle, together - plain)

@@ -164,6 +164,8 @@ def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> No
         Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
         Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
         Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
-        Column("less divergence", lambda row: names.get(row["better"], "undecided"), right=False),
+        Column(
+            "less", lambda row: {row["one"]: "one", row["other"]: "other"}.get(row["better"], "undecided"), right=False
+        ),
     ]
     print_columns(rows, columns, 2, console)

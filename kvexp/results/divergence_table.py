@@ -170,11 +170,12 @@ def decide(interval: tuple[float, float], epsilon: float) -> str:
     return WORSE if low > epsilon else UNDECIDED
 
 
-def compared(folders: Mapping[str, Folder], text: str) -> pd.DataFrame:
+def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
     """Every two runs of one model and task: mean KL of the first less the second over the examples both have.
 
-    folders: hash -> run. p is two-sided, from Student's t of the per-example means; `holm` is p after Holm's correction
-    over all pairs of the table, and `better` names the run with less divergence where that is below 0.05.
+    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. p is two-sided, from Student's t
+    of the per-example means; `holm` is p after Holm's correction over all pairs of the table, and `better` names the
+    run with less divergence where that is below 0.05.
     """
     found = {}
     for name, folder in folders.items():
@@ -184,7 +185,7 @@ def compared(folders: Mapping[str, Folder], text: str) -> pd.DataFrame:
     rows, names = [], list(found)
     for place, one_name in enumerate(names):
         for other in names[place + 1 :]:
-            if any(folders[one_name].labels.get(k) != folders[other].labels.get(k) for k in ("model", "task")):
+            if any(folders[one_name].labels.get(k) != folders[other].labels.get(k) for k in ("model", "task", *alike)):
                 continue
             shared = [example for example in found[one_name] if example in found[other]]
             gaps = np.array([found[one_name][example] - found[other][example] for example in shared])
