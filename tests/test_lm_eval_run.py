@@ -300,3 +300,15 @@ def test_the_command_says_what_is_wrong():
     assert bad.returncode == 1
     assert "error: method=h2o needs a budget" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+def test_a_benchmark_whose_prompts_are_too_short_leaves_the_others(tmp_path):
+    """copa's prompts have 24 tokens at most and cannot hold SnapKV's window in half of them; arc_easy's can."""
+    words = ["task.tasks=[copa,arc_easy]", f"task.data_dir={ROWS}", "method=snapkv", "method.window=16", "kv_ratio=0.5"]
+    done = command(["run.py"], "task=lm_eval", "model=tiny", *words, "limit=1", f"outputs_dir={tmp_path}")
+    assert done.returncode == 1, done.stderr
+    assert "error: copa: budget of 12 slots cannot hold" in done.stderr
+    assert {(each.labels["task"], each.labels["method"]) for each in runs(tmp_path) if each.finished} == {
+        ("arc_easy", "full"),
+        ("arc_easy", "snapkv"),
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -95,13 +96,21 @@ def run_job(job: HydraJob, session: Session) -> float | None:
         try:
             settings = settings_of_job(job, session)
             diagnosis = diagnosis_of(job.config)
-            made = []
-            for part in _parts(settings):
+            made, wrong = [], []
+            parts = _parts(settings)
+            for part in parts:
                 settings = part  # what a failure is of
-                record = _run(part, session)
+                try:
+                    record = _run(part, session)
+                except ConfigError as error:  # of this benchmark's examples: the others may be long enough
+                    wrong.append((part, error))
+                    continue
                 made.append(record)
                 if diagnosis is not None:
                     _diagnose(diagnosis, part, record)
+            if wrong:
+                settings = wrong[0][0]
+                raise _error_of(wrong, len(parts))
             accept(settings.outputs_dir, request_key(job.overrides))
             return objective(made, job.config.get("objective"))
         except Exception as error:
@@ -139,6 +148,16 @@ def _parts(settings: Settings) -> list[Settings]:
     if len(parts) > 1:
         settings.task.check()
     return parts
+
+
+def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> ConfigError:
+    """What is wrong with those of a job's parts that could not be run, each kind of error once with their names."""
+    if parts == 1:
+        return wrong[0][1]
+    names: dict[str, list[str]] = {}
+    for part, error in wrong:
+        names.setdefault(str(error), []).append(str(part.labels["task"]))
+    return ConfigError("; ".join(f"{', '.join(each)}: {text}" for text, each in names.items()))
 
 
 def _run(settings: Settings, session: Session) -> Run:
