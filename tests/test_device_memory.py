@@ -15,7 +15,10 @@ import pytest
 import torch
 from device_runs import METHODS, SEEDS, config_of
 from fake_allocator import counted_gpu, storages_of
-from host_reads import DEVICE, on_gpu
+from host_reads import DEVICE, HostReads, on_gpu
+from stream_checker import checked_streams
+from test_retrieval import METHODS as RETRIEVAL
+from test_retrieval import RELEASED, SCARCE
 from tiny import prompts_of, tiny
 
 from kvexp.core import Budget, CacheConfig, Surrogate
@@ -141,6 +144,29 @@ def test_the_device_holds_what_the_tracker_says(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_in_half_precision_too(name, dtype):
     check(held_by(config_for(name), dtype), name, dtype.itemsize)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "quest" else pytest.param(name, marks=pytest.mark.slow) for name in [*RETRIEVAL, "released"]],
+)
+def test_a_retrieval_method_has_on_the_device_what_the_tracker_says(name, monkeypatch):
+    """Sinks, window, block cache and index; what is offloaded is in the host's memory, its copies on streams."""
+    model, method = on_gpu("llama", torch.float32, **WIDE), RETRIEVAL.get(name, RELEASED)
+    weights = storages_of([*model.parameters(), *model.buffers()])
+    with monkeypatch.context() as patch, checked_streams(patch) as checker, HostReads():
+        config = CacheConfig(method, SCARCE)
+        context = prefill(model, prompts_of(3, LENGTHS), config, max_new_tokens=STEPS, seeds=SEEDS)
+        cache, token = context.cache, torch.tensor([[5], [6]], device=DEVICE)
+        at = context.mask.sum(1, keepdim=True)
+        for step in range(STEPS + 1):
+            held, tracked = total(storages_of(cache.layer_states) - weights), cache.memory_tracker.bytes
+            assert tracked <= held <= tracked + REST, (step, tracked, held)
+            if step < STEPS:
+                decode_step(model, token, at + step, cache)
+        everything = 2 * LAYERS * sum(LENGTHS) * HEADS * DIM * 4
+        assert config.method.offload is False or sum(one.memory.host_bytes for one in cache.layer_states) >= everything
+    assert not checker.problems
 
 
 class Hoards(H2O):
