@@ -112,7 +112,7 @@ $(PEERS)/.stamp: constraints.txt
 bench: $(VENV)/.stamp ## measure speed and memory on this CPU, as ratios (under 10 minutes on 2 free cores; goes on where it was)
 	@$(BIN)/python -m benchmarks.suite cpu $(ARGS)
 
-bench-real: $(VENV)/.stamp ## the same with the fetched real model (under 15 minutes on 2 free cores; goes on where it was)
+bench-real: $(VENV)/.stamp ## the same with the fetched real model (under 15 minutes on 2 free cores; ARGS=--all: 50; goes on where it was)
 	@$(BIN)/python -m benchmarks.suite real $(ARGS)
 
 bench-gpu: ## the same on a GPU, with torch and transformers alone: commands of at most 10 minutes (ARGS='--only NAME')

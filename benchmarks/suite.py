@@ -2,9 +2,11 @@
 
     python -m benchmarks.suite cpu
     python -m benchmarks.suite real
+    python -m benchmarks.suite real --all
     python -m benchmarks.suite gpu --only table1_1k llama2_32k
 
-What is already under benchmarks/results is not measured again, so a suite that was stopped goes on where it was.
+`real` alone is what fits into 15 minutes of two free cores; --all takes 50. What is already under benchmarks/results is
+not measured again, so a suite that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ MINUTES = 10
 
 @dataclass(frozen=True)
 class Run:
-    """One command: benchmarks.`module` with `arguments`; `tiny`: what to change to try it on a CPU in seconds."""
+    """One command: benchmarks.`module` with `arguments`; `tiny`: what to change to try it on a CPU in seconds.
+
+    more: run on request alone, by --all or --only.
+    """
 
     name: str
     module: str
     arguments: str
     tiny: str
     python: str = sys.executable
+    more: bool = False
 
     def words(self, tiny: bool = False) -> list[str]:
         return [*self.arguments.split(), *(["--tiny", "--repeats", "1", *self.tiny.split()] if tiny else [])]
@@ -127,6 +133,7 @@ REAL = (
             "decode",
             f"{_REAL} --prompts {prompt} --new 32 --repeats 3 {_REAL_VARIANTS}",
             "--prompts 40 --new 4",
+            more=prompt > 4096,
         )
         for prompt in (1024, 4096, 6144)
     ),
@@ -136,17 +143,25 @@ REAL = (
             "prefill",
             f"{_REAL} --prompts {prompt} --repeats {repeats} {_REAL_VARIANTS}",
             "--prompts 40",
+            more=prompt > 4096,
         )
         for prompt, repeats in ((1024, 3), (4096, 2), (7168, 1))
     ),
     Run("real_sweep", "real_sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
-    Run("real_dry_run", "dry_run_check", "--repeats 1", ""),
-    Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3"),
-    Run("real_head_budgets", "head_budgets", f"{_REAL} --repeats 3", "--prompt 40 --batches 1 2 --new 4"),
-    Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4"),
-    Run("real_quantised", "quantised", f"{_REAL} --repeats 3", "--prompts 40 --new 4"),
-    Run("real_growth", "growth", f"{_REAL} --repeats 2", ""),
-    Run("real_peers", "peers", f"{_REAL} --prompts 1024 4096 --new 16 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
+    Run("real_dry_run", "dry_run_check", "--repeats 1", "", more=True),
+    Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3", more=True),
+    Run("real_head_budgets", "head_budgets", f"{_REAL} --repeats 3", "--prompt 40 --batches 1 2 --new 4", more=True),
+    Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4", more=True),
+    Run("real_quantised", "quantised", f"{_REAL} --repeats 3", "--prompts 40 --new 4", more=True),
+    Run("real_growth", "growth", f"{_REAL} --repeats 2", "", more=True),
+    Run(
+        "real_peers",
+        "peers",
+        f"{_REAL} --prompts 1024 4096 --new 16 --repeats 1",
+        "--prompts 70 --new 3",
+        str(PEERS),
+        more=True,
+    ),
 )
 
 SUITES = {"cpu": CPU, "gpu": GPU, "real": REAL}
@@ -177,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__)
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("--only", nargs="+", default=None)
+    parser.add_argument("--all", action="store_true", help="also what is run on request alone")
     parser.add_argument("--list", action="store_true", help="print the commands")
     parser.add_argument("--again", action="store_true", help="measure also what is there")
     parser.add_argument("--tiny", action="store_true", help="tiny layouts: shows that everything runs")
@@ -187,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = set(options.only or ()) - {one.name for one in runs}
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))} is not of {', '.join(one.name for one in runs)}")
-    chosen = [one for one in runs if options.only is None or one.name in options.only]
+    by_itself = [one.name for one in runs if options.all or not one.more]
+    chosen = [one for one in runs if one.name in (options.only or by_itself)]
     if options.list:
         for one in chosen:
             print(f"{one.name:16s} python -m benchmarks.{one.module} {' '.join(one.words(options.tiny))}")

@@ -88,6 +88,16 @@ def test_a_suite_runs_its_commands_and_says_what_failed(tmp_path, capfd) -> None
     assert "not: llama2_2k" in capfd.readouterr().out
 
 
+def test_what_takes_long_runs_on_request_alone(capsys) -> None:
+    def names(*words: str) -> list[str]:
+        assert main(["real", "--list", *words]) == 0
+        return [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+    assert names("--all") == [run.name for run in REAL]
+    assert names() == [run.name for run in REAL if not run.more] and len(names()) == 5
+    assert names("--only", "real_growth") == ["real_growth"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [run for run in CPU if run.module in ("startup", "sweep")], ids=lambda run: run.name)
 def test_commands_that_start_commands(run, tmp_path, capsys) -> None:
