@@ -138,12 +138,16 @@ def bends(places: Sequence[float], slopes: Sequence[float]) -> list[float]:
     return [place for place, (before, after) in pairs if abs(after - before) > BEND]
 
 
+def turns(row: dict[str, Any], quantity: str) -> list[float]:
+    """What the turns of a point took; of peaks the least alone: pages that the system had taken back come on top of it."""
+    values = [sample[quantity] for sample in row["samples"]]
+    return [min(values)] if quantity == "peak_bytes" else values
+
+
 def medians(cell: Cell, quantity: str) -> tuple[list[float], list[float]]:
-    """(places, medians) of the points that ran."""
+    """(places, medians of the turns) of the points that ran."""
     rows = [row for row in cell["rows"] if error_of(row) is None]
-    return [float(row["variant"]) for row in rows], [
-        statistics.median(s[quantity] for s in row["samples"]) for row in rows
-    ]
+    return [float(row["variant"]) for row in rows], [statistics.median(turns(row, quantity)) for row in rows]
 
 
 def title(key: Cell) -> str:
@@ -168,11 +172,11 @@ def lines(cell: Cell) -> list[Line]:
             f"{shown(quantity, values[0])} to {shown(quantity, values[-1])}",
         ]
         what = f"{words}: {cell['key']['axis']} {places[-1]:g} / {places[0]:g}"
-        under = [s[quantity] for s in first["samples"]]
+        under = turns(first, quantity)
         if min(under) <= 0:  # what the smallest point took fitted into memory that the process held already
             found.append(Line(what, None, note="; ".join(["nothing measured at the first point", *filter(None, told)])))
             continue
-        over = ratio([s[quantity] for s in last["samples"]], under)
+        over = ratio(turns(last, quantity), under)
         found.append(Line(what, over, note="; ".join(part for part in told if part)))
     return found
 
