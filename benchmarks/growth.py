@@ -139,7 +139,7 @@ def bends(places: Sequence[float], slopes: Sequence[float]) -> list[float]:
 
 
 def turns(row: dict[str, Any], quantity: str) -> list[float]:
-    """What the turns of a point took; of peaks the least alone: pages that the system had taken back come on top of it."""
+    """What the turns of a point took; of peaks the least: pages that the system had taken back come on top."""
     values = [sample[quantity] for sample in row["samples"]]
     return [min(values)] if quantity == "peak_bytes" else values
 
