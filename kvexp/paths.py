@@ -7,6 +7,7 @@ from pathlib import Path
 from kvexp.errors import ConfigError
 
 CONF = Path(__file__).with_name("conf")  # in a checkout a link to conf/, in a wheel the folder
+WHEEL = "pypi:"  # begins a model.path that names a wheel of the Python package index
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the file systems of Linux and macOS
 
 

@@ -47,7 +47,8 @@ def stories260k() -> str:
 def smollm2(own_cache) -> str:
     """The path of the real model: what was fetched before these tests, shown to them in their own cache."""
     from kvexp.models.converted import folder_of_gguf
-    from kvexp.models.fetch import SCHEME, WHEELS
+    from kvexp.models.fetch import WHEELS
+    from kvexp.paths import WHEEL
 
     wheel = WHEELS["smollm2_135m"]
     shown = folder_of_gguf(wheel.gguf_sha256)
@@ -57,7 +58,7 @@ def smollm2(own_cache) -> str:
         pytest.fail(why) if os.environ.get("KVEXP_REQUIRE_REAL") == "1" else pytest.skip(why)
     shown.parent.mkdir(exist_ok=True)
     shown.symlink_to(there)
-    return f"{SCHEME}{wheel.requirement}"
+    return f"{WHEEL}{wheel.requirement}"
 
 
 @pytest.fixture(scope="session")

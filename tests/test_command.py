@@ -12,7 +12,7 @@ from kvexp.record import Run, accept, refusals, refuse, runs
 from kvexp.results import table
 from kvexp.results.__main__ import main as results
 from kvexp.session import Session
-from kvexp.sweep.sweep_summary import duration, job_line, plan_jobs
+from kvexp.sweep.job_progress import duration, job_line, plan_jobs
 
 RUN = Path(__file__).resolve().parents[1] / "run.py"
 SMALL = ["limit=2", "task.max_new_tokens=4", "task.continuation_words=3", "task.nll=false"]  # of task=sample

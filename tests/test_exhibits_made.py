@@ -15,7 +15,8 @@ from experiments.lib.bars import bars
 from experiments.lib.data import frame_of, without
 from experiments.lib.draw import METHODS, MODELS, curves, settings_curves, settings_grid
 from experiments.lib.exhibits import load, module_of, names, sweeps
-from experiments.lib.runner import Asked, Made
+from experiments.lib.made import Made
+from experiments.lib.runner import Asked
 from experiments.pqcache import fig10a, fig10b
 from kvexp.errors import ConfigError
 from kvexp.record import Run

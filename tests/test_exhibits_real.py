@@ -13,9 +13,9 @@ from experiments import findings, reproduce
 from experiments.lib import divergence, pages, real_scale
 from experiments.lib.divergence import Closer, Near, by_divergence, count_closer, of
 from experiments.lib.exhibits import ROOT, load, names, sweeps
+from experiments.lib.made import Made
 from experiments.lib.provenance import Provenance, Rows
 from experiments.lib.real_scale import HUB, REAL, commands, commands_of, scale_of
-from experiments.lib.runner import Made
 from experiments.lib.sweep import limit_of, smaller
 
 CONF = ROOT / "conf" / "experiment"

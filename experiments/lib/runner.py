@@ -17,8 +17,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
+from experiments.lib.made import Made
 from experiments.lib.pages import VERDICT, recorded
-from experiments.lib.provenance import Provenance, provenance_of
+from experiments.lib.provenance import provenance_of
 from experiments.lib.real_scale import REAL, Command, commands
 from experiments.lib.sweep import smaller
 from experiments.lib.titles import exhibit_title
@@ -52,23 +53,6 @@ class Asked:
             if not colon or of == sweep.rpartition("/")[2]:
                 found.append(word[len(of) + 1 :] if colon else word)
         return found
-
-
-@dataclass(frozen=True)
-class Made:
-    """One exhibit: its table, what became of the claim, and the CPU seconds it took now (less where runs existed).
-
-    CPU seconds (of all threads, user and system) say what an exhibit costs whatever else the machine does.
-    """
-
-    name: str
-    table: pd.DataFrame
-    holds: bool | None
-    words: str
-    seconds: float
-    folder: Path
-    divergence: tuple[bool | None, str] | None = None  # the claim judged again, where its runs have a divergence
-    provenance: Provenance | None = None  # at the real scale
 
 
 def make(name: str, asked: Asked) -> Made:

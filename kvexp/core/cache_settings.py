@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.head_scores import HeadScores
-from kvexp.core.layer_budgets import layer_budgets_of
+from kvexp.core.layer_allocation import layer_budgets_of
 from kvexp.core.method import Method
 from kvexp.core.quantization import Quantization
 from kvexp.core.query_calibration import QueryCalibration

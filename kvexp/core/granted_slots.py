@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvexp.core.budget import Budget
-from kvexp.core.layer_budgets import LayerBudgets, layer_budgets_of
+from kvexp.core.layer_allocation import layer_budgets_of
+from kvexp.core.layer_budgets import LayerBudgets
 from kvexp.core.method import Method
 from kvexp.errors import ConfigError
 

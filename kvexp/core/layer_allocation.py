@@ -1,11 +1,13 @@
-"""The layers of one cache at the end of the prompt, where each one's budget depends on what all of them look at."""
+"""How a run shares its budget out over layers, and the layers of one cache that wait for it at the prompt's end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvexp.core.layer_budgets import LayerBudgets
+from kvexp.core.budget import Budget
+from kvexp.core.layer_budgets import CakeLayers, LayerBudgets, PyramidLayers
+from kvexp.core.method import Method
 
 
 class WaitingLayer(Protocol):
@@ -41,3 +43,17 @@ class LayerAllocation:
         rows = [list(row) for row in zip(*(each for _, each in told), strict=True)]
         for waiting, _ in told:
             waiting.take_budget(rows)
+
+
+BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": PyramidLayers(), "cake": CakeLayers()}
+
+
+def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
+    """How a budget is shared out over layers: as it says itself, else as the method's paper does.
+
+    Where it goes by depth (`pyramid`), or all layers' heads share it, the method's own way is left out.
+    """
+    if budget.layers is not None:
+        return BY_NAME[budget.layers]
+    among_all = budget.pyramid or budget.heads in ("global", "duo") or budget.threshold is not None
+    return BY_NAME["uniform"] if among_all else method.layer_budgets

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvexp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvexp.core.budget import Budget
-    from kvexp.core.method import Method
 
 SMALL = 1e-10  # is added to a probability before its logarithm is taken, as in CAKE's release
 
@@ -165,17 +161,3 @@ def _spread(shares: Sequence[int], rest: int, most: int) -> list[int]:
             made[i] += even
         rest -= even * len(below[:rest])
     return made
-
-
-BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": PyramidLayers(), "cake": CakeLayers()}
-
-
-def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
-    """How a budget is shared out over layers: as it says itself, else as the method's paper does.
-
-    Where it goes by depth (`pyramid`), or all layers' heads share it, the method's own way is left out.
-    """
-    if budget.layers is not None:
-        return BY_NAME[budget.layers]
-    among_all = budget.pyramid or budget.heads in ("global", "duo") or budget.threshold is not None
-    return BY_NAME["uniform"] if among_all else method.layer_budgets

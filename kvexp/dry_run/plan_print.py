@@ -6,7 +6,7 @@ from kvexp.config.settings import Settings
 from kvexp.dry_run import cost
 from kvexp.dry_run.planned_runs import PlannedGroup, total_seconds
 from kvexp.dry_run.workload import model_config, model_shape
-from kvexp.sweep.sweep_summary import duration
+from kvexp.sweep.job_progress import duration
 from kvexp.terminal import say
 
 LISTED = 40  # runs shown one by one; more are told in groups

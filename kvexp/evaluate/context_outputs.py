@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_cache
 from kvexp.config.settings import Settings
-from kvexp.evaluate.outputs import ModelOutput, noise_seed, outputs_of, sampling_seed
+from kvexp.evaluate.model_output import ModelOutput
+from kvexp.evaluate.outputs import noise_seed, outputs_of, sampling_seed
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 
 if TYPE_CHECKING:

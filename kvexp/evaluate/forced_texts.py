@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.settings import Settings
-from kvexp.evaluate.outputs import ModelOutput
+from kvexp.evaluate.model_output import ModelOutput
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.record.divergence_lines import OWN, Line
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvexp.evaluate.outputs import NO_TIMES, ModelOutput, outputs_of
+from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
+from kvexp.evaluate.outputs import outputs_of
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.tasks.lm_eval import Item, LMEval
 

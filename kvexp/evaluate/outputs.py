@@ -7,21 +7,19 @@ import math
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_cache
 from kvexp.config.settings import Settings
+from kvexp.evaluate.forced_texts import ForcedText, ForcedTexts, force_texts
+from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.tasks import Example
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
-    from kvexp.evaluate.forced_texts import ForcedText, ForcedTexts
     from kvexp.models.types import Model, Tokenizer
-
-
-NO_TIMES: dict[str, float | None] = {"ttft": None, "tt2t": None, "tpot": None}
 
 
 def sampling_seed(settings: Settings, example: Example) -> int:
@@ -32,26 +30,6 @@ def sampling_seed(settings: Settings, example: Example) -> int:
 def noise_seed(settings: Settings, example: Example, *, asked: bool) -> int:
     """Of the noise inside methods. asked: a question follows the context, whose noise all its questions then share."""
     return settings.seed + zlib.crc32(example.prompt.encode()) if asked else sampling_seed(settings, example)
-
-
-@dataclass(frozen=True)
-class ModelOutput:
-    """output and what it cost; logprobs and counts: summed log-probability and tokens of every choice, if any.
-
-    finish_reason: "stop" or "length", stop_reason: the text of the end token or stop string; None of what was not
-    generated. tokens: ids of a generated answer, its end token included. info: joins the row's.
-    """
-
-    output: str
-    new_tokens: int
-    receipt: dict[str, Any]
-    seconds: dict[str, float | None] = field(default_factory=NO_TIMES.copy)
-    logprobs: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | None = None
-    tokens: list[int] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)
 
 
 def generate_outputs(
@@ -112,7 +90,6 @@ def generate_outputs_of_batches(
 
     A step then reads the model's weights once for the rows of all of them.
     """
-    from kvexp.evaluate.forced_texts import force_texts
     from kvexp.generate import decode_batches, prefill_together
 
     decoding, start = batches[0].runs[0].decoding, time.perf_counter()

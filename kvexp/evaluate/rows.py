@@ -18,7 +18,8 @@ from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.evaluate.limits import TIME
 from kvexp.evaluate.lm_eval_items import ItemAnswer
-from kvexp.evaluate.outputs import NO_TIMES, ModelOutput, continuation_logprobs
+from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
+from kvexp.evaluate.outputs import continuation_logprobs
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run

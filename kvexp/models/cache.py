@@ -28,8 +28,7 @@ from kvexp.core.cache_budget import check_budget, may_evict
 from kvexp.core.cross_layer_score import CrossLayerScore
 from kvexp.core.decode.cross_layer import CrossLayerBuffers
 from kvexp.core.head_budgets import ModelHeadBudgets
-from kvexp.core.layer_allocation import LayerAllocation
-from kvexp.core.layer_budgets import layer_budgets_of
+from kvexp.core.layer_allocation import LayerAllocation, layer_budgets_of
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.core.span_room import check_spans
 from kvexp.core.spans import Span

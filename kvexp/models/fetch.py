@@ -26,7 +26,7 @@ from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.models.converted import ConvertedModel, check_space, convert, folder_lock, folder_of_gguf, whole
 from kvexp.models.gguf_header import read_header
-from kvexp.models.located import SCHEME
+from kvexp.paths import WHEEL
 from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
@@ -80,9 +80,9 @@ WHEELS = {
 def wheel_of(path: str) -> WheelModel:
     """The model that pypi:REQUIREMENT stands for; ConfigError for a wheel that is not listed."""
     for wheel in WHEELS.values():
-        if path == SCHEME + wheel.requirement:
+        if path == WHEEL + wheel.requirement:
             return wheel
-    known = ", ".join(SCHEME + wheel.requirement for wheel in WHEELS.values())
+    known = ", ".join(WHEEL + wheel.requirement for wheel in WHEELS.values())
     raise ConfigError(f"model.path={path}: only wheels whose digest kvexp knows are fetched: {known}")
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
-from kvexp.paths import path_of
+from kvexp.paths import WHEEL, path_of
 
 if TYPE_CHECKING:
     from kvexp.models.converted import ConvertedModel
 
-SCHEME = "pypi:"
 ENDING = ".gguf"
 
 
@@ -21,7 +20,7 @@ def located(path: str, option: str = "model.path") -> tuple[str, ConvertedModel 
     option: the name of the option in error messages. ConfigError where a GGUF file cannot be used or a wheel not
     fetched.
     """
-    if path.startswith(SCHEME):
+    if path.startswith(WHEEL):
         from kvexp.models.fetch import fetched, wheel_of  # late, as below: most models need neither
 
         found = fetched(wheel_of(path))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,29 @@ from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs
 from kvexp.core.observe.blocked import BLOCK_ELEMENTS
 from kvexp.core.select import topk_slots
 
-if TYPE_CHECKING:
-    from kvexp.retrieval.infllm import InfLLM
+
+class BlockSettings(Protocol):
+    """What of the method's settings its arithmetic goes by, in tokens: see `kvexp.retrieval.infllm.InfLLM`."""
+
+    @property
+    def n_sinks(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def repr_tokens(self) -> int: ...
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def choice(self) -> str:
+        """Which heads select together: shared (all of a layer), kv_head or query_head."""
+
+    @property
+    def clamps_positions(self) -> bool:
+        """Whether what is farther than the window stands at its edge."""
 
 
 def clamped_query(query: Tensor, positions: Tensor, edge: Tensor, params: AttentionParams) -> Tensor:
@@ -61,7 +82,7 @@ def window_attention_mass(inputs: AttentionInputs, local: list[int]) -> Tensor:
 
 
 def representatives(
-    method: InfLLM, keys: Tensor, received: Tensor, start: int, params: AttentionParams
+    method: BlockSettings, keys: Tensor, received: Tensor, start: int, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
     """The representatives of n blocks from position `start`: keys [B, H, n, G, D], positions [B, H, n, G].
 
@@ -81,7 +102,7 @@ def representatives(
 
 
 def blockwise_prefill(
-    method: InfLLM, inputs: AttentionInputs, local: list[int], counts: list[int]
+    method: BlockSettings, inputs: AttentionInputs, local: list[int], counts: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Prefill in chunks, row by row: output [B, H, G, Q, Dv] and the attention [B, H, S, G] received by each column.
 
@@ -106,7 +127,7 @@ def blockwise_prefill(
 
 
 def block_scores(
-    method: InfLLM,
+    method: BlockSettings,
     query: Tensor,
     query_positions: Tensor,
     keys: Tensor,
@@ -126,7 +147,9 @@ def block_scores(
     return x.sum(1, keepdim=True).expand_as(x) if method.choice == "shared" else x
 
 
-def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor) -> None:
+def _one_row(
+    method: BlockSettings, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor
+) -> None:
     """Blockwise prefill of one unpadded row; writes out [1, H, G, T, Dv] and received [1, H, T, G].
 
     local: past tokens of the recent window; count: slots to select.
@@ -159,7 +182,7 @@ def _one_row(method: InfLLM, inputs: AttentionInputs, local: int, count: int, ou
 
 
 def distant_slots(
-    method: InfLLM, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
+    method: BlockSettings, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
 ) -> Tensor:
     """Slots [1, H, N] that a chunk sees beyond its window: sinks, selected blocks, and tokens in no complete block.
 

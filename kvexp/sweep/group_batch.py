@@ -25,12 +25,8 @@ from kvexp.evaluate.limits import (
     free_memory,
     partition_by_memory,
 )
-from kvexp.evaluate.outputs import (
-    NO_TIMES,
-    SharedBatch,
-    generate_outputs_of_batches,
-    generate_outputs_shared,
-)
+from kvexp.evaluate.model_output import NO_TIMES
+from kvexp.evaluate.outputs import SharedBatch, generate_outputs_of_batches, generate_outputs_shared
 from kvexp.evaluate.rows import row_of, skipped_row
 from kvexp.record.divergence_lines import Line
 from kvexp.sweep.group_run import GroupRun, Numbered

@@ -18,6 +18,7 @@ from kvexp.config.root_values import objective
 from kvexp.errors import CacheError, ConfigError
 from kvexp.record import Run, accept, identity, refuse
 from kvexp.session import Session
+from kvexp.sweep.job_progress import job_progress
 from kvexp.sweep.job_queue import (
     Diagnosis,
     HydraJob,
@@ -27,7 +28,6 @@ from kvexp.sweep.job_queue import (
     runs_or_none,
     settings_of_job,
 )
-from kvexp.sweep.sweep_summary import job_progress
 from kvexp.terminal import say
 
 if TYPE_CHECKING:
