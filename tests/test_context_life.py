@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from life_runs import EVIL, instructions, outputs
+from life_runs import EVIL, instructions, opened, outputs
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
@@ -15,6 +15,7 @@ from kvexp.report.sections import life_section
 from kvexp.results import instructions_table
 from kvexp.results.context_life import VIEWS, chart_of
 from kvexp.results.instructions_table import print_instructions, read_instructions
+from kvexp.results.read import folders, in_order
 from kvexp.results.render import notes
 from kvexp.results.table import table
 
@@ -121,3 +122,21 @@ def test_a_question_seen_and_hidden_are_two_places_of_a_line(folder: Path) -> No
     assert places == ["question in prompt", "after eviction"]
     ((_, (seen,)), (_, (hidden,))) = next(iter(lines.values()))
     assert seen[0] == 100 and hidden[0] == 75 and hidden[1] < 75 < hidden[2]
+
+
+def test_runs_stand_in_the_order_of_their_labels_whatever_their_folders_are_called(tmp_path: Path) -> None:
+    base = opened(tmp_path, "news", {"method": "full", "kv_ratio": None}, {}, None)
+    for method, ratio in (("tova", 0.2), ("h2o", 0.5), ("h2o", 0.125), ("h2o", None)):
+        opened(tmp_path, "news", {"method": method, "kv_ratio": ratio}, {"ratio": ratio}, base)
+    opened(tmp_path, "dialogue", {"method": "window", "kv_ratio": 0.2}, {}, base)
+    found = folders(tmp_path)
+    labels = [(one.labels["method"], one.labels["kv_ratio"]) for one in in_order(found)]
+    assert labels == [
+        ("window", 0.2),
+        ("full", None),
+        ("h2o", 0.125),
+        ("h2o", 0.5),
+        ("h2o", None),
+        ("tova", 0.2),
+    ]
+    assert in_order(reversed(found)) == in_order(found)

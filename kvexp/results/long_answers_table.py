@@ -19,7 +19,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, read
 from kvexp.results.columns import Column, Row, plain, shared_settings
 from kvexp.results.divergence_table import by_position
-from kvexp.results.read import Folder, chosen, folders
+from kvexp.results.read import Folder, chosen, folders, in_order
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table_command import parser_of, run_command
@@ -42,7 +42,7 @@ def long_table(runs: Sequence[Folder], known: Mapping[str, Folder]) -> pd.DataFr
     nothing was measured), hash.
     """
     rows = []
-    for folder in runs:
+    for folder in in_order(runs):
         scored = list(folder.scored.values())
         if folder.refused or not scored or folder.metrics[:2] != ["not_repeated", "loop_free"]:
             continue

@@ -22,7 +22,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, Row, chosen, folders, number
+from kvexp.results.read import Folder, Row, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
@@ -60,7 +60,7 @@ def questions_table(runs: Sequence[Folder], known: Mapping[str, Folder]) -> pd.D
     for so many answers from one prefill, and from one each; NaN of rows without times), hash.
     """
     rows = []
-    for folder in runs:
+    for folder in in_order(runs):
         baseline = known.get(folder.run.baseline or "")
         if folder.is_baseline or folder.refused or baseline is None or not folder.metrics:
             continue

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from kvexp.results.question_place import question_of
 Row = dict[str, Any]
 
 BASELINE, EXPERIMENT = "full", "experiment"
+ORDER = ("model", "task", "method", "kv_ratio", "tokens", "setting")  # labels by which runs stand in a table
 LISTED = 24  # values of a label that an error names
 
 
@@ -201,6 +202,17 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
                 found.append(replace(folder, labels=_shown(folder.asked, labels)))
                 break
     return found
+
+
+def in_order(folders: Iterable[Folder]) -> list[Folder]:
+    """As a table shows them: by model and task, the full cache first, then by method and budget; numbers by size."""
+
+    def place(folder: Folder) -> list[Any]:
+        given = {name: folder.labels.get(name) for name in ORDER}
+        each = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for value in given.values()]
+        return [*each[:2], not folder.is_baseline, *each[2:], str(folder.question)]
+
+    return sorted(folders, key=place)
 
 
 def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, Row, plain, shared_settings
-from kvexp.results.read import Folder, chosen, folders, number
+from kvexp.results.read import Folder, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
@@ -47,7 +47,7 @@ def turns_table(runs: Sequence[Folder], known: Mapping[str, Folder], by: str = "
     95 % over conversations), kl (mean nats per token), top1, kl_tokens, hash. NaN where there is nothing.
     """
     rows = []
-    for folder in runs:
+    for folder in in_order(runs):
         baseline = known.get(folder.run.baseline or "")
         if folder.is_baseline or folder.refused or baseline is None or not folder.metrics:
             continue
