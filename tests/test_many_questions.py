@@ -17,7 +17,7 @@ from kvexp.errors import ConfigError
 from kvexp.evaluate.evaluate_run import evaluate_run
 from kvexp.evaluate.example_prompts import batches
 from kvexp.evaluate.tokenized_examples import tokenize
-from kvexp.figures.question_curves import draw
+from kvexp.figures.life_curves import draw
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.results.many_questions import print_questions, read_questions
 from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, NewsNeedle, NewsQA
@@ -104,7 +104,7 @@ def _check_table(outputs, record) -> None:
     console = Console(markup=False, width=200, record=True)
     print_questions(read_questions(outputs, {}), console)
     assert "by number of questions asked of one evicted cache, question after eviction" in console.export_text()
-    assert len(draw(read_questions(outputs, {})).axes) == 2
+    assert len(draw(outputs, {}, "questions").axes) == 2
 
 
 def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_path) -> None:

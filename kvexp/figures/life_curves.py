@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
+from kvexp.figures.legend import legend_below
 from kvexp.figures.picture import write_picture
 from kvexp.figures.quality import PANEL
 from kvexp.figures.style import DASHES, color_of, marker_of
@@ -39,8 +40,7 @@ def draw(outputs: str | Path, wanted: dict[str, Any], of: str) -> Figure:
     panels = [(title, places, lines) for title, rows in blocks for places, lines in [chart_of(view, rows)] if lines]
     if not panels:
         raise ConfigError(f"no run under {outputs} has a place in this figure; kvexp {view.command} says what it needs")
-    size = (PANEL[0] * len(view.sides), (PANEL[1] + 0.5) * len(panels))
-    figure = Figure(layout="constrained", figsize=size)
+    figure = Figure(layout="constrained")
     every = figure.subplots(len(panels), len(view.sides), squeeze=False)
     for row, (title, places, lines) in zip(every, panels, strict=True):
         for number, (axes, side) in enumerate(zip(row, view.sides, strict=True)):
@@ -49,7 +49,8 @@ def draw(outputs: str | Path, wanted: dict[str, Any], of: str) -> Figure:
             axes.set_xlim(-0.4, len(places) - 0.6)
             axes.set_xlabel(view.x, fontsize=8)
             axes.set_title(textwrap.fill(title, 56), fontsize=8)
-        row[0].legend(fontsize=6, loc="best", framealpha=0.7)
+    width = PANEL[0] * len(view.sides)
+    figure.set_size_inches(width, (PANEL[1] + 0.5) * len(panels) + 0.18 * legend_below(figure, width))
     return figure
 
 

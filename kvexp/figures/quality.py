@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from kvexp.errors import ConfigError
 from kvexp.figures.dodge import dodge
+from kvexp.figures.legend import legend_below
 from kvexp.figures.picture import write_picture
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
@@ -31,7 +32,6 @@ from kvexp.results.stats import MIN_PAIRS
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
 PANELS = 4  # in a row
-LETTER = 0.062  # inches of a letter in the legend
 
 
 def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None = None) -> None:
@@ -117,21 +117,9 @@ def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
         axes.set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
     if shared:
         figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
-    lines = _legend(figure, 1.2 + PANEL[0] * columns)
+    lines = legend_below(figure, 1.2 + PANEL[0] * columns)
     figure.set_size_inches(1.2 + PANEL[0] * columns, PANEL[1] * ceil(len(panels) / columns) + 0.18 * lines + 0.3)
     return figure
-
-
-def _legend(figure: Figure, width: float) -> int:
-    """Every line of every panel once, below all of them, where it covers nothing; returns its number of lines."""
-    entries = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    labels = [textwrap.fill(label, 60) for label in entries]
-    longest = max(len(line) for label in labels for line in label.split("\n"))
-    columns = max(1, min(len(labels), int((width - 0.4) / (LETTER * longest + 0.55))))
-    figure.legend(list(entries.values()), labels, fontsize=7, loc="outside lower center", ncols=columns)
-    return ceil(len(labels) / columns) * (1 + max(label.count("\n") for label in labels))
 
 
 def _comparable(part: pd.DataFrame) -> bool:

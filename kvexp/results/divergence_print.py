@@ -57,7 +57,7 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
             Column("KL over\nchoices", lambda row: fixed(row["choice_kl"], 4)),
             Column("95 %", lambda row: _ends(row, "kl", 4)),
         ]
-        print_columns(rows, columns, 2, console)
+        print_columns(rows, columns, 2 + len(question_column(rows)), console)
 
 
 def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") -> None:
@@ -98,7 +98,7 @@ def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = 
     shared, rows = shared_settings(without_question(made))
     title = titled(title, (row.get("question") for row in rows))
     console.print(Text(", ".join([title, *shared]), style="bold"))
-    print_columns(rows, columns_of(rows), 2, console)
+    print_columns(rows, columns_of(rows), 2 + len(question_column(rows)), console)
     few = [row for row in rows if row["few_slots"]]
     if few:
         names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
