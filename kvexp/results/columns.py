@@ -36,12 +36,19 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
 
 def without_question(rows: Sequence[Record]) -> list[Record]:
     """The rows without task.question among their settings: titles and a column say it, of every run that has one."""
-    each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
-    left = [" ".join(word for word in words if not word.startswith(KEY)) for words in each]
-    return [
-        {**row, "setting": words} if KEY in str(row.get("setting")) and row.get("question") in WORDS else row
-        for row, words in zip(rows, left, strict=True)
-    ]
+    return [row if row.get("question") not in WORDS else _without(row, KEY) for row in rows]
+
+
+def without_tokens(row: Row) -> Record:
+    """The row without budget.tokens among its settings, where a column says it."""
+    return _without(row, "budget.tokens=")
+
+
+def _without(row: Row, key: str) -> Record:
+    """The row with what begins with `key` taken out of its setting."""
+    if key not in str(row.get("setting")):
+        return dict(row)
+    return {**row, "setting": " ".join(word for word in _KEY.split(str(row["setting"])) if not word.startswith(key))}
 
 
 def marks_of(rows: Sequence[Row]) -> dict[str, str]:
