@@ -7,6 +7,7 @@ same at both ends needs no luck. What neither shows is memory given back while a
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,17 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvexp.retrieval.copy_streams import CopyStreams
 
+_ARRIVING = threading.Lock()
+
 
 class Reached:
-    """An event: all copies of its stream up to here."""
+    """An event: all copies of its stream up to here. Whoever waits returns when they have arrived, whichever thread
+    brings them.
+    """
 
     def __init__(self, queue: list[Callable[[], Any]]) -> None:
         self.queue, self.upto = queue, len(queue)
 
     def synchronize(self) -> None:
-        for place in range(self.upto):
-            job, self.queue[place] = self.queue[place], _done
-            job()
+        with _ARRIVING:
+            for place in range(self.upto):
+                job, self.queue[place] = self.queue[place], _done
+                job()
 
 
 def _done() -> None:
