@@ -10,11 +10,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.lib.exhibits import HERE
-from experiments.lib.made import Made
 from kvexp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from experiments.lib.made import Made
 
 MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
 VERDICT = {True: "holds", False: "does not hold", None: "undecided"}

@@ -18,7 +18,6 @@ from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.tasks import Example
 
 if TYPE_CHECKING:
-    from kvexp.config.settings import Settings
     from kvexp.models.types import Model, Tokenizer
 
 

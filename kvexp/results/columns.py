@@ -34,6 +34,11 @@ def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
     return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
 
 
+def method_and_setting(row: Row) -> str:
+    """What names a run where its budget has a column of its own."""
+    return f"{row['method']} {row.get('setting') or ''}".strip()
+
+
 def without_question(rows: Sequence[Record]) -> list[Record]:
     """The rows without task.question among their settings: titles and a column say it, of every run that has one."""
     return [row if row.get("question") not in WORDS else _without(row, KEY) for row in rows]

@@ -13,7 +13,7 @@ from kvexp.console import Console
 from kvexp.record.divergence_lines import OWN
 from kvexp.record.run_name import run_name
 from kvexp.results.answer_changes import choice_table, with_answers
-from kvexp.results.columns import Column, Row, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
@@ -48,7 +48,7 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
         title = titled(f"{model} / {task}: choices beside the full cache's", (row.get("question") for row in rows))
         console.print(Text(", ".join([title, *shared]), style="bold"))
         columns = [
-            Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+            Column("method", method_and_setting, right=False),
             plain("kv_ratio", "kv_ratio"),
             *question_column(rows),
             plain("n", "n"),
@@ -115,9 +115,7 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
     """What is shown of a run."""
     settings = any(row.get("setting") for row in rows)
     return [
-        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False)
-        if settings
-        else plain("method", "method", right=False),
+        Column("method", method_and_setting, right=False) if settings else plain("method", "method", right=False),
         plain("kv_ratio", "kv_ratio"),
         *question_column(rows),
         plain("n", "n"),

@@ -17,9 +17,9 @@ from kvexp.articles import assistants, assistants_digest
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.results.columns import Column, Row, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, chosen, folders
+from kvexp.results.read import Folder, chosen, folders, size_or_words
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
@@ -61,7 +61,7 @@ def instructions_table(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.Dat
     for folder in (each for each in shown if _task(each) == LEAK and _alike(each) not in taken):
         empty = dict.fromkeys(("followed", "all_followed", "rule", "of_full", "low", "high", "answers", "told"), np.nan)
         rows.append({**_labels(folder), "n": 0, **empty, **_told_when_asked(folder)})
-    rows.sort(key=lambda row: (row["keep"] is not None, *(str(row.get(name)) for name in ORDER)))
+    rows.sort(key=lambda row: (row["keep"] is not None, *(size_or_words(row.get(name)) for name in ORDER)))
     return pd.DataFrame(rows)
 
 
@@ -125,7 +125,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     axis = "kv_ratio" if any(not absent(row.get("kv_ratio")) for row in rows) else "tokens"
     several = len({row["question"] for row in rows}) > 1
     return [
-        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+        Column("method", method_and_setting, right=False),
         plain(axis, axis),
         plain("keep", "keep", right=False),
         *([plain("question", "question", right=False)] if several else []),

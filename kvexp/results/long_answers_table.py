@@ -17,7 +17,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, read
-from kvexp.results.columns import Column, Row, plain, shared_settings, without_tokens
+from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_tokens
 from kvexp.results.divergence_table import by_position
 from kvexp.results.read import Folder, chosen, folders, in_order
 from kvexp.results.render import print_blocks
@@ -100,7 +100,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
     ratios = any(not absent(row.get("kv_ratio")) for row in rows)
     bins = sorted({int(name[3:]) for row in rows for name in row if str(name).startswith("kl_")})
     return [
-        Column("method", lambda row: _name(row if ratios else without_tokens(row)), right=False),
+        Column("method", lambda row: method_and_setting(row if ratios else without_tokens(row)), right=False),
         plain("kv_ratio", "kv_ratio") if ratios else Column("budget", _budget),
         plain("n", "n"),
         Column("tokens", lambda row: fixed(row["tokens"], 1)),
@@ -111,11 +111,6 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         Column("loop at\nword", lambda row: fixed(row["loop_at"], 0)),
         *(Column(f"KL to\n{end}", _kl(end)) for end in bins if any(not absent(row.get(f"kl_{end}")) for row in rows)),
     ]
-
-
-def _name(row: Row) -> str:
-    """Method and settings."""
-    return f"{row['method']} {row.get('setting') or ''}".strip()
 
 
 def _budget(row: Row) -> str:

@@ -20,7 +20,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
-from kvexp.results.columns import Column, plain, shared_settings, without_question
+from kvexp.results.columns import Column, method_and_setting, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, Row, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
@@ -170,7 +170,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         Column("% of\ntime", lambda row: fixed(100 * row["shared_s"] / row["one_by_one_s"], 0)),
     ]
     return [
-        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+        Column("method", method_and_setting, right=False),
         plain("kv_ratio", "kv_ratio"),
         plain("asked", "asked"),
         plain("contexts", "contexts"),

@@ -15,10 +15,10 @@ import pandas as pd
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.results.columns import Column, Row, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
-from kvexp.results.read import chosen, folders
+from kvexp.results.read import chosen, folders, size_or_words
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
@@ -61,7 +61,7 @@ def chunks_table(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame
     alike = ("model", "task", "question", "method", "kv_ratio", "tokens", "setting")
     bounded = {repr([row.get(name) for name in alike]) for row in rows if row["chunk"]}
     rows = [row for row in rows if repr([row.get(name) for name in alike]) in bounded]
-    rows.sort(key=lambda row: (*(str(row.get(name)) for name in alike), row["chunk"] or 0))
+    rows.sort(key=lambda row: (*(size_or_words(row.get(name)) for name in alike), row["chunk"] or 0))
     return pd.DataFrame(rows)
 
 
@@ -87,7 +87,7 @@ def _columns(rows: Sequence[Row]) -> list[Column]:
         Column("95 %", lambda row: TOO_FEW if absent(row["kl_low"]) else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}"),
     ]
     return [
-        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+        Column("method", method_and_setting, right=False),
         plain(axis, axis),
         Column("chunk", lambda row: "whole" if absent(row["chunk"]) else str(int(row["chunk"]))),
         plain("n", "n"),

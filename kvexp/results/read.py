@@ -204,12 +204,16 @@ def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     return found
 
 
+def size_or_words(value: Any) -> tuple[int, float, str]:
+    """By which values of a label are sorted: numbers by their size, all else behind them by its words."""
+    return (0, value, "") if isinstance(value, int | float) else (1, 0, str(value))
+
+
 def in_order(folders: Iterable[Folder]) -> list[Folder]:
     """As a table shows them: by model and task, the full cache first, then by method and budget; numbers by size."""
 
     def place(folder: Folder) -> list[Any]:
-        given = {name: folder.labels.get(name) for name in ORDER}
-        each = [(0, value, "") if isinstance(value, int | float) else (1, 0, str(value)) for value in given.values()]
+        each = [size_or_words(folder.labels.get(name)) for name in ORDER]
         return [*each[:2], not folder.is_baseline, *each[2:], str(folder.question)]
 
     return sorted(folders, key=place)

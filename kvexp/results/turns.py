@@ -18,7 +18,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
-from kvexp.results.columns import Column, Row, plain, shared_settings
+from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings
 from kvexp.results.read import Folder, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
@@ -138,7 +138,7 @@ def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
 def _columns(rows: Sequence[Row], by: str) -> list[Column]:
     axis = "kv_ratio" if any(not absent(row.get("kv_ratio")) for row in rows) else "tokens"
     return [
-        Column("method", lambda row: f"{row['method']} {row.get('setting') or ''}".strip(), right=False),
+        Column("method", method_and_setting, right=False),
         plain(axis, axis),
         plain(by, by),
         plain("n", "n"),
