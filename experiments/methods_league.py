@@ -2,7 +2,7 @@
 
 python -m experiments.methods_league --data FOLDER                    all of it, resuming what exists
 python -m experiments.methods_league --data FOLDER --plan             what is left to do, and how long it takes here
-python -m experiments.methods_league --data FOLDER news news_qa       these tasks alone
+python -m experiments.methods_league --data FOLDER news news_qa       these tasks alone; --question in_prompt: seen
 python -m experiments.methods_league --record                         keep the numbers for docs/methods_league.md
 
 First the calibrations that methods need are made, on the twelve articles of kvexp's own that no task of the league asks
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from experiments.lib import league_page
 from experiments.lib.league_calibration import calibrate_for_league
-from experiments.lib.league_pieces import GROUPS, LONGEST, Piece, pieces
+from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, Piece, pieces
 from experiments.lib.real_scale import REAL, commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
 from kvexp.errors import CacheError, ConfigError
@@ -63,9 +63,10 @@ def parser() -> argparse.ArgumentParser:
     add("--data", metavar="FOLDER", help="rows, laid out as experiments/real_data.yaml says, or hub")
     add("--outputs", type=Path, default=Path("outputs/methods_league"), help="default: outputs/methods_league")
     add("--methods", nargs="+", default=[], metavar="METHOD", help="these alone (default: all)")
+    add("--question", choices=QUESTIONS, help="seen by the eviction (in_prompt), or hidden from it; default: both")
     add("--limit", type=int, metavar="N", help="the first N examples of each task, at two budgets: does it run?")
     add("--plan", action="store_true", help="what is left to do and how long it takes; runs nothing")
-    add("--record", action="store_true", help="keep the numbers of OUTPUTS, and write them into the page")
+    add("--record", action="store_true", help="keep the numbers of OUTPUTS, and write the page of all that is kept")
     return made
 
 
@@ -85,7 +86,7 @@ def _checked(args: argparse.Namespace) -> list[Piece]:
         tasks = [name for name in tasks if name in OWN]
     if not tasks:
         raise ConfigError("no task is left: give --data FOLDER")
-    return pieces(tasks, args.methods)
+    return pieces(tasks, args.methods, [args.question] if args.question else QUESTIONS)
 
 
 def _calibrated(piece: Piece) -> bool:

@@ -132,9 +132,22 @@ def test_the_page_says_what_the_rows_say():
     assert "- keydiff before snapkv: holds at 1 of 1 budgets" in text
     assert "- expected_attention+adaptive before snapkv: is undecided at 1 of 1 budgets" in text
     assert "- snapkv before h2o: is reversed at 1 of 1 budgets" in text
-    assert "duo" not in text, "what was not run is not judged"
+    assert "duo before" not in text, "what was not run is not judged"
+    missing = text.partition("Not run: ")[2].partition(".\n")[0].split(", ")
+    assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
     few = text_of_few = league_page.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
     assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
+
+
+def test_a_recording_made_in_pieces_keeps_what_is_larger():
+    hidden = pd.DataFrame([row("h2o", 0.2), row("knorm", 3.0)])
+    seen = pd.DataFrame([row("h2o", 0.1, question="in_prompt")])
+    assert league_page.merged(league_page.recorded().iloc[:0], hidden).equals(hidden)
+    both = league_page.merged(hidden, seen)
+    assert list(both["question"]) == ["after_eviction", "after_eviction", "in_prompt"]
+    trial, again = pd.DataFrame([row("h2o", 9.0, n=2)]), hidden.assign(kl=[0.3, 4.0])
+    assert league_page.merged(both, trial).equals(both), "a smaller trial replaces nothing"
+    assert list(league_page.merged(both, again)["kl"]) == [0.3, 4.0, 0.1], "the same once more does"
 
 
 def test_the_page_shows_what_is_recorded():

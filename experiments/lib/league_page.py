@@ -120,7 +120,17 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     ):
         if len(some):
             yield f"{title}:\n\n{_table(some)}"
+    if missing := [name for name in _names_of_all() if name not in {name_of(row) for _, row in part.iterrows()}]:
+        yield f"Not run: {', '.join(missing)}."
     yield _published(part)
+
+
+def _names_of_all() -> Iterator[str]:
+    """Every method of the league, as the page calls it."""
+    for group in GROUPS:
+        for method in group.methods:
+            how = _how(" ".join(group.words))
+            yield f"{method}+{how}" if how else method
 
 
 def _table(part: pd.DataFrame) -> str:
@@ -186,12 +196,27 @@ def recorded() -> pd.DataFrame:
     return pd.read_csv(RECORDED, keep_default_na=True).fillna({"how": "", "ahead_of": "", "behind": ""})
 
 
+def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
+    """For each task and place of the question, the rows of whichever has more examples in all; of `found` if equal.
+
+    A recording may so be made a task at a time, on several machines; a later and smaller trial replaces nothing.
+    """
+    blocks = []
+    for task, question in itertools.product(LONGEST, QUESTIONS):
+        old, new = (frame[frame["task"].eq(task) & frame["question"].eq(question)] for frame in (kept, found))
+        blocks.append(new if new["n"].sum() >= old["n"].sum() else old)
+    return pd.concat([block for block in blocks if len(block)], ignore_index=True)
+
+
 def record(outputs: Path) -> Path:
-    """Keep the numbers of a recording and write them into the page, which is returned. ConfigError without rows."""
-    frame = frame_of(outputs)
-    if frame.empty:
+    """Keep the numbers of a recording and write the page, which is returned, of all that is kept.
+
+    ConfigError without rows.
+    """
+    found = frame_of(outputs)
+    if found.empty:
         raise ConfigError(f"{outputs} has no run with a divergence: run the league first")
-    frame.round(6).to_csv(RECORDED, index=False)
+    merged(recorded(), found.round(6)).to_csv(RECORDED, index=False)
     PAGE.write_text(page_with(PAGE.read_text("utf-8"), text_of(recorded())), "utf-8")
     return PAGE
 

@@ -107,12 +107,12 @@ class Piece:
         return (f"task.question={self.question}", f"method={','.join(self.methods)}", *self.group.words)
 
 
-def pieces(tasks: Sequence[str], only: Sequence[str] = ()) -> list[Piece]:
-    """Every piece of these tasks; only: of these methods."""
+def pieces(tasks: Sequence[str], only: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> list[Piece]:
+    """Every piece of these tasks; only: of these methods; questions: where the question stands."""
     return [
         Piece(task, question, group, part)
         for task in tasks
-        for question in QUESTIONS
+        for question in questions
         for group in GROUPS
         for part in parts_by_memory(group, LONGEST[task], only)
     ]
