@@ -34,3 +34,5 @@ def show(
     if made.divergence is not None:
         display(Markdown(f"By divergence **{VERDICT[made.divergence[0]]}**: {made.divergence[1]}"))
     display(Image(str(made.folder / "figure.png"), width=900))
+    if made.divergence is not None:
+        display(Image(str(made.folder / "divergence.png"), width=600))

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from experiments import findings, reproduce
-from experiments.lib import divergence, pages, real_scale
+from experiments.lib import divergence, divergence_figure, pages, real_scale
 from experiments.lib.divergence import Closer, Near, by_divergence, count_closer, of
 from experiments.lib.exhibits import ROOT, load, names, sweeps
 from experiments.lib.made import Made
@@ -253,6 +254,28 @@ def test_divergence_is_read_beside_the_rows(tmp_path, monkeypatch):
     assert made["scores"][0]["2"]["kl"] == pytest.approx(0.2)
 
 
+def test_the_figure_of_divergence_pools_what_has_no_interval_alone():
+    few = pd.DataFrame([run("h2o", kl, ratio, task=t, n=12) for kl, ratio in ((0.1, 0.5), (0.4, 0.2)) for t in "ab"])
+    few = few.assign(kl_low=np.nan, kl_high=np.nan)
+    one = divergence_figure.pooled(few)
+    assert one["n"].tolist() == [24, 24] and one["kl"].tolist() == pytest.approx([0.1, 0.4])
+    assert one["kl_low"].lt(one["kl"]).all() and one["kl_high"].gt(one["kl"]).all()
+    figure = Figure()
+    divergence_figure.draw_divergence(few, figure)
+    assert [axes.get_title() for axes in figure.axes] == ["m: 2 tasks (n = 24)"]
+    drawn = [line for line in figure.axes[0].lines if line.get_linestyle() == "None" and len(line.get_xdata())]
+    assert [float(line.get_xdata()[0]) for line in drawn] == pytest.approx([0.1, 0.4])
+    assert drawn[0].get_markerfacecolor() != "white" == drawn[1].get_markerfacecolor(), "smaller budgets are hollow"
+
+
+def test_the_figure_of_divergence_has_curves_where_budgets_are_many():
+    many = pd.DataFrame([run("h2o", 0.1 / ratio, ratio) for ratio in (0.2, 0.5, 0.9)]).assign(kl_low=0.05, kl_high=0.9)
+    figure = Figure()
+    divergence_figure.draw_divergence(many, figure)
+    places = [list(line.get_xdata()) for line in figure.axes[0].lines]
+    assert [0.2, 0.5, 0.9] in places and figure.axes[0].get_yscale() == "log"
+
+
 @pytest.mark.real
 def test_an_exhibit_runs_on_the_real_model_with_one_example(smollm2, tmp_path, capsys):
     """On articles of our own: rows, divergence, both verdicts, and nothing to record."""
@@ -263,6 +286,7 @@ def test_an_exhibit_runs_on_the_real_model_with_one_example(smollm2, tmp_path, c
     assert "undecided: % of full: smollm2_135m window" in said and "by divergence undecided: KL in nats" in said
     folder = tmp_path / "exhibits" / "keyformer_fig3c_real"
     assert (folder / "figure.png").exists() and len(pd.read_csv(folder / "divergence.csv")) == 3
+    assert (folder / "divergence.png").exists()
 
 
 @pytest.mark.parametrize(("mine", "verdict"), [(90.0, True), (70.0, False)])

@@ -43,7 +43,7 @@ def bars(
         if full.any() and not full_as_bar:
             levels(axes, float(part[full]["value"].iloc[0]))
         _bars(part if full_as_bar else part[~full], axes, known)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), int(17.5 * width))
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), int(16 * width))
         axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
         axes.set_ylabel(METRICS.get(metric, metric) if place % columns == 0 else "", fontsize=8)
         axes.tick_params(labelsize=7)
@@ -59,10 +59,11 @@ def _bars(runs: pd.DataFrame, axes: Axes, known: pd.DataFrame | None) -> None:
     for _, run in runs.iterrows():
         which = shades.index(run["shade"]) if "shade" in runs else 0
         at = names.index(run["bar"]) + (which - (len(shades) - 1) / 2) * wide
-        reach = [[max(0.0, run["value"] - run["low"])], [max(0.0, run["high"] - run["value"])]]
         label = str(run["shade"]) if "shade" in runs and names.index(run["bar"]) == 0 else "_"
         axes.bar(at, run["value"], wide * 0.92, color=color_of(run["method"]), alpha=SHADES[which % 4], label=label)
-        axes.errorbar(at, run["value"], reach, fmt="none", ecolor="0.2", elinewidth=0.9, capsize=2)
+        if pd.notna(run["low"]):  # too few examples have no interval, which is not one of no width
+            reach = [[max(0.0, run["value"] - run["low"])], [max(0.0, run["high"] - run["value"])]]
+            axes.errorbar(at, run["value"], reach, fmt="none", ecolor="0.2", elinewidth=0.9, capsize=2)
         theirs = _theirs(known, run)
         if theirs is not None:
             axes.plot(at, theirs, "D", markersize=5, markerfacecolor="none", color="black", label="paper")

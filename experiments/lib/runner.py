@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
+from experiments.lib.divergence_figure import draw_divergence
 from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
 from experiments.lib.made import Made
 from experiments.lib.pages import VERDICT, recorded
@@ -69,6 +70,9 @@ def make(name: str, asked: Asked) -> Made:
     if exhibit.divergence is not None and divergence is not None and len(divergence):
         again = exhibit.divergence(divergence)
         divergence.drop(columns=["scores", "sums", "counts"]).to_csv(folder / "divergence.csv", index=False)
+        picture = Figure()
+        draw_divergence(divergence, picture)
+        save(picture, folder, "divergence")
     write(name, exhibit, table, folder, holds, words, again)
     about = provenance_of(asked.outputs, frame, asked.commands(name)) if asked.scale == REAL and len(frame) else None
     return Made(name, table, holds, words, time.process_time() - start, folder, again, about)
@@ -142,10 +146,14 @@ def write(
     (folder / "table.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
     figure = Figure()
     exhibit.draw(table, figure)
+    save(figure, folder, "figure")
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """NAME.png and NAME.pdf; the same table gives the same files."""
     for ending in ("png", "pdf"):
-        # Without a date the same table gives the same file.
         about = {"CreationDate": None} if ending == "pdf" else None
-        figure.savefig(folder / f"figure.{ending}", dpi=200, metadata=about)
+        figure.savefig(folder / f"{name}.{ending}", dpi=200, metadata=about)
 
 
 def markdown(table: pd.DataFrame) -> str:

@@ -65,6 +65,6 @@ def panel_title(model: str, task: str = "", asked: Iterable[Any] = ()) -> str:
 
     asked: where the question was, of the runs shown.
     """
-    task, _, rest = task.partition(" ")
+    task, comma, rest = task.partition(", ") if ", " in task else task.partition(" ")
     known = TASKS.get(task, (task.partition("/")[2] or task).replace("_", " "))
-    return titled(": ".join(filter(None, (model_words(model), f"{known} {rest.replace('_', ' ')}".strip()))), asked)
+    return titled(": ".join(filter(None, (model_words(model), f"{known}{comma}{rest.replace('_', ' ')}"))), asked)
