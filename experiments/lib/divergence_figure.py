@@ -25,6 +25,7 @@ from kvexp.results.stats import LEVEL
 
 WIDTH, HEIGHT, ROW = 3.9, 2.6, 0.19  # inches: of a panel, of curves, of a row of dots
 MANY = 3  # budgets that make a curve
+NEAR = f"near the full cache: {EPSILON_KL:g}"
 RUN = ["method", "setting", "kv_ratio"]
 
 
@@ -62,6 +63,7 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _curves(part: pd.DataFrame, axes: Axes) -> None:
     divergence(part.assign(epsilon=EPSILON_KL), axes)
+    axes.plot([], [], color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)", fontsize=8)
     axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
 
@@ -88,7 +90,7 @@ def _dots(part: pd.DataFrame, axes: Axes) -> None:
     for ratio in ratios:
         face = "0.3" if ratio == ratios[0] else "white"
         axes.plot([], [], "o", color="0.3", markerfacecolor=face, markersize=4.5, label=f"kv_ratio {ratio:g}")
-    axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=f"near the full cache: {EPSILON_KL:g}")
+    axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xscale("log")
     axes.set_xlabel("KL from the full cache, nats per token", fontsize=8)
     axes.set_yticks(range(len(names)), names)
