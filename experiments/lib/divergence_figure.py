@@ -6,6 +6,7 @@ enough examples for an interval are one panel, their examples put together, as c
 
 from __future__ import annotations
 
+import re
 import textwrap
 from math import ceil
 from typing import Any
@@ -23,7 +24,9 @@ from kvexp.record.divergence_lines import EPSILON_KL
 from kvexp.results.divergence_table import share_interval
 from kvexp.results.stats import LEVEL
 
-WIDTH, HEIGHT, ROW = 3.9, 2.6, 0.19  # inches: of a panel, of curves, of a row of dots
+WIDTH, HEIGHT = 3.9, 2.6  # inches of a panel of curves
+DOTS, ROW, LETTER = 2.9, 0.19, 0.065  # inches: width of a panel of dots, height of a line of it, a letter of its words
+WORDS = 30  # letters of a line of a setting
 MANY = 3  # budgets that make a curve
 NEAR = f"near the full cache: {EPSILON_KL:g}"
 RUN = ["method", "setting", "kv_ratio"]
@@ -35,9 +38,9 @@ def draw_divergence(frame: pd.DataFrame, figure: Figure) -> None:
     panels = list(shown.groupby(["model", "task"], sort=False))
     columns = min(2, len(panels))
     rows = ceil(len(panels) / columns)
-    most = max(len(part.drop_duplicates(RUN)) for _, part in panels)
     curved = all(part["kv_ratio"].nunique() >= MANY for _, part in panels)
-    figure.set_size_inches(WIDTH * columns, (HEIGHT if curved else ROW * most + 1.0) * rows + 0.4)
+    wide, high = (WIDTH, HEIGHT) if curved else _room(shown)
+    figure.set_size_inches(wide * columns, high * rows + 0.4)
     figure.set_layout_engine("constrained")
     for place, ((model, task), part) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
@@ -68,6 +71,20 @@ def _curves(part: pd.DataFrame, axes: Axes) -> None:
     axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
 
 
+def _label(run: Any) -> str:
+    """The method and its settings below one another, without the groups that their options are of."""
+    words = re.sub(r"[\w.]+\.(?=\w+=)", "", run["setting"])
+    return textwrap.fill(f"{run['method']} {words}".strip(), WORDS, break_long_words=False)
+
+
+def _room(shown: pd.DataFrame) -> tuple[float, float]:
+    """Width and height of a panel of dots, whose words stand beside it."""
+    labels = {_label(run) for _, run in shown.iterrows()}
+    lines = max(label.count("\n") + 1 for label in labels)
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    return DOTS + LETTER * longest, ROW * len(labels) * max(2, lines) + 0.8
+
+
 def _dots(part: pd.DataFrame, axes: Axes) -> None:
     """A row per method and setting, methods in the papers' order; smaller budgets are hollow."""
     ratios = sorted(part["kv_ratio"].dropna().unique(), reverse=True)
@@ -75,7 +92,7 @@ def _dots(part: pd.DataFrame, axes: Axes) -> None:
     named = part.assign(place=part["method"].map(order.index))
     names: list[str] = []
     for _, run in named.sort_values(["place", "setting"], kind="stable").iterrows():
-        label = textwrap.shorten(f"{run['method']} {run['setting']}".strip(), 48, placeholder=" …")
+        label = _label(run)
         if label not in names:
             names.append(label)
         kl = max(float(run["kl"]), LEAST)
