@@ -154,8 +154,9 @@ def _table(part: pd.DataFrame) -> str:
 
 
 def _cell(row: Any, of_ratio: pd.DataFrame) -> str:
-    """KL with its interval; in bold the smallest of the column and those that are not told from it."""
-    best = of_ratio.loc[of_ratio["kl"].idxmin()]
+    """KL with its interval; in bold the smallest of the column that has one, and those that are not told from it."""
+    told = of_ratio[np.isfinite(of_ratio["kl_low"].astype(float))]
+    best = (told if len(told) else of_ratio).sort_values("kl").iloc[0]
     enough = np.isfinite(row["kl_low"])
     words = f"{row['kl']:.3f} ({row['kl_low']:.3f}..{row['kl_high']:.3f})" if enough else f"{row['kl']:.3f} (too few)"
     beaten = row["name"] in str(best["ahead_of"]).split()
