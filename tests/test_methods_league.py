@@ -96,7 +96,7 @@ def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, 
     assert "news/after_eviction/old/knorm: 60.0 minutes left" in said and "2 sweeps, 2.0 hours left" in said
 
 
-def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", **more):
+def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", **more):
     ends = {"kl_low": kl * 0.9, "kl_high": kl * 1.1}
     made = {"task": "news", "question": "after_eviction", "method": method, "how": how, "kv_ratio": ratio, "n": 20}
     return (
@@ -105,6 +105,7 @@ def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", **more):
         | {
             "ahead_of": ahead,
             "behind": behind,
+            "order": order,
             **more,
         }
     )
@@ -113,9 +114,9 @@ def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", **more):
 def test_the_page_says_what_the_rows_say():
     frame = pd.DataFrame(
         [
-            row("keydiff", 0.1, ahead="h2o knorm snapkv"),
-            row("expected_attention", 0.11, "adaptive", ahead="knorm"),
-            row("snapkv", 0.2, ahead="", behind="keydiff h2o"),
+            row("keydiff", 0.1, ahead="h2o knorm snapkv", order="+snapkv"),
+            row("expected_attention", 0.11, "adaptive", ahead="knorm", order="?snapkv"),
+            row("snapkv", 0.2, ahead="", behind="keydiff h2o", order="-h2o ?knorm"),
             row("h2o", 0.15, ahead="snapkv", behind="keydiff"),
             row("knorm", 3.0, behind="keydiff expected_attention+adaptive"),
             row("ideal", 0.01),
@@ -137,6 +138,21 @@ def test_the_page_says_what_the_rows_say():
     assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
     few = text_of_few = league_page.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
     assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
+
+
+def test_the_published_order_is_corrected_for_its_own_pairs_alone():
+    names = {"a": "keydiff", "b": "snapkv", "c": "h2o", "d": "knorm", "e": "random"}
+    pairs = pd.DataFrame(
+        [
+            {"one": "b", "other": "a", "difference": 0.2, "p": 0.01},  # keydiff diverges less than snapkv
+            {"one": "b", "other": "c", "difference": 0.1, "p": 0.012},  # and h2o does
+            {"one": "b", "other": "d", "difference": -0.1, "p": 0.04},
+            *({"one": "e", "other": other, "difference": 1.0, "p": 0.9} for other in "abcd"),
+        ]
+    )
+    assert league_page._order(pairs, names) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
+    doubted = pairs.assign(p=[0.02, 0.03, 0.04, *[0.9] * 4])
+    assert league_page._order(doubted, names) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
 
 
 def test_a_recording_made_in_pieces_keeps_what_is_larger():

@@ -20,9 +20,10 @@ from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, RATIOS
 from kvexp.errors import ConfigError
 from kvexp.record.divergence_lines import OWN
 from kvexp.results.columns import without_question
-from kvexp.results.divergence_table import compared, divergence_table
+from kvexp.results.divergence_table import compared, divergence_table, holm_corrected
 from kvexp.results.question_place import WORDS
 from kvexp.results.read import Folder, folders
+from kvexp.results.stats import LEVEL
 from kvexp.results.table import table
 
 PAGE, RECORDED = ROOT / "docs" / "methods_league.md", HERE / "methods_league.csv"
@@ -37,17 +38,22 @@ PUBLISHED = (
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 
 
+MARKS = ("ahead_of", "behind", "order")
+OUTCOMES = {"+": "holds", "-": "is reversed", "?": "is undecided"}
+
+
 def frame_of(outputs: Path) -> pd.DataFrame:
-    """One row per run under OUTPUTS/TASK: COLUMNS, `ahead_of` and `behind`.
+    """One row per run under OUTPUTS/TASK: COLUMNS and MARKS.
 
     how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
     cache's, NaN without answers; ahead_of, behind: names of methods that diverge more, or less, at this budget and by
-    more than chance (Holm over all pairs of the budget).
+    more than chance (Holm over all pairs of the budget). order: names of those that PUBLISHED has one place below, each
+    behind the sign of OUTCOMES (Holm over the pairs of PUBLISHED alone, which were named before any run).
     """
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
     if not parts:
-        return pd.DataFrame(columns=[*COLUMNS, "ahead_of", "behind"])
+        return pd.DataFrame(columns=[*COLUMNS, *MARKS])
     return pd.concat(parts, ignore_index=True)
 
 
@@ -66,10 +72,10 @@ def _of_task(outputs: Path) -> pd.DataFrame:
     }
     frame["of_full"] = [told.get(name, math.nan) for name in frame["hash"]]
     by_hash = {folder.run.hash: folder for folder in found}
-    frame["ahead_of"] = frame["behind"] = ""
+    frame["ahead_of"] = frame["behind"] = frame["order"] = ""
     for _, part in frame.groupby(["question", "kv_ratio"]):
         _mark(frame, part, by_hash)
-    return frame[[*COLUMNS, "ahead_of", "behind"]]
+    return frame[[*COLUMNS, *MARKS]]
 
 
 def _how(setting: str) -> str:
@@ -78,7 +84,7 @@ def _how(setting: str) -> str:
 
 
 def _mark(frame: pd.DataFrame, part: pd.DataFrame, by_hash: dict[str, Folder]) -> None:
-    """Fill ahead_of and behind of the runs `part` of one question and budget."""
+    """Fill MARKS of the runs `part` of one question and budget."""
     names = {str(row["hash"]): name_of(row) for _, row in part.iterrows()}
     pairs = compared({name: by_hash[name] for name in names}, OWN)
     ahead: dict[str, list[str]] = {name: [] for name in names}
@@ -89,6 +95,23 @@ def _mark(frame: pd.DataFrame, part: pd.DataFrame, by_hash: dict[str, Folder]) -
         behind[worse].append(names[pair["better"]])
     frame.loc[part.index, "ahead_of"] = [" ".join(sorted(ahead[name])) for name in part["hash"]]
     frame.loc[part.index, "behind"] = [" ".join(sorted(behind[name])) for name in part["hash"]]
+    order = _order(pairs, names)
+    frame.loc[part.index, "order"] = [" ".join(order.get(names[name], [])) for name in part["hash"]]
+
+
+def _order(pairs: pd.DataFrame, names: dict[str, str]) -> dict[str, list[str]]:
+    """A method of PUBLISHED -> those one place below it, each behind the sign of its outcome."""
+    gaps = {}
+    for _, pair in pairs.iterrows():
+        one, other = names[pair["one"]], names[pair["other"]]
+        gaps[one, other], gaps[other, one] = (-pair["difference"], pair["p"]), (pair["difference"], pair["p"])
+    named = [pair for pair in _pairs() if pair in gaps]
+    corrected = holm_corrected(np.array([gaps[pair][1] for pair in named])) if named else []
+    found: dict[str, list[str]] = {}
+    for (better, worse), p in zip(named, corrected, strict=True):
+        sign = "?" if not p < 1 - LEVEL else "+" if gaps[better, worse][0] > 0 else "-"
+        found.setdefault(better, []).append(f"{sign}{worse}")
+    return found
 
 
 def name_of(row: Any) -> str:
@@ -167,19 +190,15 @@ def _published(part: pd.DataFrame) -> str:
     """How often each two neighbours of the published order are in that order here, by more than chance."""
     lines = []
     for better, worse in _pairs():
-        counts = {"holds": 0, "is reversed": 0, "is undecided": 0}
-        for _, of_ratio in part.groupby("kv_ratio"):
-            named = {name_of(row): row for _, row in of_ratio.iterrows()}
-            if better not in named or worse not in named:
-                continue
-            ahead, behind = (str(named[better][side]).split() for side in ("ahead_of", "behind"))
-            counts["holds" if worse in ahead else "is reversed" if worse in behind else "is undecided"] += 1
+        mine = part[[name_of(row) == better for _, row in part.iterrows()]]
+        marks = [mark for marks in mine["order"] for mark in str(marks).split() if mark[1:] == worse]
+        counts = {words: sum(mark[0] == sign for mark in marks) for sign, words in OUTCOMES.items()}
         if sum(counts.values()):
             found = ", ".join(f"{words} at {count}" for words, count in counts.items() if count)
             lines.append(f"- {better} before {worse}: {found} of {sum(counts.values())} budgets")
     if not lines:
         return "Of the published order no two methods were run."
-    return "The published order, by KL (Holm over all pairs of a budget):\n\n" + "\n".join(lines)
+    return "The published order, by KL (Holm over these pairs of a budget):\n\n" + "\n".join(lines)
 
 
 def _pairs() -> Iterator[tuple[str, str]]:
@@ -193,8 +212,8 @@ def _pairs() -> Iterator[tuple[str, str]]:
 def recorded() -> pd.DataFrame:
     """What was kept of a recording; empty where there is none."""
     if not RECORDED.exists():
-        return pd.DataFrame(columns=[*COLUMNS, "ahead_of", "behind"])
-    return pd.read_csv(RECORDED, keep_default_na=True).fillna({"how": "", "ahead_of": "", "behind": ""})
+        return pd.DataFrame(columns=[*COLUMNS, *MARKS])
+    return pd.read_csv(RECORDED, keep_default_na=True).fillna(dict.fromkeys(("how", *MARKS), ""))
 
 
 def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
