@@ -47,7 +47,7 @@ def draw_divergence(frame: pd.DataFrame, figure: Figure) -> None:
         (_curves if curved else _dots)(part, axes)
         title = textwrap.fill(panel_title(str(model), str(task)), 44)
         axes.set_title(f"{title} (n = {int(part['n'].min())})", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     legend(figure)
 
