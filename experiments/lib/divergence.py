@@ -54,6 +54,12 @@ def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> p
     return pd.DataFrame(rows, columns=[*COLUMNS, "n", KL, "kl_low", "kl_high", "tokens", "sums", "counts", "scores"])
 
 
+def pooled_kl(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """KL of the runs of `divergence_frame` as one sample, their examples put together, and its interval."""
+    sums, counts = (np.concatenate(rows[name].tolist()) for name in ("sums", "counts"))
+    return float(sums.sum() / counts.sum()), *share_interval(sums, counts, LEVEL)
+
+
 @dataclass(frozen=True)
 class Near:
     """Whether runs are within EPSILON_KL of the full cache. within=False: the claim is that they are not.
@@ -71,11 +77,10 @@ class Near:
         rows = frame[frame.apply(self.runs, axis=1)] if len(frame) else frame
         if rows.empty:
             return None
-        sums, counts = (np.concatenate(rows[name].tolist()) for name in ("sums", "counts"))
-        low, high = share_interval(sums, counts, LEVEL)
+        kl, low, high = pooled_kl(rows)
         near = None if math.isnan(low) else True if high < EPSILON_KL else False if low > EPSILON_KL else None
         verdict = near if near is None or self.within else not near
-        return verdict, f"{self.words} {estimate(float(sums.sum() / counts.sum()), low, high, 3)}"
+        return verdict, f"{self.words} {estimate(kl, low, high, 3)}"
 
 
 @dataclass(frozen=True)

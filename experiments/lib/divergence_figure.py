@@ -16,13 +16,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.lib.divergence import pooled_kl
 from experiments.lib.draw import METHODS, in_order, legend
 from experiments.lib.titles import panel_title
 from kvexp.figures.divergence_curves import LEAST, divergence
 from kvexp.figures.style import color_of, marker_of
 from kvexp.record.divergence_lines import EPSILON_KL
-from kvexp.results.divergence_table import share_interval
-from kvexp.results.stats import LEVEL
 
 WIDTH, HEIGHT = 3.9, 2.6  # inches of a panel of curves
 DOTS, ROW, LETTER = 2.9, 0.19, 0.065  # inches: width of a panel of dots, height of a line of it, a letter of its words
@@ -56,10 +55,9 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
     """The runs of each method, setting and budget of all tasks as one, with the interval over all their examples."""
     made = []
     for key, runs in frame.groupby(["model", *RUN], sort=False, dropna=False):
-        sums, counts = (np.concatenate(runs[name].tolist()) for name in ("sums", "counts"))
-        low, high = share_interval(sums, counts, LEVEL)
+        kl, low, high = pooled_kl(runs)
         row: dict[str, Any] = dict(zip(["model", *RUN], key, strict=True))
-        row |= {"task": f"{runs['task'].nunique()} tasks", "n": len(sums), "kl": sums.sum() / counts.sum()}
+        row |= {"task": f"{runs['task'].nunique()} tasks", "n": int(runs["n"].sum()), "kl": kl}
         made.append(row | {"kl_low": low, "kl_high": high})
     return pd.DataFrame(made)
 
@@ -96,7 +94,7 @@ def _dots(part: pd.DataFrame, axes: Axes) -> None:
         if label not in names:
             names.append(label)
         kl = max(float(run["kl"]), LEAST)
-        shift = 0.28 * (ratios.index(run["kv_ratio"]) / max(1, len(ratios) - 1) - 0.5) if len(ratios) > 1 else 0.0
+        shift = 0.28 * (ratios.index(run["kv_ratio"]) / (len(ratios) - 1) - 0.5) if len(ratios) > 1 else 0.0
         color = color_of(str(run["method"]))
         if np.isfinite(run["kl_low"]):
             ends = [max(float(run["kl_low"]), LEAST), float(run["kl_high"])]
