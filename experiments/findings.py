@@ -96,6 +96,15 @@ def _real(known: dict[str, Any], name: str) -> tuple[str, str]:
     return status(known[name]), NONE if again is None else VERDICT[again["holds"]]
 
 
+def outcomes(name: str) -> str:
+    """What is recorded of an exhibit at each scale, in one line: what a notebook says above its cell."""
+    testbed, (metric, divergence) = outcome(recorded("testbed"), name), _real(recorded("real"), name)
+    if metric == NONE:
+        return testbed if testbed == WAITING else f"{testbed} on the testbed"
+    also = "" if divergence == NONE else f" (by divergence {divergence})"
+    return f"{metric} on SmolLM2-135M{also}, {testbed} on the testbed"
+
+
 def _questions(real: dict[str, Any]) -> str:
     """What was to be settled on the real model, with both verdicts and their numbers."""
     lines = ["## What was to be settled on SmolLM2-135M\n"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments import findings
-from experiments.lib.pages import recorded
 from kvexp.pipes import watch_pipes
 
 SHOWN = re.compile(r'show\("(\w+)"\)')
@@ -37,7 +36,7 @@ def stripped(notebook: dict[str, Any]) -> dict[str, Any]:
 
 def _with_outcome(line: str, name: str) -> str:
     """The line that says what is recorded of an exhibit, brought up to date; any other as it is."""
-    return re.sub(r"(?<=^\*Recorded: ).*(?=\.\*$)", findings.outcome(recorded("testbed"), name), line)
+    return re.sub(r"(?<=^\*Recorded: ).*(?=\.\*$)", findings.outcomes(name), line)
 
 
 def strip(path: Path) -> bool:

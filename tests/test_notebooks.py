@@ -10,7 +10,6 @@ from nbclient import NotebookClient
 from experiments import findings, strip
 from experiments.lib import pages
 from experiments.lib.exhibits import PAPERS, ROOT, names
-from experiments.lib.pages import recorded, status
 from experiments.lib.titles import exhibit_title
 
 FOLDER = ROOT / "notebooks"
@@ -51,15 +50,28 @@ def test_outputs_and_counts_are_taken_out(tmp_path, capsys):
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_exhibit_is_told_and_shown_and_no_more(paper):
     """Thin: a cell calls show() with an exhibit's name; the prose before it ends in the outcome that is on record."""
-    known = recorded("testbed")
     own = [name for name in names() if name.startswith(f"{paper}_")]
     _, parameters, setup, *rest = cells(paper)
     assert parameters.metadata.tags == ["parameters"] and "experiments.notebook" in setup.source
     assert [cell.source for cell in rest[1::2]] == [f'show("{name}")' for name in own]
     for cell, name in zip(rest[::2], own, strict=True):
-        outcome = status(known[name]) if name in known else findings.NOT_RUN
-        assert cell.source.startswith("## ") and cell.source.endswith(f"*Recorded: {outcome}.*"), name
+        assert cell.source.startswith("## ") and cell.source.endswith(f"*Recorded: {findings.outcomes(name)}.*"), name
         assert len(cell.source.split()) > 12
+
+
+def test_a_cell_says_what_is_recorded_at_each_scale(monkeypatch):
+    known = {
+        "real": {"keyformer_fig7": {"holds": True, "words": "", "divergence": {"holds": None, "words": ""}}},
+        "testbed": {"keyformer_fig7": {"holds": False, "words": ""}, "pqcache_table3": {"holds": True, "words": ""}},
+    }
+    monkeypatch.setattr(findings, "recorded", known.get)
+    assert findings.outcomes("keyformer_fig7") == (
+        "holds on SmolLM2-135M (by divergence undecided), does not hold on the testbed"
+    )
+    assert findings.outcomes("pqcache_fig8") == "not run on SmolLM2-135M, not run on the testbed"
+    assert findings.outcomes("pqcache_table3") == "holds on the testbed"
+    known["testbed"]["keyformer_fig9"] = {"holds": None, "words": f"{pages.WAITS}: x"}
+    assert findings.outcomes("keyformer_fig9") == findings.WAITING
 
 
 def executed(paper, tmp_path, monkeypatch, exhibits=None):
