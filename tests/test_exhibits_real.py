@@ -164,6 +164,23 @@ def test_what_is_only_told_decides_nothing_and_what_is_missing_leaves_it_open():
     assert by_divergence(near)(frame[:0]) == (None, "keyformer: not measured")
 
 
+@pytest.mark.parametrize(
+    ("kl", "verdict"),
+    [
+        ({"0.1": 0.3, "0.2": 0.2, "0.3": 0.1}, True),
+        ({"0.1": 0.1, "0.2": 0.2, "0.3": 0.3}, False),
+        ({"0.1": 0.2, "0.2": 0.1, "0.3": 0.3}, True),
+        ({"0.1": 0.1, "0.2": 0.1, "0.3": 0.3}, None),
+    ],
+)
+def test_recent_ratio_by_divergence_wants_one_of_the_two_ahead_of_each_other_ratio(kl, verdict):
+    """As by ROUGE-2: one ratio of 20 to 30 % is enough, and a rival must be ahead of both."""
+    runs = [run("keyformer", value) | {"setting": f"method.recent_ratio={ratio}"} for ratio, value in kl.items()]
+    noise = {name: {"kl": kl["0.2"] + 0.01 * (-1) ** i} for i, name in enumerate(runs[1]["scores"])}
+    found, words = load("keyformer_recent_ratio").divergence(pd.DataFrame([runs[0], runs[1] | {"scores": noise}, runs[2]]))
+    assert found is verdict and "0.2 than 0.1" in words and "0.3 than 0.1" in words
+
+
 def test_budgets_are_counted():
     frame = pd.DataFrame([run("keyformer", kl, r) for r, kl in ((0.2, 0.1), (0.5, 0.3))])
     frame = pd.concat([frame, pd.DataFrame([run("h2o", 0.2, r) for r in (0.2, 0.5)])])

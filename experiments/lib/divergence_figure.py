@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.lib.divergence import pooled_kl
 from experiments.lib.draw import METHODS, in_order, legend
@@ -107,6 +108,9 @@ def _dots(part: pd.DataFrame, axes: Axes) -> None:
         axes.plot([], [], "o", color="0.3", markerfacecolor=face, markersize=4.5, label=f"kv_ratio {ratio:g}")
     axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("KL from the full cache, nats per token", fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
