@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -68,6 +69,14 @@ def _curves(part: pd.DataFrame, axes: Axes) -> None:
     axes.plot([], [], color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)", fontsize=8)
     axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
+    _plain(axes.yaxis)
+
+
+def _plain(axis: Axis) -> None:
+    """0.05 instead of a power of ten, at one, two and five of each."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _label(run: Any) -> str:
@@ -108,9 +117,7 @@ def _dots(part: pd.DataFrame, axes: Axes) -> None:
         axes.plot([], [], "o", color="0.3", markerfacecolor=face, markersize=4.5, label=f"kv_ratio {ratio:g}")
     axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=NEAR)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _plain(axes.xaxis)
     axes.set_xlabel("KL from the full cache, nats per token", fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
