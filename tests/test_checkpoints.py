@@ -16,7 +16,7 @@ from tiny import CONFIGS, stock
 from kvexp import digests
 from kvexp.config.model_spec import ModelSpec, load
 from kvexp.errors import ConfigError
-from kvexp.models import load_model
+from kvexp.models import checkpoint, load_model
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.record import runs
 
@@ -360,6 +360,18 @@ def config(**changes):
 
 def tokenizer(change):
     return edited("tokenizer.json", change)
+
+
+def test_a_file_that_the_system_does_not_give_is_not_called_damaged(tmp_path, monkeypatch):
+    """No memory to map it, or no right to read it: to fetch it again would not help."""
+
+    def no_memory(file, framework):
+        raise OSError(12, "Cannot allocate memory")
+
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(checkpoint, "safe_open", no_memory)
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read: .*Cannot allocate memory"):
+        checkpoint.check_headers(tmp_path, 1)
 
 
 DAMAGED = {

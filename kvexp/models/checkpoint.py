@@ -19,7 +19,7 @@ TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_e
 
 
 def check_headers(folder: Path, layers: int) -> None:
-    """ConfigError for a safetensors file that is cut short, empty or of wrong sizes. Weights are not read.
+    """ConfigError for a safetensors file that is cut short, empty, of wrong sizes or not readable. Weights are not read.
 
     layers: of the configuration. ConfigError too where it has more layers than the files have weights: making so many
     layers would take long before the missing weights are noticed.
@@ -29,7 +29,9 @@ def check_headers(folder: Path, layers: int) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
                 held += len(opened.keys())
-        except Exception as error:  # safetensors' own and the system's: no common base
+        except OSError as error:  # no rights, or no memory to map it: the file may be whole
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        except Exception as error:  # safetensors' own have no public base
             raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
     if held < layers and not any(folder.glob("*.index.json")):  # parts may lie deeper
         raise ConfigError(
