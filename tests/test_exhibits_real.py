@@ -177,7 +177,9 @@ def test_recent_ratio_by_divergence_wants_one_of_the_two_ahead_of_each_other_rat
     """As by ROUGE-2: one ratio of 20 to 30 % is enough, and a rival must be ahead of both."""
     runs = [run("keyformer", value) | {"setting": f"method.recent_ratio={ratio}"} for ratio, value in kl.items()]
     noise = {name: {"kl": kl["0.2"] + 0.01 * (-1) ** i} for i, name in enumerate(runs[1]["scores"])}
-    found, words = load("keyformer_recent_ratio").divergence(pd.DataFrame([runs[0], runs[1] | {"scores": noise}, runs[2]]))
+    found, words = load("keyformer_recent_ratio").divergence(
+        pd.DataFrame([runs[0], runs[1] | {"scores": noise}, runs[2]])
+    )
     assert found is verdict and "0.2 than 0.1" in words and "0.3 than 0.1" in words
 
 

@@ -19,7 +19,7 @@ TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_e
 
 
 def check_headers(folder: Path, layers: int) -> None:
-    """ConfigError for a safetensors file that is cut short, empty, of wrong sizes or not readable. Weights are not read.
+    """ConfigError for a safetensors file that is cut short, empty, of wrong sizes or unreadable. Weights are not read.
 
     layers: of the configuration. ConfigError too where it has more layers than the files have weights: making so many
     layers would take long before the missing weights are noticed.
