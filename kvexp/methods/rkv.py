@@ -82,13 +82,15 @@ class RKV(Method):
     def _redundancy(self, keys: Tensor, held: Tensor) -> Tensor:
         """R [B, H, S] float64 of keys [B, H, S, D], oldest first, of which `held` [B, H, S] count."""
         units = normalize(keys.float(), dim=-1) * held[..., None]
-        columns = torch.arange(keys.shape[2], device=keys.device)
-        sums = torch.zeros(held.shape, dtype=torch.float64, device=keys.device)
-        for part in columns.split(BLOCK):
-            cosine = (units[:, :, part] @ units.transpose(-1, -2) * GRID).round()
-            cosine = cosine.masked_fill(part[:, None] == columns, 0.0)
-            alike = cosine > self.similar * GRID
-            spared = torch.where(alike, columns, -1).amax(-1, keepdim=True)
-            sums += cosine.masked_fill(columns == spared, 0.0).sum(2, dtype=torch.float64)
-        mean = sums / GRID / held.sum(-1, keepdim=True).clamp_min(1)
+        across = units.transpose(-1, -2) * GRID
+        columns = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int32)
+        sums = torch.zeros(held.shape, dtype=torch.int64, device=keys.device)
+        for start in range(0, keys.shape[2], BLOCK):
+            cosine = (units[:, :, start : start + BLOCK] @ across).round_()
+            cosine.diagonal(start, -2, -1).zero_()
+            spared = torch.where(cosine > self.similar * GRID, columns, -1).amax(-1, keepdim=True)
+            index = spared.clamp_min(0).long()
+            cosine.scatter_(-1, index, cosine.gather(-1, index).masked_fill(spared >= 0, 0.0))
+            sums += cosine.int().sum(2)
+        mean = sums.double() / GRID / held.sum(-1, keepdim=True).clamp_min(1)
         return mean.masked_fill(~held, -torch.inf).softmax(-1)
