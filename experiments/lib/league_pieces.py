@@ -78,7 +78,7 @@ class MethodGroup:
 GROUPS = (
     MethodGroup("old", tuple(OLD)),
     MethodGroup("new", tuple(NEW)),
-    # Their papers evict every 128 tokens; at every step R-KV, which compares all keys, would take as long as all others.
+    # Their papers evict every 128 tokens; at every step R-KV, which compares all keys, takes longer than all others.
     MethodGroup("every_128", tuple(EVERY_128), ("cache.evict_every=128",)),
     MethodGroup("read_twice", tuple(READ_TWICE)),
     MethodGroup("adaptive", tuple(ADAPTIVE), ("budget.heads=adaptive",)),
