@@ -362,11 +362,15 @@ def tokenizer(change):
     return edited("tokenizer.json", change)
 
 
-def test_a_file_that_the_system_does_not_give_is_not_called_damaged(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(12, "Cannot allocate memory"), RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")],
+)
+def test_a_file_that_the_system_does_not_give_is_not_called_damaged(error, tmp_path, monkeypatch):
     """No memory to map it, or no right to read it: to fetch it again would not help."""
 
     def no_memory(file, framework):
-        raise OSError(12, "Cannot allocate memory")
+        raise error
 
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(checkpoint, "safe_open", no_memory)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +24,27 @@ def of(name, **options):
 
 def requests(task):
     return [[(r.context, r.question, r.continuation) for r in item.requests] for item in task.examples()]
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_that_ask_the_same_read_it_once_and_a_changed_file_again(tmp_path, monkeypatch):
+    """A sweep asks each task for every method and budget; the items are lm-eval's, drawn with the same seed."""
+    folder = tmp_path / "rows"
+    shutil.copytree(ROWS, folder)
+    loads, load = [], definition.load
+    monkeypatch.setattr(definition, "load", lambda name, **how: loads.append(how) or load(name, **how))
+
+    def asked(**options):
+        return list(LMEval(tasks=("copa",), data_dir=str(folder), num_fewshot=1, **options).examples())
+
+    first = asked(limit=2)
+    assert asked(limit=2) == first and asked()[:2] == first and len(loads) == 1
+    assert asked(limit=2, fewshot_seed=5)[0].number == 0 and len(loads) == 2
+    file = folder / "super_glue_copa.validation.jsonl"
+    file.write_text(file.read_text("utf-8").replace("glass", "jar"), "utf-8")
+    assert "jar" in asked(limit=2)[0].requests[0].context and len(loads) == 3
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

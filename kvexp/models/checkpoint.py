@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,9 +31,10 @@ def check_headers(folder: Path, layers: int) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
                 held += len(opened.keys())
-        except OSError as error:  # no rights, or no memory to map it: the file may be whole
-            raise ConfigError(f"{file} cannot be read: {error}") from error
         except Exception as error:  # safetensors' own have no public base
+            # No rights, or no memory to map it, which torch tells as a RuntimeError: the file may be whole.
+            if isinstance(error, OSError) or os.strerror(errno.ENOMEM) in str(error):
+                raise ConfigError(f"{file} cannot be read: {error}") from error
             raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
     if held < layers and not any(folder.glob("*.index.json")):  # parts may lie deeper
         raise ConfigError(

@@ -179,6 +179,15 @@ def load(
     return task
 
 
+@functools.lru_cache(maxsize=32)
+def load_once(files: tuple[Stamp, ...], name: str, **how: Any) -> Any:
+    """As `load`, once per process for the same local files: the runs of a sweep ask the same tasks over and over.
+
+    files: stamps of all that is read, so that a changed file is read again.
+    """
+    return load(name, **how)
+
+
 def _made(path: Path, config: Mapping[str, Any], local_files: bool) -> Any:
     from lm_eval.tasks import TaskManager
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,12 @@ def require() -> str:
         raise ConfigError(
             f"lm-eval tasks need the package lm-eval ({error}); install it with: pip install kvexp[eval]"
         ) from error
+    return _version()
+
+
+@functools.cache
+def _version() -> str:
+    """Read once: every item's metrics ask for it."""
     return metadata.version("lm_eval")
 
 

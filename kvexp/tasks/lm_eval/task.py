@@ -20,6 +20,7 @@ IDLE = {
     **{"data_files": None, "hub_id": "", "hub_config": None, "revision": None, "sample": "first", "seed": 12345},
     **{"max_new_tokens": 128, "min_new_tokens": 0, "max_prompt_tokens": None, "pad_to": None},
 }
+KEPT_ITEMS = 1000  # of a task are held for the runs to come; of more, each pass makes its own
 SEVEN = ("piqa", "winogrande", "openbookqa", "copa", "mathqa", "arc_easy", "arc_challenge")  # the papers' tasks
 
 
@@ -86,7 +87,8 @@ class LMEval(Task):
         if len(self.tasks) != 1:
             raise ConfigError(f"task.tasks holds {len(self.tasks)} tasks; one at a time is asked: LMEval.parts()")
         how, before = self.measured, self._pinned_stamps()
-        made = definition.load(
+        made = definition.load_once(
+            tuple(before),
             self.tasks[0],
             data_dir=self.data_dir,
             shots=self.num_fewshot,
@@ -113,6 +115,8 @@ class LMEval(Task):
             raise ConfigError(
                 "task.question=after_eviction needs examples as the context to evict from: set task.num_fewshot"
             )
+        if limit is not None and limit <= KEPT_ITEMS:
+            return iter(_listed(task, self.fewshot_seed, limit, self.question == "after_eviction"))
         task.set_fewshot_seed(self.fewshot_seed)  # every pass draws the same examples
         return items(task, limit, self.question == "after_eviction")
 
@@ -179,3 +183,10 @@ class LMEval(Task):
                 "task.question=after_eviction at task.num_fewshot=0: without examples there is no context to evict "
                 "before the question; set task.num_fewshot to 1 or more"
             )
+
+
+@functools.lru_cache(maxsize=32)
+def _listed(task: Any, seed: int, limit: int, after_eviction: bool) -> tuple[Item, ...]:
+    """The items of an lm-eval task object, which is one for all runs that ask the same (`definition.load_once`)."""
+    task.set_fewshot_seed(seed)
+    return tuple(items(task, limit, after_eviction))
