@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import HERE, PAPERS, load, names, sweeps
-from experiments.lib.pages import TITLES, VERDICT, recorded, status, write_or_check
+from experiments.lib.pages import TITLES, VERDICT, examples_of, recorded, status, write_or_check
 from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
@@ -29,9 +29,9 @@ ORDER = ("holds", "does not hold", "undecided", WAITING, NOT_RUN)
 KEYS = {"why", "limits", "real"}
 QUESTIONS = {  # what each paper's case rests on -> the exhibit that puts it to the test
     "Does Keyformer reach the full cache at 70 %, where H2O and a window do not at 90 %?": "keyformer_fig7",
-    "Does Gumbel noise help over none?": "keyformer_table4",
-    "Does a recent window explain most of what H2O gains?": "keyformer_mixture",
-    "Does a forgetting factor beat H2O, and does the best one move with the task?": "a2sf_factors",
+    "Is Gumbel noise better than Gaussian noise, a constant and none?": "keyformer_table4",
+    "Does H2O gain more than a recent window explains?": "keyformer_mixture",
+    "Does a forgetting factor of 0.1 beat H2O where answers are written (and which is best)?": "a2sf_factors",
     "Is A2SF more accurate than H2O in multiple choice?": "a2sf_table1",
     "Does PQCache stay with the full cache at a fifth of the tokens, ahead of its rivals?": "pqcache_table2",
 }
@@ -47,7 +47,8 @@ KEY = """\
 ## How to read this
 
 Each claim of a paper was put to the test twice. **SmolLM2-135M**: a real instruction-tuned model (Q4_1 weights,
-dequantised) on real rows; which rows, weights and commit: `experiments/measured_real.json`. **Testbed**: models of
+dequantised) on real rows; which rows, weights and commit: `experiments/measured_real.json` (`-dirty`: with changes not
+committed yet; exhibits of attention itself keep n alone). **Testbed**: models of
 less than a million parameters that speak a synthetic language; they show a mechanism at work, not what a real model
 loses. Where answers are written, the claim is judged twice on the real model: by the paper's own metric, which on so
 few examples often decides nothing, and by KL divergence from the full cache along its own answers
@@ -114,7 +115,7 @@ def _questions(real: dict[str, Any]) -> str:
             lines.append("- not run\n")
             continue
         entry = real[name]
-        lines.append(f"- by the paper's metric, n = {entry['n']}: **{status(entry)}**. {entry['words']}")
+        lines.append(f"- by the paper's metric, n = {examples_of(entry)}: **{status(entry)}**. {entry['words']}")
         if "divergence" in entry:
             lines.append(
                 f"- by divergence: **{VERDICT[entry['divergence']['holds']]}**. {entry['divergence']['words']}"
@@ -170,7 +171,7 @@ def _section(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> str:
     metric, divergence = _real(real, name)
     if name in real:
         entry = real[name]
-        n = str(entry["n"]) if "n" in entry else NONE
+        n = examples_of(entry)
         rows.append(("SmolLM2-135M", f"**{metric}**", n, entry["words"]))
         if "divergence" in entry:
             rows.append(("SmolLM2-135M, divergence", f"**{divergence}**", n, entry["divergence"]["words"]))

@@ -32,7 +32,8 @@ Each writes `outputs/exhibits/NAME/{table.csv,table.md,figure.png,figure.pdf}` (
 written, by the paper's metric and by KL divergence from the full cache. **Testbed**: models of less than a million
 parameters on a synthetic language, which say whether the mechanism behind a claim is seen there, never what a 7B
 model would score (`kvexp/testbed/__init__.py`). Intervals are 95 % intervals over examples, each by itself. **holds**
-/ **does not hold**: every part of the claim is supported / one part is contradicted by its interval; **undecided**:
+/ **does not hold**: every part of the claim is supported / one part is contradicted, by its interval or where it counts
+points, by the count; **undecided**:
 the intervals leave it open; **waits for a GPU**: it is about speed, and nothing was measured yet. Numbers of both and
 reasons: [FINDINGS.md](FINDINGS.md). Seconds: of CPU time (all threads, user and system) on the testbed in a run of
 all exhibits that found nothing there; what another exhibit had already run is not run again.

@@ -133,3 +133,13 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
     assert "| testbed | **holds** | - | otherwise |" in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
     monkeypatch.setattr(findings, "FINDINGS", tmp_path / "FINDINGS.md")
     assert findings.main([]) == 0 and findings.main(["--check"]) == 0
+
+
+def test_examples_of_several_tasks_are_told_by_task(monkeypatch, tmp_path):
+    ids = {"a 1": ("a", 24), "b 1": ("b", 12), "c 1": ("c", 24)}
+    known = {"rows": {key: {"task": task, "ids": ["x"] * count} for key, (task, count) in ids.items()}}
+    monkeypatch.setattr(pages, "MEASURED_REAL", tmp_path / "real.json")
+    pages.MEASURED_REAL.write_text(json.dumps(known))
+    assert pages.examples_of({"n": 24, "rows": ["a 1"]}) == "24" and pages.examples_of({}) == "-"
+    assert pages.examples_of({"n": 12, "rows": ["a 1", "b 1"]}) == "24 a, 12 b"
+    assert pages.examples_of({"n": 24, "rows": ["a 1", "c 1"]}) == "24 of each of 2 tasks"

@@ -35,6 +35,17 @@ def recorded(scale: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def examples_of(entry: dict[str, Any]) -> str:
+    """How many examples a real exhibit has: 24, or of several tasks 5 of each of 4, or 24 cnn_dailymail, 12 news_qa."""
+    known = _read(MEASURED_REAL).get("rows", {})
+    counts = [(known[key]["task"], len(known[key]["ids"])) for key in entry.get("rows", ())]
+    if len(counts) < 2:
+        return str(entry.get("n", "-"))
+    if len({count for _, count in counts}) == 1:
+        return f"{counts[0][1]} of each of {len(counts)} tasks"
+    return ", ".join(f"{count} {task}" for task, count in counts)
+
+
 def _read(path: Path) -> dict[str, Any]:
     known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return known
