@@ -22,6 +22,7 @@ from kvexp.core import Budget, CacheConfig, HeadScores, Method
 from kvexp.core.head_budgets import retrieval_heads
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, generate, generate_from_context, pad_left, prefill
+from kvexp.generate.prefilled_context import decode_step, forward_last
 from kvexp.methods import H2O, KNorm, SnapKV, Window
 from kvexp.models import EvictionCache, calibrate_heads
 from kvexp.models.calibration_file import head_scores_file, read_head_scores, write_head_scores
@@ -184,6 +185,49 @@ def test_beams_forks_and_questions() -> None:
         )
         made.append((beams.tokens, asked.tokens))
     assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("asked", [1, 6])
+@pytest.mark.parametrize("method", [H2O(), KNorm(), SnapKV(window=2, kernel=3)], ids=repr)
+def test_retrieval_heads_keep_everything_after_a_question(method: Method, asked: int) -> None:
+    """A prefill announces the answer alone; with the question, what follows the prompt is longer than the room."""
+    made = []
+    for mode in ("overwrite", "compact", "mask"):
+        context = prefill(
+            tiny("llama"), prompts_of(3, (20, 17)), method, duo(SLOTS), max_new_tokens=5, mode=mode, head_scores=SCORES
+        )
+        question = [[7, 3, 5, 2, 4, 6][:asked], [8, 9, 1, 5, 3, 2][:asked]]
+        run = generate_from_context(tiny("llama"), context, question, decoding=GenerationParams(5, eos=None))
+        made.append((run.tokens, [run.cache.kept_positions(layer) for layer in range(LAYERS)]))
+    assert made[0] == made[1] == made[2]
+    for row, length in enumerate((20, 17)):
+        full = retrieval_heads(duo(), SLOTS, length, 5, SCORES)
+        assert 0 < full.sum() < full.numel()
+        for layer in range(LAYERS):
+            for head in range(KV_HEADS):
+                kept = made[0][1][layer][row][head]
+                if full[layer, head]:
+                    assert kept == list(range(length + asked + 4))
+                elif method.evicts_while_decoding:
+                    last = length + asked + 4
+                    assert kept == [*range(SINKS), *range(last - RECENT + 1, last)]
+
+
+@pytest.mark.parametrize("method", [H2O(), KNorm(), Window()], ids=repr)
+@torch.inference_mode()
+def test_beyond_what_was_announced(method: Method) -> None:
+    """Then retrieval heads evict too, and layers whose heads differ keep their own sinks and newest tokens."""
+    ids, kept = torch.tensor([[*prompts_of(3, (20,))[0], *range(30, 48)]]), []
+    for mode in ("overwrite", "compact", "mask"):
+        cache = EvictionCache(tiny("llama"), method, duo(SLOTS), head_scores=SCORES, mode=mode, max_new_tokens=2)
+        cache.allow_multi_token_steps()
+        for start, end in ((0, 20), (20, 28)):
+            forward_last(tiny("llama"), ids[:, start:end], torch.ones(1, end), cache)
+        for at in range(28, 38):
+            decode_step(tiny("llama"), ids[:, at : at + 1], torch.tensor([[at]]), cache)
+        kept.append([cache.kept_positions(layer) for layer in range(LAYERS)])
+    assert kept[0] == kept[1] == kept[2]
+    assert {len(head) for layer in kept[0] for head in layer[0]} == {21, SINKS + RECENT - 1}
 
 
 def test_resident_bytes_are_the_sum_of_the_budgets() -> None:

@@ -81,6 +81,22 @@ class BudgetedLayer(StoredLayer):
         by_threshold = sequence.in_prompt and self._budget.threshold is not None
         return due and (over or by_threshold or self.has_evicted)
 
+    @property
+    def _lacks_room(self) -> bool:
+        """Whether more tokens are to follow the prompt than were announced when retrieval heads got their room."""
+        resolved = self.resolved_budget
+        return resolved is not None and resolved.lacks_room(self.sequence.max_new_tokens)
+
+    def _make_room(self) -> None:
+        """Give retrieval heads room for all tokens to come; the next eviction lays the slots out anew.
+
+        A prefilled context learns only with the question how many tokens follow its prompt.
+        """
+        if self._lacks_room and not self.sequence.in_prompt:
+            assert self.resolved_budget is not None and self.sequence.max_new_tokens is not None
+            self.resolved_budget.make_room(self.sequence.max_new_tokens)
+            self.backend.reset_layout()
+
     def _share_out(self, by_head: Tensor | None) -> None:
         """From now on kv heads hold by_head [B, H] slots in rows that lose some, and the uniform number elsewhere.
 

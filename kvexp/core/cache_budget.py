@@ -40,7 +40,7 @@ def resolve_budget(
         heads = [retrieval_heads(budget, k, n, new, config.head_scores) for k, n in zip(slots, lengths, strict=True)]
         full = torch.stack([each[layer] for each in heads]).to(device)
         whole = torch.tensor([n + (new or 0) for n in lengths], device=device)[:, None]
-        made.streaming = StreamingHeads(~full, budget.stream[0])
+        made.streaming, made.new_tokens = StreamingHeads(~full, budget.stream[0]), new or 0
         made.share_out(torch.where(full, whole, sum(budget.stream)) - itself, full.shape[1])
     return made
 

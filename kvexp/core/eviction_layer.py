@@ -158,6 +158,7 @@ class EvictionLayer(BudgetedLayer):
         needs = self.config.method.needs
         allocation = self.layer_allocation if sequence.in_prompt else None
         self.statistics.add(inputs, needs, 0 if allocation is None else allocation.how.window, sequence)
+        self._make_room()
         between_chunks = self._evicts_after_chunk()
         if between_chunks or self._should_evict():
             logits = None if self.statistics.last is None else self.statistics.last.logits(inputs)
@@ -209,7 +210,8 @@ class EvictionLayer(BudgetedLayer):
     @property
     def is_steady(self) -> bool:
         """Whether the next token fits into a free slot and its eviction frees exactly one, as the fast step needs."""
-        return self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
+        steady = self.fast_path_allowed and isinstance(self.backend, InPlace) and self.backend.is_steady
+        return steady and not self._lacks_room
 
     def _update_score(
         self, slots: Slots, inputs: AttentionInputs, probabilities: Tensor | None, seen: PromptSums

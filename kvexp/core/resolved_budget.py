@@ -19,7 +19,8 @@ class ResolvedBudget:
     slots: the budget k; keep: slots kept after an eviction (k - 1 where the token being generated counts); recent:
     newest tokens that are protected at an eviction. head_keep [B][H]: slots that each kv head keeps, where heads were
     given different numbers (`share_out`); None: `keep` for all. streaming: which kv heads hold sinks and newest tokens
-    whatever the method says; None: no head.
+    whatever the method says; None: no head. new_tokens: tokens after the prompt that retrieval heads, which are all
+    others then, have room for.
     """
 
     slots: list[int]
@@ -31,6 +32,7 @@ class ResolvedBudget:
     head_keep: list[list[int]] | None = None
     head_keep_t: Tensor | None = None
     streaming: StreamingHeads | None = None
+    new_tokens: int = 0
 
     @classmethod
     def from_slots(cls, method: Method, slots: list[int], *, counts_self: bool, device: torch.device) -> ResolvedBudget:
@@ -49,6 +51,17 @@ class ResolvedBudget:
         """From now on kv heads keep by_head [B, H] slots; None: `keep` each. heads: H."""
         by_head = self.keep_t[:, None].expand(-1, heads) if by_head is None else by_head
         self.head_keep, self.head_keep_t = by_head.tolist(), by_head.contiguous()
+
+    def lacks_room(self, new: int | None) -> bool:
+        """Whether retrieval heads, which evict nothing, have room for fewer than `new` tokens after the prompt."""
+        return self.streaming is not None and (new or 0) > self.new_tokens
+
+    def make_room(self, new: int) -> None:
+        """Let retrieval heads hold `new` tokens after the prompt, more than they have room for (`lacks_room`)."""
+        assert self.streaming is not None and self.head_keep_t is not None
+        more = self.head_keep_t + (new - self.new_tokens)
+        self.share_out(torch.where(self.streaming.heads, self.head_keep_t, more), more.shape[1])
+        self.new_tokens = new
 
     @property
     def recent_by_head(self) -> Tensor:

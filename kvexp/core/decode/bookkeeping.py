@@ -67,12 +67,13 @@ class BatchedEviction:
     def same_policy(self, other: BatchedEviction) -> bool:
         """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row.
 
-        Of heads with slots of their own it asks only that they hold as many as they may.
+        Of heads with slots of their own it asks that they hold as many as they may, and that the same heads stream.
         """
         if self.is_ragged or other.is_ragged:
             alike = self.sizes == other.sizes and self.at_budget and other.at_budget
             return alike and all(
-                _limits(a)[:3] == _limits(b)[:3] for a, b in zip(self.states, other.states, strict=True)
+                _limits(a)[:3] == _limits(b)[:3] and _same_heads_stream(a, b)
+                for a, b in zip(self.states, other.states, strict=True)
             )
         same = (self.sizes, self.capacities, self.no_padding_slots, self.at_budget) == (
             other.sizes,
@@ -146,6 +147,12 @@ def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int], lis
     resolved = state.resolved_budget
     assert resolved is not None
     return resolved.slots, resolved.keep, resolved.recent, resolved.head_keep
+
+
+def _same_heads_stream(state: DecodableLayer, other: DecodableLayer) -> bool:
+    """Whether the same kv heads of a cache's two layers protect sinks and newest tokens of their own, if any do."""
+    one, two = (None if layer.resolved_budget is None else layer.resolved_budget.streaming for layer in (state, other))
+    return one is two is None or (one is not None and two is not None and torch.equal(one.heads, two.heads))
 
 
 def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
