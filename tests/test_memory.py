@@ -1,5 +1,6 @@
 """Free memory is the least of what the computer, the process's limit and the control groups around it leave."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,22 @@ def test_the_limit_of_the_process():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert 200 < int(done.stdout) <= 300
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver()[0], reason="other allocators have their own way")
+def test_what_nothing_holds_goes_back_to_the_system():
+    """In a process of its own: 400 MiB in pieces, each below a small one that stays."""
+    code = (
+        "import torch\n"
+        "from kvexp.evaluate.limits import free_memory\n"
+        "resident = lambda: int(open('/proc/self/statm').read().split()[1]) * 4 >> 10\n"
+        "pieces = [(torch.ones(25_600), torch.ones(64)) for _ in range(4096)]\n"
+        "kept = [small for _, small in pieces]\n"
+        "del pieces\n"
+        "before = resident()\n"
+        "free_memory()\n"
+        "print(before - resident())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 300

@@ -154,6 +154,7 @@ def _run_shard(settings: Settings, record: Run, examples: list[Example], session
             make = functools.partial(_rows, settings, model, tokenizer, batch, time_limit)
             for row in with_nan_location(model, batch, make):
                 write(row)
+    free_memory()
 
 
 def ids_without_work(settings: Settings, record: Run, examples: Sequence[Example]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -130,12 +131,19 @@ def failure_kind(error: BaseException) -> str | None:
 
 
 def free_memory() -> None:
-    """Give back what a failed attempt held."""
+    """Give back to the system what nothing holds any more: after a failed attempt, and between the runs of a sweep.
+
+    glibc keeps freed blocks below one that is in use, a gigabyte and more after a group of runs, and other libraries
+    take new ones instead. Where there is no malloc_trim (macOS, musl), the allocator has its own way.
+    """
     import torch
 
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def partition_by_memory(

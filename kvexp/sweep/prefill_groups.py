@@ -29,6 +29,7 @@ from kvexp.evaluate.limits import (
     TIME,
     Items,
     TimeLimit,
+    free_memory,
     partition_by_memory,
     restart_process,
 )
@@ -174,6 +175,7 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
             progress.advance()
             session.rows_written += is_row
             session.texts_measured += not is_row
+    free_memory()
 
 
 def decode_groups(work: Sequence[Numbered], members: Sequence[GroupRun], processes: int) -> list[list[Numbered]]:
