@@ -140,6 +140,30 @@ def test_the_page_says_what_the_rows_say():
     assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
 
 
+def test_several_blocks_are_shown_at_a_glance():
+    seen = {"question": "in_prompt"}
+    frame = pd.DataFrame(
+        [
+            row("snapkv", 0.3, ratio=0.25, order="?knorm"),
+            row("snapkv", 0.2, ratio=0.75, order="-knorm"),
+            row("knorm", 0.4, ratio=0.25),
+            row("knorm", 0.1, ratio=0.75),
+            row("window", 0.0, ratio=0.75),
+            row("ideal", 0.0, ratio=0.75),
+            row("knorm", 1.0, **seen),
+            row("snapkv", 0.5, order="+knorm", **seen),
+        ]
+    )
+    text = league_page.text_of(frame)
+    glance, _, blocks = text.partition("### news, question after eviction")
+    assert blocks and "| method | news hidden (2) | news seen (2) |" in glance
+    assert "| snapkv | 1.5 | 1.0 |\n| knorm | 1.5 | 2.0 |" in glance
+    assert "| window |" not in glance and "ideal" not in glance
+    assert "| snapkv before knorm | `.?.-` | `..+.` |" in glance
+    assert "| h2o+duo before snapkv | `....` | `....` |" in glance
+    assert "glance" not in league_page.text_of(frame[frame["question"].eq("in_prompt")])
+
+
 def test_the_published_order_is_corrected_for_its_own_pairs_alone():
     names = {"a": "keydiff", "b": "snapkv", "c": "h2o", "d": "knorm", "e": "random"}
     pairs = pd.DataFrame(

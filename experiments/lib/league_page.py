@@ -21,7 +21,7 @@ from kvexp.errors import ConfigError
 from kvexp.record.divergence_lines import OWN
 from kvexp.results.columns import without_question
 from kvexp.results.divergence_table import compared, divergence_table, holm_corrected
-from kvexp.results.question_place import WORDS
+from kvexp.results.question_place import AFTER_EVICTION, IN_PROMPT, WORDS
 from kvexp.results.read import Folder, folders
 from kvexp.results.stats import LEVEL
 from kvexp.results.table import table
@@ -39,6 +39,7 @@ COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low",
 
 
 MARKS = ("ahead_of", "behind", "order")
+SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
 OUTCOMES = {"+": "holds", "-": "is reversed", "?": "is undecided"}
 
 
@@ -123,20 +124,76 @@ def text_of(frame: pd.DataFrame) -> str:
     """Tables and verdicts as Markdown; NOT_RECORDED where there is no row."""
     if frame.empty:
         return NOT_RECORDED
-    blocks = [
-        block
+    parts = {
+        (task, question): part
         for task in LONGEST
         for question in QUESTIONS
         if len(part := frame[frame["task"].eq(task) & frame["question"].eq(question)])
-        for block in _block(task, question, part)
-    ]
-    return "\n\n".join(blocks)
+    }
+    blocks = [block for place, part in parts.items() for block in _block(*place, part)]
+    return "\n\n".join([*(_overview(parts) if len(parts) > 1 else []), *blocks])
+
+
+def _overview(parts: dict[tuple[str, str], pd.DataFrame]) -> Iterator[str]:
+    """Where each method that evicts stands in each block, and what became of the published order; parts: by block."""
+    titles = [f"{task} {SHORT[question]}" for task, question in parts]
+    ranks = [_mean_ranks(part) for part in parts.values()]
+    names = sorted(set().union(*ranks), key=lambda name: (np.mean([r[name] for r in ranks if name in r]), name))
+    yield "### All blocks at a glance"
+    yield (
+        "Place by KL among the methods that evict (1 is the smallest, in brackets how many there are), mean over the "
+        "budgets:"
+    )
+    yield "\n".join(
+        [
+            f"| method | {' | '.join(f'{t} ({len(r)})' for t, r in zip(titles, ranks, strict=True))} |",
+            f"|---|{'---:|' * len(titles)}",
+            *(f"| {name} | {' | '.join(f'{r[name]:.1f}' if name in r else '-' for r in ranks)} |" for name in names),
+        ]
+    )
+    yield (
+        f"The published order at {', '.join(f'{ratio:g}' for ratio in RATIOS)} of the cache: + holds, - is reversed, "
+        "? is undecided, . was not run:"
+    )
+    yield "\n".join(
+        [
+            f"| pair | {' | '.join(titles)} |",
+            f"|---|{'---|' * len(titles)}",
+            *(
+                f"| {better} before {worse} | {' | '.join(f'`{_signs(p, better, worse)}`' for p in parts.values())} |"
+                for better, worse in _pairs()
+            ),
+        ]
+    )
+
+
+def _mean_ranks(part: pd.DataFrame) -> dict[str, float]:
+    """Of one block's methods that evict and have every budget of it: the mean over budgets of their rank by KL."""
+    some = part.assign(name=[name_of(row) for _, row in part.iterrows()])[~part["method"].isin(_keep_all())]
+    some = some[some.groupby("name")["kv_ratio"].transform("nunique").eq(part["kv_ratio"].nunique())]
+    ranked = some.assign(rank=some.groupby("kv_ratio")["kl"].rank())
+    return {str(name): float(mean) for name, mean in ranked.groupby("name")["rank"].mean().items()}
+
+
+def _signs(part: pd.DataFrame, better: str, worse: str) -> str:
+    """One sign per budget of RATIOS: what became of this pair of the published order; "." where it was not run."""
+    mine = part[[name_of(row) == better for _, row in part.iterrows()]].set_index("kv_ratio")["order"]
+    found = ""
+    for ratio in RATIOS:
+        marks = [mark[0] for mark in str(mine.get(ratio, "")).split() if mark[1:] == worse]
+        found += marks[0] if marks else "."
+    return found
+
+
+def _keep_all() -> set[str]:
+    """Methods that keep every token."""
+    return {name for group in GROUPS if group.keeps_all for name in group.methods}
 
 
 def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     """A heading, the methods that evict, those that keep everything, and the published order."""
     yield f"### {task}, {WORDS[question]} (n = {int(part['n'].max())})"
-    keeps_all = {name for group in GROUPS if group.keeps_all for name in group.methods}
+    keeps_all = _keep_all()
     for title, some in (
         ("Methods that evict, at equal bytes", part[~part["method"].isin(keeps_all)]),
         ("Methods that keep everything; the budget is what a query attends to", part[part["method"].isin(keeps_all)]),
