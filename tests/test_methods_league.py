@@ -134,7 +134,7 @@ def test_the_page_says_what_the_rows_say():
     assert "- expected_attention+adaptive before snapkv: is undecided at 1 of 1 budgets" in text
     assert "- snapkv before h2o: is reversed at 1 of 1 budgets" in text
     assert "duo before" not in text, "what was not run is not judged"
-    missing = text.partition("Not run: ")[2].partition(".\n")[0].split(", ")
+    missing = text.partition("Not run, or not finished: ")[2].partition(".\n")[0].split(", ")
     assert {"h2o+duo", "snapkv+adaptive", "random"} < set(missing) and not {"h2o", "keydiff"} & set(missing)
     few = text_of_few = league_page.text_of(frame.assign(kl_low=np.nan, kl_high=np.nan))
     assert few == text_of_few and "0.100 (too few)" in few and "**" not in few
@@ -188,6 +188,11 @@ def test_a_recording_made_in_pieces_keeps_what_is_larger():
     trial, again = pd.DataFrame([row("h2o", 9.0, n=2)]), hidden.assign(kl=[0.3, 4.0])
     assert league_page.merged(both, trial).equals(both), "a smaller trial replaces nothing"
     assert list(league_page.merged(both, again)["kl"]) == [0.3, 4.0, 0.1], "the same once more does"
+
+
+def test_a_run_that_was_interrupted_is_no_entry():
+    frame = pd.DataFrame([row("h2o", 0.1), row("knorm", 0.2, n=4), row("tova", 0.3, question="in_prompt", n=4)])
+    assert list(league_page.finished(frame)["method"]) == ["h2o", "tova"]
 
 
 def test_the_page_shows_what_is_recorded():

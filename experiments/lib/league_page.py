@@ -44,7 +44,7 @@ OUTCOMES = {"+": "holds", "-": "is reversed", "?": "is undecided"}
 
 
 def frame_of(outputs: Path) -> pd.DataFrame:
-    """One row per run under OUTPUTS/TASK: COLUMNS and MARKS.
+    """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS and MARKS.
 
     how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
     cache's, NaN without answers; ahead_of, behind: names of methods that diverge more, or less, at this budget and by
@@ -64,6 +64,7 @@ def _of_task(outputs: Path) -> pd.DataFrame:
     if frame.empty:
         return frame
     frame = pd.DataFrame(without_question(frame[frame["text"].eq(OWN)].to_dict("records")))  # type: ignore[arg-type]
+    frame = finished(frame).copy()
     frame["how"] = [_how(str(setting)) for setting in frame["setting"]]
     scores = table(outputs)
     told = {
@@ -77,6 +78,11 @@ def _of_task(outputs: Path) -> pd.DataFrame:
     for _, part in frame.groupby(["question", "kv_ratio"]):
         _mark(frame, part, by_hash)
     return frame[[*COLUMNS, *MARKS]]
+
+
+def finished(frame: pd.DataFrame) -> pd.DataFrame:
+    """The runs that have as many examples as any other of their question; one with fewer was interrupted."""
+    return frame[frame["n"].eq(frame.groupby("question")["n"].transform("max"))]
 
 
 def _how(setting: str) -> str:
@@ -201,7 +207,7 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
         if len(some):
             yield f"{title}:\n\n{_table(some)}"
     if missing := [name for name in _names_of_all() if name not in {name_of(row) for _, row in part.iterrows()}]:
-        yield f"Not run: {', '.join(missing)}."
+        yield f"Not run, or not finished: {', '.join(missing)}."
     yield _published(part)
 
 
