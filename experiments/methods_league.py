@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--methods", nargs="+", default=[], metavar="METHOD", help="these alone (default: all)")
     add("--question", choices=QUESTIONS, help="seen by the eviction (in_prompt), or hidden from it; default: both")
     add("--limit", type=int, metavar="N", help="the first N examples of each task, at two budgets: does it run?")
+    add("--no-answers", action="store_true", help="the divergence alone, in half of the time; answers can follow later")
     add("--plan", action="store_true", help="what is left to do and how long it takes; runs nothing")
     add("--record", action="store_true", help="keep the numbers of OUTPUTS, and write the page of all that is kept")
     return made
@@ -86,7 +87,7 @@ def _checked(args: argparse.Namespace) -> list[Piece]:
         tasks = [name for name in tasks if name in OWN]
     if not tasks:
         raise ConfigError("no task is left: give --data FOLDER")
-    return pieces(tasks, args.methods, [args.question] if args.question else QUESTIONS)
+    return pieces(tasks, args.methods, [args.question] if args.question else QUESTIONS, answers=not args.no_answers)
 
 
 def _calibrated(piece: Piece) -> bool:
@@ -97,6 +98,7 @@ def _calibrated(piece: Piece) -> bool:
 def _took(piece: Piece, args: argparse.Namespace, where: Path) -> float | None:
     """Run one piece, or plan it: the seconds it took, or will take. None where a job failed, which is told."""
     more = [] if args.limit is None else [f"limit={args.limit}", f"kv_ratio={SMOKE_RATIOS}"]
+    more += ["divergence=only"] if args.no_answers else []
     seconds = 0.0
     try:
         for each in commands_of(f"{REAL}/league_{piece.task}", args.data):

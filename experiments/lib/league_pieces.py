@@ -15,7 +15,7 @@ RATIOS = (0.125, 0.25, 0.5, 0.75)
 QUESTIONS = (AFTER_EVICTION, IN_PROMPT)
 LONGEST = {"news": 1200, "news_qa": 1200, "cnn_dailymail": 1920, "needle": 8000}  # tokens of a prompt, by task
 TOKEN_BYTES = 30 * 3 * 64 * 2 * 4  # of a slot of SmolLM2-135M in all layers: 30 layers, 3 kv heads, keys and values
-MOST_BYTES = 4 << 30  # where answers are written too, as much again is held for the texts that are forced
+MOST_BYTES = 4 << 30  # as much again is held for the texts that are forced, where answers are written too
 
 OLD = [
     "random",
@@ -108,21 +108,28 @@ class Piece:
         return (f"task.question={self.question}", f"method={','.join(self.methods)}", *self.group.words)
 
 
-def pieces(tasks: Sequence[str], only: Sequence[str] = (), questions: Sequence[str] = QUESTIONS) -> list[Piece]:
-    """Every piece of these tasks; only: of these methods; questions: where the question stands."""
+def pieces(
+    tasks: Sequence[str], only: Sequence[str] = (), questions: Sequence[str] = QUESTIONS, *, answers: bool = True
+) -> list[Piece]:
+    """Every piece of these tasks; only: of these methods; questions: where the question stands.
+
+    answers: whether answers are written beside the divergence; without them twice as many methods go together.
+    """
     return [
         Piece(task, question, group, part)
         for task in tasks
         for question in questions
         for group in GROUPS
-        for part in parts_by_memory(group, LONGEST[task], only)
+        for part in parts_by_memory(group, LONGEST[task], only, MOST_BYTES if answers else 2 * MOST_BYTES)
     ]
 
 
-def parts_by_memory(group: MethodGroup, tokens: int, only: Sequence[str] = ()) -> Iterator[tuple[str, ...]]:
-    """The methods of a group in parts whose caches take at most `MOST_BYTES` at prompts of so many tokens."""
+def parts_by_memory(
+    group: MethodGroup, tokens: int, only: Sequence[str] = (), most_bytes: int = MOST_BYTES
+) -> Iterator[tuple[str, ...]]:
+    """The methods of a group in parts whose caches take at most so many bytes at prompts of so many tokens."""
     methods = [name for name in group.methods if not only or name in only]
-    most = max(1, int(MOST_BYTES / (group.bytes_per_token * tokens)))
+    most = max(1, int(most_bytes / (group.bytes_per_token * tokens)))
     count = -(-len(methods) // most)
     ends = [len(methods) * (place + 1) // count for place in range(count)]
     for start, end in zip([0, *ends], ends, strict=False):
