@@ -96,7 +96,7 @@ def test_a_sweep_that_fails_is_told_and_the_others_are_run(capsys, monkeypatch, 
     assert "news/after_eviction/old/knorm: 60.0 minutes left" in said and "2 sweeps, 2.0 hours left" in said
 
 
-def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", **more):
+def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", each="", **more):
     ends = {"kl_low": kl * 0.9, "kl_high": kl * 1.1}
     made = {"task": "news", "question": "after_eviction", "method": method, "how": how, "kv_ratio": ratio, "n": 20}
     return (
@@ -106,6 +106,7 @@ def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", **more)
             "ahead_of": ahead,
             "behind": behind,
             "order": order,
+            "kl_each": each,
             **more,
         }
     )
@@ -165,29 +166,75 @@ def test_several_blocks_are_shown_at_a_glance():
 
 
 def test_the_published_order_is_corrected_for_its_own_pairs_alone():
-    names = {"a": "keydiff", "b": "snapkv", "c": "h2o", "d": "knorm", "e": "random"}
     pairs = pd.DataFrame(
         [
-            {"one": "b", "other": "a", "difference": 0.2, "p": 0.01},  # keydiff diverges less than snapkv
-            {"one": "b", "other": "c", "difference": 0.1, "p": 0.012},  # and h2o does
-            {"one": "b", "other": "d", "difference": -0.1, "p": 0.04},
-            *({"one": "e", "other": other, "difference": 1.0, "p": 0.9} for other in "abcd"),
+            {"one": "snapkv", "other": "keydiff", "difference": 0.2, "p": 0.01},  # keydiff diverges less
+            {"one": "snapkv", "other": "h2o", "difference": 0.1, "p": 0.012},  # and h2o does
+            {"one": "snapkv", "other": "knorm", "difference": -0.1, "p": 0.04},
+            *(
+                {"one": "random", "other": other, "difference": 1.0, "p": 0.9}
+                for other in ("keydiff", "snapkv", "h2o", "knorm")
+            ),
         ]
     )
-    assert league_page._order(pairs, names) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
+    assert league_page._order(pairs) == {"keydiff": ["+snapkv"], "snapkv": ["-h2o", "+knorm"]}
     doubted = pairs.assign(p=[0.02, 0.03, 0.04, *[0.9] * 4])
-    assert league_page._order(doubted, names) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
+    assert league_page._order(doubted) == {"keydiff": ["?snapkv"], "snapkv": ["?h2o", "?knorm"]}
+
+
+def examples(start, step=0.001, count=20):
+    """Means of so many examples, as the page keeps them."""
+    return " ".join(f"needle-{place}:{start + step * place:g}" for place in range(count))
 
 
 def test_a_recording_made_in_pieces_keeps_what_is_larger():
     hidden = pd.DataFrame([row("h2o", 0.2), row("knorm", 3.0)])
     seen = pd.DataFrame([row("h2o", 0.1, question="in_prompt")])
-    assert league_page.merged(league_page.recorded().iloc[:0], hidden).equals(hidden)
+    assert list(league_page.merged(league_page.recorded().iloc[:0], hidden)["kl"]) == [0.2, 3.0]
     both = league_page.merged(hidden, seen)
     assert list(both["question"]) == ["after_eviction", "after_eviction", "in_prompt"]
     trial, again = pd.DataFrame([row("h2o", 9.0, n=2)]), hidden.assign(kl=[0.3, 4.0])
     assert league_page.merged(both, trial).equals(both), "a smaller trial replaces nothing"
     assert list(league_page.merged(both, again)["kl"]) == [0.3, 4.0, 0.1], "the same once more does"
+    more = pd.DataFrame([row("h2o", 0.25, n=40)])
+    assert list(league_page.merged(both, more)["kl"]) == [0.25, 0.1], "a block has one number of examples"
+
+
+def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
+    older = pd.DataFrame(
+        [
+            row("h2o", 0.2, ahead="knorm tova", order="", of_full=70.0),
+            row("tova", 0.5, behind="h2o", ahead="knorm"),
+            row("knorm", 3.0, behind="h2o tova"),
+        ]
+    )
+    cake = row("cake", 0.9, each=examples(0.9, 0.002))
+    with pytest.raises(ConfigError, match=r"cake cannot stand beside h2o, which is ahead .*; run h2o too"):
+        league_page.merged(older, pd.DataFrame([cake]))
+    once_more = row("h2o", 0.2, each=examples(0.2))
+    frame = league_page.merged(older, pd.DataFrame([cake, once_more])).set_index("method")
+    assert frame.loc["h2o", "ahead_of"] == "cake knorm tova" and frame.loc["cake", "behind"] == "h2o"
+    assert frame.loc["knorm", "behind"] == "h2o tova" and frame.loc["cake", "ahead_of"] == "", "not compared"
+    assert frame.loc["h2o", "of_full"] == 70, "answers were not written once more"
+    later = pd.DataFrame([row("knorm", 3.0, each=examples(3.0, 0.003)), row("tova", 0.5, each=examples(0.2, 0.0009))])
+    frame = league_page.merged(frame.reset_index(), later).set_index("method")
+    assert frame.loc["cake", "ahead_of"] == "knorm" and frame.loc["knorm", "behind"] == "cake h2o tova"
+    assert frame.loc["h2o", "ahead_of"] == "cake knorm", "h2o before tova is judged by what is known now"
+
+
+def test_marks_are_those_of_paired_examples():
+    frame = pd.DataFrame(
+        [
+            row("keydiff", 0.2, each=examples(0.2)),
+            row("snapkv", 0.3, each=examples(0.3)),
+            row("h2o", 0.3, each=examples(0.319, -0.001)),
+            row("snapkv", 0.1, ratio=0.25, each=examples(0.1)),
+        ]
+    )
+    marks = league_page.marked(frame).set_index(["method", "kv_ratio"])
+    assert marks.loc[("keydiff", 0.5), "ahead_of"] == "h2o snapkv" and marks.loc[("snapkv", 0.5), "behind"] == "keydiff"
+    assert marks.loc[("keydiff", 0.5), "order"] == "+snapkv" and marks.loc[("snapkv", 0.5), "order"] == "?h2o"
+    assert marks.loc[("snapkv", 0.25), "ahead_of"] == ""
 
 
 def test_a_run_that_was_interrupted_is_no_entry():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, RATIOS
 from kvexp.errors import ConfigError
 from kvexp.record.divergence_lines import OWN
 from kvexp.results.columns import without_question
-from kvexp.results.divergence_table import compared, divergence_table, holm_corrected
+from kvexp.results.divergence_table import compared_means, divergence_table, example_means, holm_corrected
 from kvexp.results.question_place import AFTER_EVICTION, IN_PROMPT, WORDS
-from kvexp.results.read import Folder, folders
+from kvexp.results.read import folders
 from kvexp.results.stats import LEVEL
 from kvexp.results.table import table
 
@@ -36,7 +36,8 @@ PUBLISHED = (
     (("h2o", ""), ("knorm", "")),
 )
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
-
+OF_ROWS = ["of_full", "slots"]  # known where answers were written
+EACH = "kl_each"  # "example:kl example:kl …"; "" in recordings made before it was kept
 
 MARKS = ("ahead_of", "behind", "order")
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
@@ -44,18 +45,16 @@ OUTCOMES = {"+": "holds", "-": "is reversed", "?": "is undecided"}
 
 
 def frame_of(outputs: Path) -> pd.DataFrame:
-    """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS and MARKS.
+    """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS, EACH and MARKS.
 
     how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
-    cache's, NaN without answers; ahead_of, behind: names of methods that diverge more, or less, at this budget and by
-    more than chance (Holm over all pairs of the budget). order: names of those that PUBLISHED has one place below, each
-    behind the sign of OUTCOMES (Holm over the pairs of PUBLISHED alone, which were named before any run).
+    cache's, NaN without answers; EACH: mean KL of each example. MARKS are those of `marked`.
     """
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
     if not parts:
-        return pd.DataFrame(columns=[*COLUMNS, *MARKS])
-    return pd.concat(parts, ignore_index=True)
+        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
+    return marked(pd.concat(parts, ignore_index=True).assign(**dict.fromkeys(MARKS, "")))
 
 
 def _of_task(outputs: Path) -> pd.DataFrame:
@@ -74,15 +73,22 @@ def _of_task(outputs: Path) -> pd.DataFrame:
     }
     frame["of_full"] = [told.get(name, math.nan) for name in frame["hash"]]
     by_hash = {folder.run.hash: folder for folder in found}
-    frame["ahead_of"] = frame["behind"] = frame["order"] = ""
-    for _, part in frame.groupby(["question", "kv_ratio"]):
-        _mark(frame, part, by_hash)
-    return frame[[*COLUMNS, *MARKS]]
+    frame[EACH] = [_joined(example_means(by_hash[name], OWN)) for name in frame["hash"]]
+    return frame[[*COLUMNS, EACH]]
+
+
+def _joined(means: Mapping[str, float]) -> str:
+    return " ".join(f"{example}:{kl:.6g}" for example, kl in means.items())
+
+
+def _split(joined: str) -> dict[str, float]:
+    """Example -> mean KL, of what `_joined` made."""
+    return {example: float(kl) for example, _, kl in (word.rpartition(":") for word in joined.split())}
 
 
 def finished(frame: pd.DataFrame) -> pd.DataFrame:
-    """The runs that have as many examples as any other of their question; one with fewer was interrupted."""
-    return frame[frame["n"].eq(frame.groupby("question")["n"].transform("max"))]
+    """The runs that have as many examples as any other of their block; one with fewer was interrupted."""
+    return frame[frame["n"].eq(frame.groupby(["task", "question"])["n"].transform("max"))]
 
 
 def _how(setting: str) -> str:
@@ -90,27 +96,42 @@ def _how(setting: str) -> str:
     return next((word for word in ("duo", "adaptive") if f"budget.heads={word}" in setting), "")
 
 
-def _mark(frame: pd.DataFrame, part: pd.DataFrame, by_hash: dict[str, Folder]) -> None:
-    """Fill MARKS of the runs `part` of one question and budget."""
-    names = {str(row["hash"]): name_of(row) for _, row in part.iterrows()}
-    pairs = compared({name: by_hash[name] for name in names}, OWN)
-    ahead: dict[str, list[str]] = {name: [] for name in names}
-    behind: dict[str, list[str]] = {name: [] for name in names}
-    for _, pair in pairs[pairs["better"].ne("")].iterrows():
-        worse = pair["other"] if pair["better"] == pair["one"] else pair["one"]
-        ahead[pair["better"]].append(names[worse])
-        behind[worse].append(names[pair["better"]])
-    frame.loc[part.index, "ahead_of"] = [" ".join(sorted(ahead[name])) for name in part["hash"]]
-    frame.loc[part.index, "behind"] = [" ".join(sorted(behind[name])) for name in part["hash"]]
-    order = _order(pairs, names)
-    frame.loc[part.index, "order"] = [" ".join(order.get(names[name], [])) for name in part["hash"]]
+def marked(frame: pd.DataFrame) -> pd.DataFrame:
+    """With MARKS of every row that has EACH; a mark about a method whose examples are not known stays as it was.
+
+    ahead_of, behind: names of methods that diverge more, or less, at this budget and by more than chance (Holm over all
+    pairs of the budget). order: names of those that PUBLISHED has one place below, each behind the sign of OUTCOMES
+    (Holm over the pairs of PUBLISHED alone, which were named before any run).
+    """
+    frame = frame.copy()
+    for _, block in frame.groupby(["task", "question", "kv_ratio"]):
+        part = block[block[EACH].ne("")]
+        means = {name_of(row): _split(row[EACH]) for _, row in part.iterrows()}
+        pairs = compared_means(means)
+        ahead: dict[str, list[str]] = {name: [] for name in means}
+        behind: dict[str, list[str]] = {name: [] for name in means}
+        for _, pair in pairs[pairs["better"].ne("")].iterrows():
+            worse = pair["other"] if pair["better"] == pair["one"] else pair["one"]
+            ahead[pair["better"]].append(worse)
+            behind[worse].append(pair["better"])
+        for mark, found in zip(MARKS, (ahead, behind, _order(pairs)), strict=True):
+            frame.loc[part.index, mark] = [
+                " ".join(sorted([*found.get(name_of(row), []), *_about_others(row[mark], means)]))
+                for _, row in part.iterrows()
+            ]
+    return frame
 
 
-def _order(pairs: pd.DataFrame, names: dict[str, str]) -> dict[str, list[str]]:
+def _about_others(marks: str, known: Collection[str]) -> list[str]:
+    """Of the marks of an older recording those about methods that are not among `known`."""
+    return [mark for mark in str(marks).split() if mark.lstrip("".join(OUTCOMES)) not in known]
+
+
+def _order(pairs: pd.DataFrame) -> dict[str, list[str]]:
     """A method of PUBLISHED -> those one place below it, each behind the sign of its outcome."""
     gaps = {}
     for _, pair in pairs.iterrows():
-        one, other = names[pair["one"]], names[pair["other"]]
+        one, other = pair["one"], pair["other"]
         gaps[one, other], gaps[other, one] = (-pair["difference"], pair["p"]), (pair["difference"], pair["p"])
     named = [pair for pair in _pairs() if pair in gaps]
     corrected = holm_corrected(np.array([gaps[pair][1] for pair in named])) if named else []
@@ -241,8 +262,7 @@ def _table(part: pd.DataFrame) -> str:
 
 def _cell(row: Any, of_ratio: pd.DataFrame) -> str:
     """KL with its interval; in bold the smallest of the column that has one, and those that are not told from it."""
-    told = of_ratio[np.isfinite(of_ratio["kl_low"].astype(float))]
-    best = (told if len(told) else of_ratio).sort_values("kl").iloc[0]
+    best = _best(of_ratio)
     enough = np.isfinite(row["kl_low"])
     words = f"{row['kl']:.3f} ({row['kl_low']:.3f}..{row['kl_high']:.3f})" if enough else f"{row['kl']:.3f} (too few)"
     beaten = row["name"] in str(best["ahead_of"]).split()
@@ -275,20 +295,51 @@ def _pairs() -> Iterator[tuple[str, str]]:
 def recorded() -> pd.DataFrame:
     """What was kept of a recording; empty where there is none."""
     if not RECORDED.exists():
-        return pd.DataFrame(columns=[*COLUMNS, *MARKS])
-    return pd.read_csv(RECORDED, keep_default_na=True).fillna(dict.fromkeys(("how", *MARKS), ""))
+        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
+    kept = pd.read_csv(RECORDED, keep_default_na=True).reindex(columns=[*COLUMNS, EACH, *MARKS])
+    return kept.astype({EACH: object}).fillna(dict.fromkeys(("how", EACH, *MARKS), ""))
 
 
 def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
-    """For each task and place of the question, the rows of whichever has more examples in all; of `found` if equal.
+    """Both recordings: of a method at a budget the row of more examples, that of `found` if they have equally many.
 
-    A recording may so be made a task at a time, on several machines; a later and smaller trial replaces nothing.
+    A recording may so be made a few methods at a time, on several machines; a later and smaller trial replaces nothing.
+    Where answers were not written once more, OF_ROWS stays. ConfigError where a method is added to a block whose leader
+    has no EACH and is not in `found`: nothing would be known of the two.
     """
-    blocks = []
-    for task, question in itertools.product(LONGEST, QUESTIONS):
-        old, new = (frame[frame["task"].eq(task) & frame["question"].eq(question)] for frame in (kept, found))
-        blocks.append(new if new["n"].sum() >= old["n"].sum() else old)
-    return pd.concat([block for block in blocks if len(block)], ignore_index=True)
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    both = pd.concat([frame for frame in (kept, found) if len(frame)])
+    for row in finished(both).to_dict("records"):
+        place = tuple(row[name] for name in ("task", "question", "kv_ratio", "method", "how"))
+        if before := rows.get(place):
+            row |= {name: before[name] for name in (*MARKS, *(name for name in OF_ROWS if row[name] != row[name]))}
+        rows[place] = row
+    frame = pd.DataFrame(rows.values(), columns=[*COLUMNS, EACH, *MARKS])
+    blocks = list(itertools.product(LONGEST, QUESTIONS))
+    order = [blocks.index(block) for block in zip(frame["task"], frame["question"], strict=True)]
+    frame = marked(frame.iloc[np.argsort(order, kind="stable")].reset_index(drop=True))
+    _check_leaders(kept, frame)
+    return frame
+
+
+def _check_leaders(kept: pd.DataFrame, frame: pd.DataFrame) -> None:
+    """ConfigError as of `merged`."""
+    place = ["task", "question", "kv_ratio"]
+    there = {(*row[place], name_of(row)) for _, row in kept.iterrows()}
+    for (task, question, ratio, _), part in frame.groupby([*place, frame["method"].isin(_keep_all())]):
+        leader = _best(part)
+        added = [name_of(row) for _, row in part.iterrows() if (task, question, ratio, name_of(row)) not in there]
+        if added and not leader[EACH] and name_of(leader) not in added:
+            raise ConfigError(
+                f"{task}, {WORDS[question]}, {ratio:g} of the cache: {', '.join(added)} cannot stand beside "
+                f"{name_of(leader)}, which is ahead and was recorded without its examples; run {name_of(leader)} too"
+            )
+
+
+def _best(part: pd.DataFrame) -> Any:
+    """The row of the smallest KL among those that have an interval; among all where none has."""
+    told = part[np.isfinite(part["kl_low"].astype(float))]
+    return (told if len(told) else part).sort_values("kl").iloc[0]
 
 
 def record(outputs: Path) -> Path:

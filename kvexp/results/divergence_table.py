@@ -6,9 +6,10 @@ first token that the full prefill predicts is the same for every method and coun
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,25 +172,36 @@ def decide(interval: tuple[float, float], epsilon: float) -> str:
 
 
 def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
-    """Every two runs of one model and task: mean KL of the first less the second over the examples both have.
+    """`compared_means` of every two runs of one model and task.
 
-    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. p is two-sided, from Student's t
-    of the per-example means; `holm` is p after Holm's correction over all pairs of the table, and `better` names the
-    run with less divergence where that is below 0.05.
+    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`.
     """
-    found = {}
-    for name, folder in folders.items():
-        one = PerExample.of([line for line in read(folder.run).values() if line["text"] == text])
-        if one is not None:
-            found[name] = dict(zip(one.names, one.kl / one.tokens, strict=True))
-    rows, names = [], list(found)
-    for place, one_name in enumerate(names):
-        for other in names[place + 1 :]:
-            if any(folders[one_name].labels.get(k) != folders[other].labels.get(k) for k in ("model", "task", *alike)):
-                continue
-            shared = [example for example in found[one_name] if example in found[other]]
-            gaps = np.array([found[one_name][example] - found[other][example] for example in shared])
-            rows.append({"one": one_name, "other": other, "n": len(shared), **_difference(gaps)})
+    found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
+    labels = {name: [folder.labels.get(k) for k in ("model", "task", *alike)] for name, folder in folders.items()}
+    return compared_means(found, lambda one, other: labels[one] == labels[other])
+
+
+def example_means(folder: Folder, text: str) -> dict[str, float]:
+    """Example -> mean KL per token of a run's forced text; empty where it has none."""
+    one = PerExample.of([line for line in read(folder.run).values() if line["text"] == text])
+    return {} if one is None else dict(zip(one.names, one.kl / one.tokens, strict=True))
+
+
+def compared_means(
+    found: Mapping[str, Mapping[str, float]], comparable: Callable[[str, str], bool] = lambda one, other: True
+) -> pd.DataFrame:
+    """Every two comparable runs: mean KL of the first less the second over the examples both have.
+
+    found: run -> example -> mean KL per token. p is two-sided, from Student's t of the per-example means; `holm` is p
+    after Holm's correction over all pairs of the table, and `better` names the run with less divergence where that is
+    below 0.05.
+    """
+    rows = []
+    for one, other in itertools.combinations(found, 2):
+        if comparable(one, other):
+            shared = [example for example in found[one] if example in found[other]]
+            gaps = np.array([found[one][example] - found[other][example] for example in shared])
+            rows.append({"one": one, "other": other, "n": len(shared), **_difference(gaps)})
     return _holm(pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"]))
 
 
