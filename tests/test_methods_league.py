@@ -184,7 +184,7 @@ def test_the_published_order_is_corrected_for_its_own_pairs_alone():
 
 def examples(start, step=0.001, count=20):
     """Means of so many examples, as the page keeps them."""
-    return " ".join(f"needle-{place}:{start + step * place:g}" for place in range(count))
+    return league_page._joined({f"length 1000, depth {place}": start + step * place for place in range(count)})
 
 
 def test_a_recording_made_in_pieces_keeps_what_is_larger():

@@ -6,6 +6,7 @@ sentence about who is ahead is made here, from rows: there is none where nothing
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
@@ -37,7 +38,7 @@ PUBLISHED = (
 )
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
-EACH = "kl_each"  # "example:kl example:kl …"; "" in recordings made before it was kept
+EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names; "" in recordings made before it was kept
 
 MARKS = ("ahead_of", "behind", "order")
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
@@ -48,7 +49,7 @@ def frame_of(outputs: Path) -> pd.DataFrame:
     """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS, EACH and MARKS.
 
     how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
-    cache's, NaN without answers; EACH: mean KL of each example. MARKS are those of `marked`.
+    cache's, NaN where not all answers were written; EACH: mean KL of each example. MARKS are those of `marked`.
     """
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
@@ -65,25 +66,28 @@ def _of_task(outputs: Path) -> pd.DataFrame:
     frame = pd.DataFrame(without_question(frame[frame["text"].eq(OWN)].to_dict("records")))  # type: ignore[arg-type]
     frame = finished(frame).copy()
     frame["how"] = [_how(str(setting)) for setting in frame["setting"]]
-    scores = table(outputs)
-    told = {
-        row["hash"]: row.get(f"{row['headline']}_of_full")
-        for row in scores.to_dict("records")
+    answered = {
+        (row["hash"], row["n"]): row.get(f"{row['headline']}_of_full")
+        for row in table(outputs).to_dict("records")
         if isinstance(row["headline"], str)
     }
-    frame["of_full"] = [told.get(name, math.nan) for name in frame["hash"]]
+    runs = list(zip(frame["hash"], frame["n"], strict=True))
+    frame["of_full"] = [answered.get(run, math.nan) for run in runs]
+    frame["slots"] = frame["slots"].where([run in answered for run in runs])  # else of some of the examples
     by_hash = {folder.run.hash: folder for folder in found}
     frame[EACH] = [_joined(example_means(by_hash[name], OWN)) for name in frame["hash"]]
     return frame[[*COLUMNS, EACH]]
 
 
 def _joined(means: Mapping[str, float]) -> str:
-    return " ".join(f"{example}:{kl:.6g}" for example, kl in means.items())
+    examples = hashlib.sha256(repr(list(means)).encode()).hexdigest()[:8]
+    return f"{examples}: {' '.join(f'{kl:.6g}' for kl in means.values())}"
 
 
 def _split(joined: str) -> dict[str, float]:
-    """Example -> mean KL, of what `_joined` made."""
-    return {example: float(kl) for example, _, kl in (word.rpartition(":") for word in joined.split())}
+    """Name of an example -> its mean KL, of what `_joined` made; names are equal where the examples were the same."""
+    examples, _, values = joined.partition(":")
+    return {f"{examples}/{place}": float(kl) for place, kl in enumerate(values.split())}
 
 
 def finished(frame: pd.DataFrame) -> pd.DataFrame:
