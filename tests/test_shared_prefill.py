@@ -230,6 +230,36 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     assert content(tmp_path / "none") == content(tmp_path / "large")
 
 
+@pytest.mark.parametrize("together_at_once", [1, 64])
+def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypatch, capsys, together_at_once):
+    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", together_at_once)
+    calls = []
+
+    def failing(name):
+        original = getattr(batch, name)
+
+        def call(*given):
+            groups = given[-1] if name == "generate_outputs_of_batches" else None
+            asked = [run for one in groups for run in one.runs] if groups is not None else given[0]
+            calls.append(len(asked))
+            if any(run.labels["method"] == "keyformer" for run in asked):
+                raise IndexError("index 7 is out of bounds")
+            return original(*given)
+
+        monkeypatch.setattr(batch, name, call)
+
+    for name in ("generate_outputs_of_batches", "generate_outputs_shared"):
+        failing(name)
+    together.run_group(members, Session())
+    told = capsys.readouterr().err
+    assert told.count("failed beside the other runs, which go on: IndexError: index 7 is out of bounds") == 1
+    assert "keyformer 0." in told and "h2o 0." not in told
+    rows = {run.labels["method"]: len(run.rows()) for run in runs(tmp_path)}
+    assert rows.pop("keyformer") == 0 and set(rows.values()) == {max(rows.values())} and min(rows.values()) > 0
+    assert max(calls) > 1, "they were tried together"
+
+
 def test_what_shares_no_prompt_is_in_no_group(tmp_path):
     here = [settings(tmp_path, "h2o"), settings(tmp_path, "h2o", "seed=1"), settings(tmp_path, "a2sf", "batch_size=2")]
     assert [len(group) for group in together.prefill_groups(here)] == [2, 2, 2]

@@ -6,11 +6,11 @@ What does not fit into memory or time is tried with half as many members; one al
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.settings import Settings
-from kvexp.errors import CacheError, ConfigError
 from kvexp.evaluate.context_outputs import outputs_from_context_shared
 from kvexp.evaluate.example_prompts import IndexedPrompts as Prompts
 from kvexp.evaluate.example_prompts import answerable, prompts_of
@@ -29,7 +29,9 @@ from kvexp.evaluate.model_output import NO_TIMES
 from kvexp.evaluate.outputs import SharedBatch, generate_outputs_of_batches, generate_outputs_shared
 from kvexp.evaluate.rows import row_of, skipped_row
 from kvexp.record.divergence_lines import Line
+from kvexp.record.run_name import run_name
 from kvexp.sweep.group_run import GroupRun, Numbered
+from kvexp.terminal import say
 
 if TYPE_CHECKING:
     from kvexp.models.types import Model, Tokenizer
@@ -103,7 +105,7 @@ def _decoded_together(
     shared = [SharedBatch(runs, some, texts) for (runs, texts), (_, _, some) in zip(forced, parts, strict=True)]
     try:
         outputs = generate_outputs_of_batches(model, tokenizer, shared)
-    except (ConfigError, CacheError, MemoryError, RuntimeError):
+    except Exception:  # one after the other finds whose it is
         outputs = None
     if outputs is None:
         free_memory()  # outside of the handler, as in `_answers`
@@ -137,18 +139,21 @@ def _numbered(batch: Items) -> Numbered:
 def _answers(
     members: list[GroupRun], model: Model, tokenizer: Tokenizer, batch: Items, time_limit: TimeLimit, halved: int = 0
 ) -> Iterable[tuple[GroupRun, Rows, list[Line]]]:
-    """Each member with its rows; half as many at a time where memory or time is short; none where one would fail."""
+    """Each member with its rows; half as many at a time where memory or time is short, or to find one that fails.
+
+    One that fails is named on stderr and has no rows.
+    """
     made: list[tuple[Rows, list[Line]]] | None = None
     passes = sum(m.answers(_numbered(batch)) + len(m.to_force(p.example.id for _, p in batch)) for m in members)
     try:
         with time_limit.of(batch, max(passes, 1)):
             made = _made(members, model, tokenizer, batch, halved)
     except (Exception, TimeLimitExceeded) as error:
-        known = isinstance(error, ConfigError | CacheError | MemoryError | RuntimeError | TimeLimitExceeded)
-        if len(members) == 1 and not known:
-            raise
         if len(members) == 1 and failure_kind(error) is None:
             members[0].fail(error)
+            # Its own turn, which says more, comes when the group is done, and that can be hours from now.
+            name = run_name(members[0].settings.labels)
+            say(f"{name} failed beside the other runs, which go on: {members[0].error}", file=sys.stderr)
     if made is not None:
         yield from ((member, *each) for member, each in zip(members, made, strict=True))
         return
