@@ -18,12 +18,12 @@ from kvexp.results import intervals, stats
 BUDGET = {"kv_ratio": 0.3, "tokens": None, "of": "prompt", "counts_self": True, "pyramid": 0.0}
 
 
-def made(outputs, method, scores, *, baseline=None, metric="exact", task="needle", kv_ratio=0.3):
+def made(outputs, method, scores, *, baseline=None, metric="exact", task="needle", kv_ratio=0.3, setting=""):
     """A finished run of these scores, one example each."""
     config = {"method": {"name": method}, "task": task, "metric": metric}
     config |= {} if method == "full" else {"budget": BUDGET | {"kv_ratio": kv_ratio}}
     ratio = None if method == "full" else kv_ratio
-    labels = {"model": "m", "task": task, "method": method, "kv_ratio": ratio, "tokens": None, "setting": ""}
+    labels = {"model": "m", "task": task, "method": method, "kv_ratio": ratio, "tokens": None, "setting": setting}
     run = Run.open(outputs, config, labels, baseline=baseline.hash if baseline else None)
     receipt = {"first_eviction_step": 0, "kept_digest": "x", "batch_size": 1}
     for index, score in enumerate(scores):
@@ -82,6 +82,16 @@ def test_less_may_be_better(tmp_path):
     made(tmp_path, "h2o", [3.5, 2.5], metric="nll", baseline=full)
     (row,) = gaps(tmp_path).to_dict("records")
     assert (row["budget"], row["selection"]) == (0.5, 1.0)
+
+
+def test_a_budget_in_bytes_is_named_by_its_setting(tmp_path):
+    full = made(tmp_path, "full", [100.0] * 20)
+    for method, score in (("ideal", 90.0), ("h2o", 50.0)):
+        made(tmp_path, method, [score] * 20, baseline=full, kv_ratio=None, setting="bytes_ratio=0.3")
+    out = io.StringIO()
+    show(frame := gaps(tmp_path), Console(file=out, width=100))
+    assert "h2o    bytes_ratio=0.3 " in out.getvalue()
+    assert "h2o bytes_ratio=0.3" in [label.get_text() for label in draw(frame).axes[0].get_xticklabels()]
 
 
 def test_the_table_and_the_bars(sweep, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -36,6 +37,7 @@ from kvexp.methods import (
     H2O,
     TOVA,
     VATP,
+    ExpectedAttention,
     H2ODamping,
     Ideal,
     KeyAttention,
@@ -446,6 +448,30 @@ def test_a_slot_that_one_head_ranks_last_is_last_for_all() -> None:
     assert union_priority(priority).tolist() == [[[2.0, -torch.inf, torch.inf]] * 2]
 
 
+def test_union_averages_what_a_logarithm_is_of() -> None:
+    share = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0)) ** 6
+    assert torch.allclose(union_priority(share.log(), logarithmic=True).exp(), union_priority(share))
+    hidden = torch.tensor([[[0.0, -torch.inf, -1.0], [-3.0, 9.0, torch.inf]]])
+    found = union_priority(hidden, logarithmic=True)
+    assert found[0, 0].tolist() == found[0, 1].tolist()
+    assert found[0, 0, 1] == -torch.inf and found[0, 0, 2] == torch.inf
+    assert found[0, 0, 0].item() == pytest.approx(math.log((1 + math.exp(-3)) / 2))
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+def test_union_of_a_method_that_ranks_by_a_logarithm(ratio: float) -> None:
+    """ExpectedAttention ranks by a logarithm without epsilon, and by the score itself with one too small to matter."""
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), ExpectedAttention(epsilon=epsilon),
+            Budget(kv_ratio=ratio, heads="union"), decoding=GenerationParams(1, eos=None),
+        )
+        for epsilon in (0.0, 1e-12)
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert runs[0].cache.kept_positions(layer) == runs[1].cache.kept_positions(layer)
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 
@@ -460,7 +486,7 @@ def test_a_slot_that_one_head_ranks_last_is_last_for_all() -> None:
         (lambda: CacheConfig(Oracle(), HALF["union"]), r"oracle drops nothing.*budget\.heads=uniform"),
         (
             lambda: CacheConfig(H2O(), HALF["global"], Cadence(at_prefill=False)),
-            r"evict_at_prefill=true, or budget\.heads=uniform",
+            r"evict_at_prefill=true, or set budget\.heads=uniform",
         ),
         (
             lambda: CacheConfig(H2O(), HALF["adaptive"], quantization=Quantization(8, 8, group=2)),

@@ -14,6 +14,7 @@ from tiny import CONFIGS, LETTERS, distinct, stock, tiny
 
 from kvexp.core import Budget, CacheConfig, Cadence, Method
 from kvexp.core.granted_slots import granted, least_slots
+from kvexp.core.layer_allocation import layer_budgets_of
 from kvexp.core.layer_budgets import CakeLayers, LayerBudgets, PyramidLayers
 from kvexp.errors import ConfigError
 from kvexp.generate import generate, pad_left
@@ -251,9 +252,30 @@ def test_what_is_refused_before_a_model_loads() -> None:
         CacheConfig(Ideal(), Budget(tokens=8, layers="cake"), mode="mask")
     with pytest.raises(ConfigError, match=r"set evict_at_prefill=true, or budget\.layers=uniform"):
         CacheConfig(H2O(), Budget(tokens=8, layers="cake"), Cadence(at_prefill=False))
+    with pytest.raises(ConfigError, match=r"pyramidkv shares .* budget\.heads=global says otherwise"):
+        CacheConfig(PyramidKV(), Budget(tokens=8, heads="global"))
+    with pytest.raises(ConfigError, match=r"cake shares .* budget\.pyramid=0\.5 says otherwise"):
+        CacheConfig(CAKE(), Budget(tokens=8, pyramid=0.5))
     for wrong in ({"beta": 0.5}, {"form": "paper2"}):
         with pytest.raises(ConfigError, match=r"beta must be at least 1|form must be paper or kvpress"):
             PyramidKV(**wrong)
     for wrong in ({"tau1": 0.0}, {"window": 1}, {"kernel": 4}, {"gamma": -1.0}):
         with pytest.raises(ConfigError, match="must be"):
             CAKE(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_method_goes_by_its_own_settings_where_its_rule_is_named() -> None:
+    named = {rule: Budget(tokens=8, layers=rule) for rule in ("uniform", "pyramid", "cake")}  # type: ignore[arg-type]
+    assert layer_budgets_of(PyramidKV(beta=2.0), named["pyramid"]) == PyramidLayers(2.0)
+    assert layer_budgets_of(CAKE(tau1=2.0, window=8), named["cake"]) == CakeLayers(2.0, 1.0, 8)
+    assert layer_budgets_of(PyramidKV(beta=2.0), named["cake"]) == CakeLayers()
+    assert layer_budgets_of(H2O(), named["pyramid"]) == PyramidLayers()
+    assert layer_budgets_of(PyramidKV(beta=2.0), named["uniform"]) == LayerBudgets()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("length", [1, 2, 18, 33])
+def test_a_prompt_within_cakes_window_has_no_preference_and_no_warning(length: int) -> None:
+    logits = torch.randn(1, 2, 3, min(length, 32), length, generator=torch.Generator().manual_seed(0))
+    (preference,) = CakeLayers().preference(logits, [length])
+    assert (preference > 0) == (length > 32)

@@ -438,7 +438,19 @@ def test_a_context_too_short_is_told_from_what_no_context_could_have():
 
 BAD = {
     "method": ({"method": "h20"}, "method must be one of a2sf, "),
-    "no budget": ({"method": "h2o"}, "method=h2o needs a budget: give kv_ratio=RATIO or budget.tokens=NUMBER"),
+    "no budget": (
+        {"method": "h2o"},
+        "method=h2o needs a budget: give kv_ratio=RATIO, budget.tokens=NUMBER or budget.threshold=NUMBER",
+    ),
+    "two budgets": (
+        {"method": "h2o", "kv_ratio": 0.5, "budget.threshold": 0.1},
+        "give exactly one of kv_ratio, tokens and threshold",
+    ),
+    "threshold of a mask": (
+        {"method": "h2o", "budget.threshold": 0.1, "protocol": "row_mask"},
+        "takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, pyramid, layers, heads and "
+        "threshold alone",
+    ),
     "ratio": ({"method": "h2o", "kv_ratio": 1.5}, "kv_ratio must be in (0, 1], got 1.5"),
     "ratio in words": ({"method": "h2o", "kv_ratio": "half"}, "budget.kv_ratio must be a number or null, got 'half'"),
     "method setting": ({"method": "h2o", "kv_ratio": 0.5, "method.alpha": 1}, "method.alpha is not a setting of H2O"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -15,13 +16,14 @@ from test_step import ROWS, alike, both
 from tiny import LAYERS, LETTERS, feed, prompts_of, tiny
 
 from kvexp.config.settings import settings_of
-from kvexp.core import Budget, Cadence, Method
+from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.core.method import EvictionContext
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, generate, pad_left, receipts
-from kvexp.methods import H2O, KVzip, SnapKV
+from kvexp.methods import CAKE, H2O, ExpectedAttention, Ideal, KVzap, KVzip, PyramidKV, SnapKV
 from kvexp.models import EvictionCache
 from kvexp.results.columns import ratio_reached
+from kvexp.retrieval import Quest
 
 # About half of the slots: attention adds up to the group's five query heads per query, norms of keys lie around 5.
 LIMITS = {"key_attention": 3.0, "h2o": 3.0, "tova": 0.6, "knorm": -6.5}
@@ -123,6 +125,29 @@ def test_ends_of_the_scale() -> None:
     assert [one.first_eviction_step for one in receipts(every.cache)] == [None, None]
 
 
+@pytest.mark.parametrize("threshold", [0.002, 0.02, 0.2])
+def test_a_threshold_is_in_the_unit_of_the_score_where_the_priority_is_its_logarithm(threshold: float) -> None:
+    """ExpectedAttention ranks by a logarithm without epsilon, and by the score itself with one too small to matter."""
+
+    def kept(epsilon: float) -> list[Any]:
+        method, budget = ExpectedAttention(epsilon=epsilon), Budget(threshold=threshold, threshold_recent=2)
+        decoding = GenerationParams(1, eos=None)
+        run = generate(tiny("llama"), prompts_of(3, (40, 33)), method, budget, decoding=decoding)
+        return [run.cache.kept_positions(layer) for layer in range(LAYERS)]
+
+    found = kept(0.0)
+    assert found == kept(1e-12)
+    sizes = [len(head) for layer in found for row in layer for head in row]
+    assert threshold < 0.01 or min(sizes) < 33, "something was evicted"
+    assert threshold > 0.1 or max(sizes) > 6, "more is left than sinks and newest tokens"
+
+
+def test_every_share_reaches_a_threshold_of_zero() -> None:
+    assert ExpectedAttention().threshold_as_priority(0.0) == -math.inf
+    assert ExpectedAttention(epsilon=0.02).threshold_as_priority(0.1) == H2O().threshold_as_priority(0.1) == 0.1
+    assert KVzap().threshold_as_priority(-4.0) == -4.0, "its score is a logarithm as it stands"
+
+
 def test_the_methods_window_gives_way_to_the_thresholds() -> None:
     """H2O's recent window is half of a budget, and there is none: the newest `threshold_recent` tokens stay."""
     seen = []
@@ -155,6 +180,10 @@ def test_the_ratio_reached_is_printed_where_there_is_a_threshold() -> None:
     assert ratio_reached([base, fixed, counted]) == []
 
 
+def of(method: Method, *given: Any, **settings: Any) -> CacheConfig:
+    return CacheConfig(method, Budget(threshold=1.0), *given, **settings)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -164,8 +193,36 @@ def test_the_ratio_reached_is_printed_where_there_is_a_threshold() -> None:
         (lambda: Budget(kv_ratio=0.5, threshold_recent=4), r"threshold_recent has no effect without budget\.threshold"),
         (lambda: Budget(threshold=1.0, heads="adaptive"), r"leave budget\.heads at uniform"),
         (lambda: Budget(threshold=1.0, pyramid=0.5), r"budget\.pyramid at 0"),
+        (lambda: Budget(threshold=1.0, layers="cake"), r"budget\.layers at null \(or uniform\)"),
+        (
+            lambda: of(Ideal(), mode="mask"),
+            r"ideal drops nothing, so budget\.threshold=1 has no head's slots .* kv_ratio",
+        ),
+        (lambda: of(Quest()), r"quest drops nothing, so budget\.threshold=1 has"),
+        (
+            lambda: of(H2O(), Cadence(at_prefill=False)),
+            r"threshold=1 shares out slots .* set cache\.evict_at_prefill=true",
+        ),
+        (
+            lambda: of(H2O(), quantization=Quantization(4, 4)),
+            r"budget\.threshold=1 packs heads .* set cache\.bits=16, or give kv_ratio or tokens in its place",
+        ),
+        (
+            lambda: of(PyramidKV()),
+            r"pyramidkv shares .* budget\.threshold=1 says otherwise .* set budget\.layers=uniform",
+        ),
+        (
+            lambda: of(H2O(), bounded_chunk=8),
+            r"budget\.threshold=1 shares slots out among heads when a prompt has ended",
+        ),
+        (lambda: of(H2O(), keep="span"), r"budget\.threshold=1 gives heads different numbers"),
     ],
 )
 def test_refusals(make: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         make()
+
+
+def test_a_method_leaves_its_own_layers_out_where_it_is_told_to() -> None:
+    CacheConfig(PyramidKV(), Budget(threshold=1.0, layers="uniform"))
+    CacheConfig(CAKE(), Budget(kv_ratio=0.5, heads="global", layers="uniform"))

@@ -35,7 +35,9 @@ def obstacle(config: CacheSettings) -> str | None:
     if config.shares_by_preference:
         return f"{name} shares slots out among layers by what a whole prompt looked at: {leave}"
     if config.is_ragged:
-        return f"budget.heads shares slots out among heads when a prompt has ended, and chunks end before: {leave}"
+        assert config.budget is not None
+        shares = f"{config.budget.heads_setting} shares slots out among heads when a prompt has ended"
+        return f"{shares}, and chunks end before: {leave}"
     if config.renumbered and method.needs.queries_after is not None:
         return (
             f"{name} turns the prompt's queries back by their positions, which positions=renumbered moves from chunk "

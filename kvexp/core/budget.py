@@ -26,6 +26,10 @@ def floor_share(ratio: float, count: int) -> int:
     return math.floor(ratio * count + 1e-9)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Budget:
     """How many slots a kv head may hold: as a ratio, a number of tokens, or by a threshold. Give exactly one of these.
@@ -96,11 +100,11 @@ class Budget:
         """ConfigError for `of` or `pyramid` outside their values."""
         if self.of not in ("prompt", "padded", "sequence"):
             raise ConfigError(f"budget.of must be prompt, padded or sequence, got {self.of!r}")
-        if not 0 <= self.pyramid < 1:
-            raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid:g}")
+        if not _is_number(self.pyramid) or not 0 <= self.pyramid < 1:
+            raise ConfigError(f"pyramid must be in [0, 1), got {self.pyramid!r}")
         if self.layers not in (None, "uniform", "pyramid", "cake"):
             raise ConfigError(f"budget.layers must be uniform, pyramid, cake or null, got {self.layers!r}")
-        if self.pyramid and self.layers is not None:
+        if self.pyramid and self.layers not in (None, "uniform"):
             raise ConfigError(
                 f"budget.pyramid={self.pyramid:g} and budget.layers={self.layers} both share the budget out over "
                 "layers: set budget.pyramid=0, or leave budget.layers at null"
@@ -123,10 +127,10 @@ class Budget:
             raise ConfigError(f"threshold must be a finite number, got {limit!r}")
         if recent is not None and (isinstance(recent, bool) or not isinstance(recent, int) or recent < 1):
             raise ConfigError(f"threshold_recent must be a whole number of at least 1, got {recent!r}")
-        if self.heads != "uniform" or self.pyramid or self.layers is not None or self.of != "prompt":
+        if self.heads != "uniform" or self.pyramid or self.layers not in (None, "uniform") or self.of != "prompt":
             raise ConfigError(
                 "budget.threshold decides head by head what stays: leave budget.heads at uniform, budget.pyramid at 0, "
-                "budget.layers at null and budget.of at prompt"
+                "budget.layers at null (or uniform) and budget.of at prompt"
             )
 
     def _check_heads(self) -> None:
@@ -138,8 +142,8 @@ class Budget:
                 f"budget.head_floor has no effect with budget.heads={self.heads}: leave it at null, or set "
                 f"budget.heads to one of {', '.join(DEFAULT_FLOORS)}"
             )
-        if self.head_floor is not None and not 0 <= self.head_floor <= 1:
-            raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor:g}")
+        if self.head_floor is not None and (not _is_number(self.head_floor) or not 0 <= self.head_floor <= 1):
+            raise ConfigError(f"head_floor must be in [0, 1], got {self.head_floor!r}")
         if self.heads in ("global", "duo") and self.pyramid:
             raise ConfigError(
                 f"budget.heads={self.heads} shares out the slots of all layers among all heads, budget.pyramid by "
@@ -164,6 +168,21 @@ class Budget:
     def ragged(self) -> bool:
         """Whether kv heads of a layer may hold different numbers of slots."""
         return self.heads not in ("uniform", "union") or self.threshold is not None
+
+    @property
+    def among_all_layers(self) -> bool:
+        """Whether something other than `layers` says what each layer holds: depth, all layers' heads, a threshold."""
+        return bool(self.pyramid) or self.heads in ("global", "duo") or self.threshold is not None
+
+    @property
+    def heads_setting(self) -> str:
+        """What says how many slots each kv head holds, as it is typed."""
+        return f"budget.heads={self.heads}" if self.threshold is None else f"budget.threshold={self.threshold:g}"
+
+    @property
+    def heads_remedy(self) -> str:
+        """What to set where heads must hold equally many slots."""
+        return "set budget.heads=uniform" if self.threshold is None else "give kv_ratio or tokens in its place"
 
     @property
     def newest(self) -> int:

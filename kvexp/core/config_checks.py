@@ -8,11 +8,15 @@ from kvexp.core import bounded_prefill, spans
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.cache_settings import CacheSettings, Graph, Keep, Mode, Observe, Positions
+from kvexp.core.head_scores import HeadScores
+from kvexp.core.layer_budgets import LayerBudgets
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
 from kvexp.core.quantization import Quantization
+from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.selection import SlotSelection
 from kvexp.errors import ConfigError
 
 
@@ -24,6 +28,12 @@ def check_kinds(config: CacheSettings) -> None:
         raise ConfigError(f"budget must be a Budget such as Budget(kv_ratio=0.5), got {config.budget!r}")
     if not isinstance(config.cadence, Cadence):
         raise ConfigError(f"cadence must be a Cadence such as Cadence(every=8), got {config.cadence!r}")
+    if not isinstance(config.select, SlotSelection):
+        raise ConfigError(f"select must be a SlotSelection such as SlotSelection(by='chunk'), got {config.select!r}")
+    for name, kind in (("calibration", QueryCalibration), ("head_scores", HeadScores)):
+        given = getattr(config, name)
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(f"{name} must be a {kind.__name__} or None, got a {type(given).__name__}")
     _check_declarations(config.method)
 
 
@@ -135,33 +145,42 @@ def _check_cadence(config: CacheSettings) -> None:
 
 def _check_heads(config: CacheSettings) -> None:
     """ConfigError where budgets of kv heads do not go together with the method or the cadence."""
-    method, heads = config.method, "uniform" if config.budget is None else config.budget.heads
-    if heads == "uniform":
+    method, budget = config.method, config.budget
+    if budget is None or (budget.heads == "uniform" and budget.threshold is None):
         return
     if method.full_cache or method.per_query:
         raise ConfigError(
-            f"method {method.name} drops nothing, so no head's slots can go to another: set budget.heads=uniform"
+            f"method {method.name} drops nothing, so {budget.heads_setting} has no head's slots to share out: "
+            f"{budget.heads_remedy}"
         )
     if config.is_ragged and config.quantization is not None:
+        others = ", or budget.heads=union" if budget.threshold is None else ""
         raise ConfigError(
-            f"budget.heads={heads} packs heads of different width, which slots in few bits do not know: set "
-            "cache.bits=16, or budget.heads=union or uniform"
+            f"{budget.heads_setting} packs heads of different width, which slots in few bits do not know: set "
+            f"cache.bits=16{others}, or {budget.heads_remedy}"
         )
-    if heads == "duo" and config.head_scores is None:
+    if budget.heads == "duo" and config.head_scores is None:
         raise ConfigError(
             "budget.heads=duo needs scores of the model's heads from a calibration pass: give "
             "head_scores=kvexp.models.calibrate_heads(model, prompts)"
         )
     if config.is_ragged and not config.cadence.at_prefill:
         raise ConfigError(
-            f"budget.heads={heads} shares out slots by the priorities at the end of the prompt, where "
-            "evict_at_prefill=false evicts nothing: set cache.evict_at_prefill=true, or budget.heads=uniform"
+            f"{budget.heads_setting} shares out slots by the priorities at the end of the prompt, where "
+            f"evict_at_prefill=false evicts nothing: set cache.evict_at_prefill=true, or {budget.heads_remedy}"
         )
 
 
 def _check_layer_budgets(config: CacheSettings) -> None:
-    """ConfigError where layers would share slots by the prompt's attention and nothing is evicted at its end."""
-    method = config.method
+    """ConfigError where layers share slots in two ways, or by the prompt's attention with no eviction at its end."""
+    method, budget = config.method, config.budget
+    own = type(method.layer_budgets) is not LayerBudgets
+    if method.evicts and own and budget is not None and budget.layers is None and budget.among_all_layers:
+        what = f"budget.pyramid={budget.pyramid:g}" if budget.pyramid else budget.heads_setting
+        raise ConfigError(
+            f"method {method.name} shares slots out among layers in a way of its own, and {what} says otherwise what a "
+            f"layer holds: leave it out, or set budget.layers=uniform to take {method.name}'s priorities alone"
+        )
     if not config.shares_by_preference:
         return
     if method.per_query or method.full_cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,13 +17,19 @@ from kvexp.errors import ConfigError
 RANKED_BY = ("priority", "candidates", "protected")
 
 
-def union_priority(priority: Tensor) -> Tensor:
+def union_priority(priority: Tensor, *, logarithmic: bool = False) -> Tensor:
     """The mean over kv heads of priority [B, H, S], in every head: then all heads keep the same positions.
 
-    A slot that one head ranks at -inf, as it does for NaN and behind a sliding window, is last for all.
+    logarithmic: the priority is a logarithm (`log_share` of `Method.priority_kind`), and the mean is of what it is the
+    logarithm of; so it is the logarithm of the mean. A slot that one head ranks at -inf, as it does for NaN and behind
+    a sliding window, is last for all.
     """
-    mean = priority.mean(1, keepdim=True).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return mean.expand_as(priority)
+    if logarithmic:
+        mean = priority.double().logsumexp(1, keepdim=True) - math.log(priority.shape[1])
+        mean = mean.to(priority.dtype).masked_fill((priority == -torch.inf).any(1, keepdim=True), -torch.inf)
+    else:
+        mean = priority.mean(1, keepdim=True)
+    return mean.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).expand_as(priority)
 
 
 def slots_by_head(priority: Tensor, positions: Tensor, protected: Tensor, keep: list[int], floor: float) -> Tensor:
@@ -88,18 +95,22 @@ def retrieval_heads(budget: Budget, slots: int, length: int, new: int | None, sc
 
 @dataclass(frozen=True)
 class RankedSlots:
-    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`."""
+    """What one layer's slots are evicted by, all [B, H, S]; hidden: see `Method.hidden_next_step`.
+
+    threshold: what a priority must reach where slots are shared out by `Budget.threshold`, else None.
+    """
 
     priority: Tensor
     positions: Tensor
     protected: Tensor
     hidden: Tensor | None
+    threshold: float | None = None
 
     def share(self, keep: list[int], budget: Budget) -> Tensor:
         """How many slots each head keeps, [B, H], where a row's heads keep keep[b] on average; or by a threshold."""
-        if budget.threshold is None:
+        if self.threshold is None:
             return slots_by_head(self.priority, self.candidates, self.protected, keep, budget.floor)
-        return ((self.candidates >= 0) & ((self.priority >= budget.threshold) | self.protected)).sum(-1)
+        return ((self.candidates >= 0) & ((self.priority >= self.threshold) | self.protected)).sum(-1)
 
     @property
     def candidates(self) -> Tensor:

@@ -51,9 +51,10 @@ BY_NAME: dict[str, LayerBudgets] = {"uniform": LayerBudgets(), "pyramid": Pyrami
 def layer_budgets_of(method: Method, budget: Budget) -> LayerBudgets:
     """How a budget is shared out over layers: as it says itself, else as the method's paper does.
 
-    Where it goes by depth (`pyramid`), or all layers' heads share it, the method's own way is left out.
+    A method whose own way is of the kind that is asked for goes by its own settings.
     """
-    if budget.layers is not None:
-        return BY_NAME[budget.layers]
-    among_all = budget.pyramid or budget.heads in ("global", "duo") or budget.threshold is not None
-    return BY_NAME["uniform"] if among_all else method.layer_budgets
+    own = method.layer_budgets
+    if budget.layers is None:
+        return BY_NAME["uniform"] if budget.among_all_layers else own
+    asked = BY_NAME[budget.layers]
+    return own if type(own) is type(asked) else asked

@@ -107,8 +107,9 @@ class CakeLayers(LayerBudgets):
     heads. Every layer has the window, or what the method protects, if that is more; the rest of the slots is shared out
     by P, nowhere more than the prompt has tokens, and what is left over goes evenly to the other layers. Source: Qin et
     al., arXiv:2503.12491, and the authors' code (window 32; tau1 and tau2 are 1 for models without an entry in its
-    table). Departure: layers wait for the last one's preference with the whole prompt in the cache, where the
-    authors' cascade cuts them on the way: the same slots, at a higher peak of memory.
+    table). Departures: layers wait for the last one's preference with the whole prompt in the cache, at a higher peak
+    of memory, where the authors' cascade cuts them on the way and can so leave a layer one slot short; all slots are
+    granted, where the authors' code can give a layer more than the prompt has and loses what is over.
     """
 
     tau1: float = 1.0
@@ -133,7 +134,8 @@ class CakeLayers(LayerBudgets):
             probabilities = row[..., -length:].double().softmax(-1)[..., -min(self.observed, length) :, :]
             before = probabilities[..., : -probabilities.shape[-2]].contiguous()
             entropy = -(before * (before + SMALL).log()).sum()
-            variance = before.var(dim=-2).nan_to_num(0.0).sum() if before.shape[-2] > 1 else torch.zeros(())
+            some = before.shape[-2] > 1 and before.shape[-1] > 0  # queries to differ, tokens before them to look at
+            variance = before.var(dim=-2).sum() if some else torch.zeros(())
             found.append(float(entropy.clamp_min(0)) ** (1 / self.tau1) * float(variance) ** (1 / self.tau2))
         return found
 

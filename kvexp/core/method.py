@@ -192,6 +192,13 @@ class Method:
         """
         return "score" if self.score_spec is not None and self.priority_is_score else "order"
 
+    def threshold_as_priority(self, threshold: float) -> float:
+        """What `priority` of a slot must reach where the method's score, as documented, must reach a threshold.
+
+        threshold: `Budget.threshold`. The same number, unless the priority is another function of the score.
+        """
+        return threshold
+
     def after_eviction(self, score: Tensor) -> Tensor:
         """Score [B, H, S] with which rows go on after an eviction, made of their score before it."""
         return score

@@ -38,13 +38,15 @@ def rank(
     )
     priority = resolved.by_stream(priority, ctx.positions)
     if config.is_union:
-        priority = union_priority(priority)
+        priority = union_priority(priority, logarithmic=method.priority_kind == "log_share")
     if config.keep is not None and sequence.spans is not None:
         marked, held = sequence.spans, ctx.held()
         priority, protected = spans.spare(
             config.keep, marked, priority, protected, held, ctx.positions, resolved, method.sinks
         )
-    return RankedSlots(priority, ctx.positions, protected, hidden)
+    asked = None if config.budget is None else config.budget.threshold
+    threshold = None if asked is None else method.threshold_as_priority(asked)
+    return RankedSlots(priority, ctx.positions, protected, hidden, threshold)
 
 
 def _hidden_next_step(config: CacheConfig, ctx: EvictionContext) -> Tensor | None:

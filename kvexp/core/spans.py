@@ -28,7 +28,9 @@ def obstacle(config: CacheSettings) -> str | None:
     if config.shares_by_preference:
         return f"method {method.name} gives layers numbers that no span is known to fit: leave out keep={config.keep}"
     if config.is_ragged:
-        return f"budget.heads gives heads different numbers, and a span's share is of one: leave out keep={config.keep}"
+        assert config.budget is not None
+        gives = f"{config.budget.heads_setting} gives heads different numbers"
+        return f"{gives}, and a span's share is of one: leave out keep={config.keep}"
     if config.mode == "mask" and method.simulation_only:
         return f"method {method.name} hides slots by a rule of its own: leave out keep={config.keep}"
     return None

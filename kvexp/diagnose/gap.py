@@ -20,7 +20,7 @@ from kvexp.results.units import TOO_FEW, absent
 
 IDEAL = "ideal"
 PARTS = {"budget": "#0072b2", "selection": "#e69f00"}  # what a loss is due to, and its color
-KEYS = ("model", "task", "kv_ratio", "tokens", "method", "setting")
+KEYS = ("model", "task", "kv_ratio", "tokens", "method", "setting")  # kv_ratio and tokens: None for a budget in bytes
 
 
 def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: str | None = None) -> pd.DataFrame:
@@ -129,7 +129,10 @@ def _interval(row: Any, name: str) -> str:
 
 
 def _size(row: Any) -> str:
-    return f"{row.kv_ratio:g}" if row.kv_ratio is not None and np.isfinite(row.kv_ratio) else f"{row.tokens:g} slots"
+    for value, unit in ((row.kv_ratio, ""), (row.tokens, " slots")):
+        if value is not None and np.isfinite(value):
+            return f"{value:g}{unit}"
+    return str(row.setting)  # bytes_ratio=0.3
 
 
 def draw(frame: pd.DataFrame) -> Figure:

@@ -54,11 +54,13 @@ def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
 
 
 def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Budget | None:
-    """The budget of a method that evicts; kv_ratio, or tokens among the settings."""
+    """The budget of a method that evicts; kv_ratio, or tokens or a threshold among the settings."""
     if not method.evicts:
         return None
-    if kv_ratio is None and settings.get("tokens") is None:
-        raise ConfigError(f"method={method.name} needs a budget: give kv_ratio=RATIO or budget.tokens=NUMBER")
+    if kv_ratio is None and settings.get("tokens") is None and settings.get("threshold") is None:
+        raise ConfigError(
+            f"method={method.name} needs a budget: give kv_ratio=RATIO, budget.tokens=NUMBER or budget.threshold=NUMBER"
+        )
     ratio = {} if kv_ratio is None else {"kv_ratio": kv_ratio}
     node, keys = {"_target_": "kvexp.core.Budget", **ratio, **settings}, {"kv_ratio": "kv_ratio"}
     budget: Budget = build(node, "budget", within="kvexp.core", keys=keys)

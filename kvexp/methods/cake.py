@@ -21,8 +21,9 @@ class CAKE(Method):
     E: entropy of a_q over the tokens before the window, V: its variance over q, both summed over the layer. Source: Qin
     et al., arXiv:2503.12491, and the authors' code (window 32, kernel 5, gamma 200, tau1 and tau2 of its table by
     model, else 1). Departures: nothing is evicted while decoding (the authors' code drops a token a step by the newest
-    query's attention); layers are cut when the last one has seen the prompt, not on the way, which takes memory and
-    changes no slot; a prompt a little above the budget is cut as well (the authors' code leaves `window` more).
+    query's attention); layers are cut when the last one has seen the prompt, by budgets as `CakeLayers` has them: the
+    authors' code cuts layers on the way and can leave a few slots of the budget empty, and its sets are then part of
+    these; a prompt a little above the budget is cut as well (the authors' code leaves `window` more).
     `budget.layers=uniform` gives every layer the same, `budget.layers=cake` any other method these layer budgets.
     """
 

@@ -27,9 +27,10 @@ class Compactor(Method):
     before RoPE less their mean, times a Gaussian matrix [D, `sketch`] / sqrt(`sketch`). z: less the mean, over the
     standard deviation, of all heads and tokens between sinks and end. Source: Chari and Van Durme, arXiv:2507.08143, as
     in kvpress's CompactorPress, which sets the defaults; `blending=null` is 1 - k / T as there. Departures: z is taken
-    of each row, in kvpress of the whole batch; a last chunk that is not full has no keys that stand for nothing, which
-    kvpress 0.5.5 gives a logit of 0; the matrix goes by the run's seed. The authors' engine scores otherwise (chunks of
-    512 and 128, no values, no neighbours, 16 first and 64 last tokens, one choice for all heads), which is left out.
+    of each row, in kvpress of the whole batch; a last chunk that is not full has neither keys nor queries that
+    stand for nothing, which kvpress 0.5.5 gives logits of 0; the matrix goes by the run's seed. The authors' engine
+    scores otherwise (chunks of 512 and 128, no values, no neighbours, 16 first and 64 last tokens, one choice for all
+    heads), which is left out.
     """
 
     name: ClassVar[str] = "compactor"

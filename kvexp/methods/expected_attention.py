@@ -57,6 +57,11 @@ class ExpectedAttention(Method):
     def priority_kind(self) -> Literal["share", "log_share"]:
         return "log_share" if self.epsilon == 0 else "share"
 
+    def threshold_as_priority(self, threshold: float) -> float:
+        if self.priority_kind == "share":
+            return threshold
+        return math.log(threshold) if threshold > 0 else -math.inf
+
     def priority(self, ctx: EvictionContext) -> Tensor:
         statistics, length = ctx.query_statistics, ctx.slots.length
         assert statistics is not None

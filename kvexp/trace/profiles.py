@@ -120,7 +120,9 @@ def profiled(config: CacheConfig, profile: str) -> CacheConfig:
     if method.simulation_only or (method.score_spec is not None and method.score_spec.over == "full"):
         raise ConfigError(f"method {method.name} exists as a simulation only, which no engine could follow")
     if config.is_ragged:
-        raise ConfigError("heads with budgets of their own have no profile yet: set budget.heads=uniform or union")
+        assert config.budget is not None
+        remedy = f"{config.budget.heads_remedy}{' or union' if config.budget.threshold is None else ''}"
+        raise ConfigError(f"heads with budgets of their own have no profile yet: {remedy}")
     if config.renumbered:
         raise ConfigError("traces are of original positions: set cache.positions=original")
     if profile == "paged":

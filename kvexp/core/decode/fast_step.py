@@ -255,7 +255,9 @@ class StackedLayer:
             seeds = state.sequence.seeds.to(last.device)
             ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
             priority = resolved.by_stream(float_priority(state.config.method, ctx), ctx.positions)
-            priorities.append(union_priority(priority) if state.config.is_union else priority)
+            if state.config.is_union:
+                priority = union_priority(priority, logarithmic=state.config.method.priority_kind == "log_share")
+            priorities.append(priority)
         return cat_rows([pad_last_dim(priority, max(self.eviction.capacities), -torch.inf) for priority in priorities])
 
 
