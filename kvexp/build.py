@@ -146,7 +146,8 @@ def build_cache(
     every = typed(known["evict_every"], int | None, "cache.evict_every")
     at_prefill = typed(known["evict_at_prefill"], bool, "cache.evict_at_prefill")
     beyond = typed(known["beyond_context"], bool, "cache.beyond_context")
-    chosen = build_selection(select if method.evicts else {})
+    asked = build_selection(select)  # also where nothing is chosen: a word may be misspelt
+    chosen = asked if method.evicts else build_selection({})
     with keys_named(CACHE_KEYS):
         return CacheConfig(
             method,

@@ -53,6 +53,10 @@ TYPED = [  # words, what stderr holds
     (["budget.tokens=128"], "budget.tokens=128 needs budget=tokens"),
     (["budget=tokens", "budget.kv_ratio=0.2"], "budget=tokens takes no ratio, got budget.kv_ratio=0.2"),
     (["budget=tokens", "kv_ratio=0.2"], "kv_ratio has no effect with budget=tokens; leave out kv_ratio=0.2, or take"),
+    (
+        ["budget=threshold", "budget.threshold=0.1", "kv_ratio=0.2"],
+        "leave out kv_ratio=0.2, or take budget=ratio instead of budget.threshold=0.1",
+    ),
     (["budget=tokens", "budget.of=padded"], "budget.of has no effect with budget=tokens"),
     (["device=cpu"], "there is no setting device; did you mean model.device?"),
     (["dtype=int8"], "there is no setting dtype; did you mean model.dtype?"),
@@ -103,6 +107,11 @@ KEYS = [  # key and value typed, what is said once torch is there
         "error: sampling with beams is not offered: set generation.sample",
     ),
     (["task.max_new_tokens=0"], "error: task.max_new_tokens must be at least 1, got 0"),
+    (
+        ["method=full", "budget.heads=adaptiv"],
+        "error: budget.heads must be one of uniform, union, ",
+    ),
+    (["method=full", "select.by=chunks"], "error: select.by must be one of token, chunk, got 'chunks'"),
     (["cache.mode=drop"], "error: cache.mode must be one of overwrite, compact, mask, auto, got 'drop'"),
     (
         ["cache.evict_at_prefill=false", "cache.evict_every=null"],

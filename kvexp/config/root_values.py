@@ -68,15 +68,18 @@ def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides:
             f"kv_ratio={config.get('kv_ratio')}"
         )
     budget = config.get("budget")
-    if not isinstance(budget, Mapping) or budget.get("tokens") is None:
+    if not isinstance(budget, Mapping):
         return
-    ratio, option = config.get("kv_ratio"), choices.get("budget", "tokens")
+    given = next((name for name in ("tokens", "threshold") if budget.get(name) is not None), None)
+    if given is None:
+        return
+    ratio, option = config.get("kv_ratio"), choices.get("budget", given)
     if budget.get("kv_ratio") is None and ("kv_ratio" in typed_keys or ratio != root_values()["kv_ratio"]):
         raise ConfigError(
             f"kv_ratio has no effect with budget={option}; leave out kv_ratio={ratio}, or take budget=ratio instead of "
-            f"budget.tokens={budget['tokens']}"
+            f"budget.{given}={budget[given]}"
         )
-    if "budget.of" in typed_keys:
+    if given == "tokens" and "budget.of" in typed_keys:
         raise ConfigError(
             f"budget.of has no effect with budget={option}, a number of slots for prompts of any length; leave it out, "
             "or take budget=ratio"

@@ -161,8 +161,9 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     budget: Budget | None = None
     if method.evicts and config.get("bytes_ratio") is not None:
         budget = budget_of_bytes(config, model)
-    elif method.evicts:
-        budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+    else:  # that of a method without a budget is checked as well: a word may be misspelt
+        asked: Budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+        budget = asked if method.evicts else None
     calibration = calibration_for(method, model, choices, overrides)
     head_scores = head_scores_for(budget, model, choices, overrides)
     surrogate = surrogate_for(method, model, task, choices, overrides)
