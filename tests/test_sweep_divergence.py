@@ -196,6 +196,13 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
     assert "divergence of h2o 0.3" in (told := capsys.readouterr().err) and "no such thing" in told
 
 
+def test_why_an_example_is_forced_nothing_is_said_where_there_are_no_rows(tmp_path, capsys):
+    _, run = group(tmp_path, *ONE_BY_ONE, "divergence=only", "kv_ratio=0.0172", methods=("streaming_llm",))
+    measure_rest(run, Session())
+    assert "3 texts were not forced (budget of 4 slots cannot hold sink=4" in capsys.readouterr().err
+    assert not lines_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

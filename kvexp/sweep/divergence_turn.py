@@ -15,6 +15,8 @@ from kvexp.sweep.group_run import GroupRun
 from kvexp.sweep.prefill_groups import claim_all, opened, run_missing
 from kvexp.terminal import say
 
+UNKNOWN = "prompts that its budget does not hold, or too little memory or time"  # said by a process that has ended
+
 
 def measure_rest(settings: Settings, session: Session) -> Run:
     """Force the texts that one run lacks; says on stderr what cannot be. Returns the run."""
@@ -52,6 +54,6 @@ def measure(
     told = []
     for before, after in zip(working, members(), strict=True):  # read again: other processes may have written
         if left := after.missing(todo):
-            why = before.error or "prompts that its budget does not hold, or too little memory or time"
+            why = before.error or "; ".join(before.skipped) or UNKNOWN
             told.append(f"divergence of {run_name(after.settings.labels)}: {left} texts were not forced ({why})")
     return told

@@ -25,14 +25,14 @@ class GroupRun:
     """A run's settings, its folder, and what of its work is done: rows by example, texts by (example, kind of text).
 
     within: the examples that may be forced a text; None: all. failed: left to its own turn, which will say what is
-    wrong with it; error: what was wrong.
+    wrong with it; error: what was wrong. skipped: why an example was left out, each reason once.
     """
 
     def __init__(
         self, settings: Settings, run: Run, examples: Sequence[Example], within: Collection[str] | None = None
     ) -> None:
         self.settings, self.run = settings, run
-        self.failed, self.error = False, ""
+        self.failed, self.error, self.skipped = False, "", dict[str, None]()
         answered = not settings.divergence.only
         self.done = ids_without_work(settings, run, examples) if answered else {example.id for example in examples}
         self.texts = settings.divergence.texts if refusal(settings) is None else ()
@@ -89,6 +89,7 @@ class GroupRun:
         new = [row for row in rows if self.lacks_row(row["example"])]
         self.run.append(*(validated_row(row, commit) for row in new))
         self.done |= {row["example"] for row in new}
+        self.skipped |= {row["skipped"]: None for row in rows if row["skipped"]}
         self.forced |= {(row["example"], text) for row in rows if row["skipped"] for text in self.texts}
         return new
 
