@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvexp.core.select import INT64_MAX
 from kvexp.deprecation import OldName
@@ -14,6 +15,7 @@ from kvexp.deprecation import OldName
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 # MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
 SPLIT_SLOTS, SPLIT_MIN_GROUP = 192, 4
+SUMMED_TOGETHER = 8  # slots; on some processors MKL sums so many side by side, and what is left behind them otherwise
 SWAP_MAX_QUERIES, SWAP_MIN_HEAD_DIM = 8, 128  # `qk_matmul` swaps its factors up to so many queries, from this width on
 
 
@@ -215,14 +217,37 @@ def apply_probs(probabilities: Tensor, values: Tensor) -> Tensor:
     return out.view(b, h, g, q, values.shape[-1])
 
 
+@functools.cache
+def _sums_go_by_width(groups: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether zeros behind the slots change a product with values [.., S, width] on this processor, S a multiple of 4.
+
+    MKL has kernels of its own for each kind of processor, and does not say how they sum: so they are asked.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for slots, more in ((20, 4), (28, 4), (100, 132), (388, 4), (388, 388), (704, 516)):
+        probabilities = torch.rand(3, 2, groups, 1, slots + more, generator=draw)
+        values = torch.randn(3, 2, slots + more, width, generator=draw).to(dtype)
+        probabilities[..., slots:], values[:, :, slots:] = 0, 0
+        alone = apply_probs(probabilities[..., :slots].contiguous(), values[:, :, :slots].contiguous())
+        if not torch.equal(alone, apply_probs(probabilities, values)):
+            return True
+    return False
+
+
 def apply_probs_any_width(probabilities: Tensor, values: Tensor) -> Tensor:
     """`apply_probs` of one query per head, on a CPU the same to the bit whatever dead slots stand behind.
 
-    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] -> [R, H, G, 1, Dv]. SPLIT_SLOTS slots at a time.
+    probabilities [R, H, G, 1, S] float32, values [R, H, S, Dv] -> [R, H, G, 1, Dv]. SPLIT_SLOTS slots at a time where a
+    product over all of them is not the same.
     """
-    if values.device.type != "cpu" or probabilities.shape[2] < SPLIT_MIN_GROUP:
+    groups, slots = probabilities.shape[2], values.shape[2]
+    few = groups < SPLIT_MIN_GROUP
+    if values.device.type != "cpu" or (few and not _sums_go_by_width(groups, values.shape[-1], values.dtype)):
         return apply_probs(probabilities, values)
-    parts = zip(probabilities.split(SPLIT_SLOTS, dim=-1), values.split(SPLIT_SLOTS, dim=2), strict=True)
+    parts = list(zip(probabilities.split(SPLIT_SLOTS, dim=-1), values.split(SPLIT_SLOTS, dim=2), strict=True))
+    behind = -slots % SUMMED_TOGETHER
+    if few and behind:
+        parts[-1] = pad(parts[-1][0], (0, behind)), pad(parts[-1][1], (0, 0, 0, behind))
     first, *others = (apply_probs(*part) for part in parts)
     for other in others:
         first += other

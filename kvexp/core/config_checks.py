@@ -8,13 +8,11 @@ from kvexp.core import bounded_prefill, spans
 from kvexp.core.budget import Budget, Cadence
 from kvexp.core.bytes_budget import BytesBudget
 from kvexp.core.cache_settings import CacheSettings, Graph, Keep, Mode, Observe, Positions
-from kvexp.core.head_scores import HeadScores
 from kvexp.core.layer_budgets import LayerBudgets
 from kvexp.core.method import Method
 from kvexp.core.needs import Needs
 from kvexp.core.observe import triton_observe
 from kvexp.core.quantization import Quantization
-from kvexp.core.query_calibration import QueryCalibration
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.selection import SlotSelection
 from kvexp.errors import ConfigError
@@ -30,10 +28,6 @@ def check_kinds(config: CacheSettings) -> None:
         raise ConfigError(f"cadence must be a Cadence such as Cadence(every=8), got {config.cadence!r}")
     if not isinstance(config.select, SlotSelection):
         raise ConfigError(f"select must be a SlotSelection such as SlotSelection(by='chunk'), got {config.select!r}")
-    for name, kind in (("calibration", QueryCalibration), ("head_scores", HeadScores)):
-        given = getattr(config, name)
-        if given is not None and not isinstance(given, kind):
-            raise ConfigError(f"{name} must be a {kind.__name__} or None, got a {type(given).__name__}")
     _check_declarations(config.method)
 
 
