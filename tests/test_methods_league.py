@@ -107,6 +107,7 @@ def row(method, kl, how="", *, ratio=0.5, ahead="", behind="", order="", each=""
             "behind": behind,
             "order": order,
             "kl_each": each,
+            "older": not each,
             **more,
         }
     )
@@ -216,6 +217,10 @@ def test_methods_that_are_added_to_a_block_are_compared_with_its_leader():
     assert frame.loc["h2o", "ahead_of"] == "cake knorm tova" and frame.loc["cake", "behind"] == "h2o"
     assert frame.loc["knorm", "behind"] == "h2o tova" and frame.loc["cake", "ahead_of"] == "", "not compared"
     assert frame.loc["h2o", "of_full"] == 70, "answers were not written once more"
+    ahead = row("cake", 0.1, each=examples(0.1))
+    page = league_page.text_of(league_page.merged(older, pd.DataFrame([ahead, once_more])))
+    assert "| cake | **0.100" in page and "| tova | *0.500 (0.450..0.550)* |" in page, "never compared"
+    assert "| h2o | 0.200 (" in page, "and told from the first"
     later = pd.DataFrame([row("knorm", 3.0, each=examples(3.0, 0.003)), row("tova", 0.5, each=examples(0.2, 0.0009))])
     frame = league_page.merged(frame.reset_index(), later).set_index("method")
     assert frame.loc["cake", "ahead_of"] == "knorm" and frame.loc["knorm", "behind"] == "cake h2o tova"

@@ -39,6 +39,7 @@ PUBLISHED = (
 COLUMNS = ("task", "question", "method", "how", "kv_ratio", "n", "kl", "kl_low", "kl_high", "top1", "of_full", "slots")
 OF_ROWS = ["of_full", "slots"]  # known where answers were written
 EACH = "kl_each"  # "EXAMPLES: kl kl …", EXAMPLES a digest of their names; "" in recordings made before it was kept
+OLDER = "older"  # whether the run was among those of a recording without EACH
 
 MARKS = ("ahead_of", "behind", "order")
 SHORT = {AFTER_EVICTION: "hidden", IN_PROMPT: "seen"}
@@ -54,8 +55,8 @@ def frame_of(outputs: Path) -> pd.DataFrame:
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
     parts = [part for part in parts if len(part)]
     if not parts:
-        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
-    return marked(pd.concat(parts, ignore_index=True).assign(**dict.fromkeys(MARKS, "")))
+        return pd.DataFrame(columns=[*COLUMNS, EACH, OLDER, *MARKS])
+    return marked(pd.concat(parts, ignore_index=True).assign(**{OLDER: False}, **dict.fromkeys(MARKS, "")))
 
 
 def _of_task(outputs: Path) -> pd.DataFrame:
@@ -265,12 +266,22 @@ def _table(part: pd.DataFrame) -> str:
 
 
 def _cell(row: Any, of_ratio: pd.DataFrame) -> str:
-    """KL with its interval; in bold the smallest of the column that has one, and those that are not told from it."""
+    """KL with its interval; in bold the smallest of the column that has one, and those that are not told from it.
+
+    In italics what was never compared with it (`_compared`).
+    """
     best = _best(of_ratio)
     enough = np.isfinite(row["kl_low"])
     words = f"{row['kl']:.3f} ({row['kl_low']:.3f}..{row['kl_high']:.3f})" if enough else f"{row['kl']:.3f} (too few)"
     beaten = row["name"] in str(best["ahead_of"]).split()
+    if not _compared(row, best):
+        return f"*{words}*"
     return words if beaten or not enough else f"**{words}**"
+
+
+def _compared(one: Any, other: Any) -> bool:
+    """Whether two methods of a block were in one recording, or their examples are known."""
+    return bool((one[EACH] and other[EACH]) or (one[OLDER] and other[OLDER]))
 
 
 def _published(part: pd.DataFrame) -> str:
@@ -299,8 +310,8 @@ def _pairs() -> Iterator[tuple[str, str]]:
 def recorded() -> pd.DataFrame:
     """What was kept of a recording; empty where there is none."""
     if not RECORDED.exists():
-        return pd.DataFrame(columns=[*COLUMNS, EACH, *MARKS])
-    kept = pd.read_csv(RECORDED, keep_default_na=True).reindex(columns=[*COLUMNS, EACH, *MARKS])
+        return pd.DataFrame(columns=[*COLUMNS, EACH, OLDER, *MARKS])
+    kept = pd.read_csv(RECORDED, keep_default_na=True).reindex(columns=[*COLUMNS, EACH, OLDER, *MARKS])
     return kept.astype({EACH: object}).fillna(dict.fromkeys(("how", EACH, *MARKS), ""))
 
 
@@ -313,12 +324,14 @@ def merged(kept: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     both = pd.concat([frame for frame in (kept, found) if len(frame)])
+    both[OLDER] = both[EACH].eq("") | both[OLDER].eq(True)
     for row in finished(both).to_dict("records"):
         place = tuple(row[name] for name in ("task", "question", "kv_ratio", "method", "how"))
         if before := rows.get(place):
+            row[OLDER] = before[OLDER]
             row |= {name: before[name] for name in (*MARKS, *(name for name in OF_ROWS if row[name] != row[name]))}
         rows[place] = row
-    frame = pd.DataFrame(rows.values(), columns=[*COLUMNS, EACH, *MARKS])
+    frame = pd.DataFrame(rows.values(), columns=[*COLUMNS, EACH, OLDER, *MARKS])
     blocks = list(itertools.product(LONGEST, QUESTIONS))
     order = [blocks.index(block) for block in zip(frame["task"], frame["question"], strict=True)]
     frame = marked(frame.iloc[np.argsort(order, kind="stable")].reset_index(drop=True))
