@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_peers import HOW
 from torch import Tensor
 
 from kvexp.core import (
@@ -39,12 +40,6 @@ from kvexp.core.layer_allocation import LayerAllocation, layer_budgets_of
 from kvexp.methods import CAKE, H2O, RKV, VATP, SnapKV, TriAttention
 
 FILE = Path(__file__).parent / "fixtures" / "authors_2025.npz"
-# Each way to drop slots once, with each way to observe the prompt.
-HOW: list[dict[str, Any]] = [
-    {"mode": "overwrite"},
-    {"mode": "compact", "block": 5},
-    {"mode": "mask", "observe": "naive"},
-]
 Sets = list[list[set[int]]]  # positions, per layer and kv head
 
 

@@ -175,6 +175,11 @@ class Budget:
         return bool(self.pyramid) or self.heads in ("global", "duo") or self.threshold is not None
 
     @property
+    def shares_heads(self) -> bool:
+        """Whether what one kv head holds goes by the priorities of others, or by a threshold."""
+        return self.heads != "uniform" or self.threshold is not None
+
+    @property
     def heads_setting(self) -> str:
         """What says how many slots each kv head holds, as it is typed."""
         return f"budget.heads={self.heads}" if self.threshold is None else f"budget.threshold={self.threshold:g}"

@@ -140,7 +140,7 @@ def _check_cadence(config: CacheSettings) -> None:
 def _check_heads(config: CacheSettings) -> None:
     """ConfigError where budgets of kv heads do not go together with the method or the cadence."""
     method, budget = config.method, config.budget
-    if budget is None or (budget.heads == "uniform" and budget.threshold is None):
+    if budget is None or not budget.shares_heads:
         return
     if method.full_cache or method.per_query:
         raise ConfigError(

@@ -69,7 +69,7 @@ class SlotSelection:
         if self.plain or not method.evicts:
             return
         setting = "select.by=chunk" if self.by == "chunk" else "select.values=critical"
-        if budget is not None and (budget.heads != "uniform" or budget.threshold is not None):
+        if budget is not None and budget.shares_heads:
             raise ConfigError(
                 f"{setting} makes other numbers of the priorities by which budget.heads and budget.threshold share out "
                 "slots: leave budget.heads at uniform and budget.threshold alone, or the group select"

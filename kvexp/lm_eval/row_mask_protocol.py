@@ -44,7 +44,7 @@ def check_row_mask(cache: CacheConfig, mask: str) -> None:
     plain = budget is None or (
         budget.of == "prompt" and budget.counts_self and not budget.pyramid and not budget.layers
     )
-    if not plain or (budget is not None and (budget.heads != "uniform" or budget.threshold is not None)):
+    if not plain or (budget is not None and budget.shares_heads):
         raise ConfigError(
             "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, "
             "pyramid, layers, heads and threshold alone"
