@@ -51,9 +51,25 @@ def test_pieces_cover_everything_once_and_hold_what_memory_has():
             mine = [piece for piece in made if (piece.task, piece.question) == (task, question)]
             for group in GROUPS:
                 parts = [piece.methods for piece in mine if piece.group is group]
-                assert [name for part in parts for name in part] == list(group.methods)
+                assert [name for part in parts for name in part] == list(group.methods if task in group.tasks else ())
                 assert all(len(part) * group.bytes_per_token * LONGEST[task] <= MOST_BYTES for part in parts)
     assert [piece.methods for piece in pieces(["news"], ["knorm"])] == [("knorm",)] * 2
+
+
+@pytest.mark.parametrize("task", LONGEST)
+def test_every_method_is_run_on_every_task(task):
+    known = {name for group in GROUPS for name in group.methods}
+    assert {name for piece in pieces([task]) for name in piece.methods} == known
+
+
+def test_methods_run_with_words_of_their_own_have_a_name_of_their_own():
+    assert league_page._how("budget.stream_recent=28 budget.heads=duo seed=1 budget.stream_sinks=4") == "duo"
+    assert league_page._how("budget.heads=adaptive") == "adaptive"
+    assert league_page._how("method.chunk=128") == "chunk128" and league_page._how("method.chunk=1280") == ""
+    assert {"kvzip+chunk128", "kvzip_plus+chunk128"} == set(league_page._names_of("needle")) - set(
+        league_page._names_of("news")
+    )
+    assert {"kvzip", "kvzip_plus"} == set(league_page._names_of("news")) - set(league_page._names_of("needle"))
 
 
 def test_what_cannot_be_asked_for_is_told(capsys, monkeypatch, tmp_path):

@@ -49,7 +49,7 @@ OUTCOMES = {"+": "holds", "-": "is reversed", "?": "is undecided"}
 def frame_of(outputs: Path) -> pd.DataFrame:
     """One row per run under OUTPUTS/TASK that has as many examples as any of its block: COLUMNS, EACH and MARKS.
 
-    how: duo or adaptive where heads share slots so, else ""; of_full: the task's first metric in percent of the full
+    how: the label of the methods' group; of_full: the task's first metric in percent of the full
     cache's, NaN where not all answers were written; EACH: mean KL of each example. MARKS are those of `marked`.
     """
     parts = [_of_task(outputs / task) for task in LONGEST if (outputs / task).is_dir()]
@@ -97,8 +97,9 @@ def finished(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _how(setting: str) -> str:
-    """duo, adaptive or "": of the settings, how heads share slots."""
-    return next((word for word in ("duo", "adaptive") if f"budget.heads={word}" in setting), "")
+    """The label of the group that runs have with this `setting`, words that are told by spaces; "" for most."""
+    words = set(setting.split())
+    return next((group.label for group in GROUPS if group.label and words.issuperset(group.words)), "")
 
 
 def marked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -232,17 +233,16 @@ def _block(task: str, question: str, part: pd.DataFrame) -> Iterator[str]:
     ):
         if len(some):
             yield f"{title}:\n\n{_table(some)}"
-    if missing := [name for name in _names_of_all() if name not in {name_of(row) for _, row in part.iterrows()}]:
+    if missing := [name for name in _names_of(task) if name not in {name_of(row) for _, row in part.iterrows()}]:
         yield f"Not run, or not finished: {', '.join(missing)}."
     yield _published(part)
 
 
-def _names_of_all() -> Iterator[str]:
-    """Every method of the league, as the page calls it."""
+def _names_of(task: str) -> Iterator[str]:
+    """Every method of the league on this task, as the page calls it."""
     for group in GROUPS:
-        for method in group.methods:
-            how = _how(" ".join(group.words))
-            yield f"{method}+{how}" if how else method
+        for method in group.methods if task in group.tasks else ():
+            yield f"{method}+{group.label}" if group.label else method
 
 
 def _table(part: pd.DataFrame) -> str:

@@ -47,6 +47,8 @@ EVERY_128 = ["triattention", "rkv"]
 READ_TWICE = ["kvzip", "kvzip_plus"]
 ADAPTIVE = ["snapkv", "expected_attention"]
 KEEP_ALL = ["ideal", "pqcache", "sparq", "quest", "infllm"]
+# A chunk is fed behind the prompt, and behind 8,000 tokens the model's 8,192 positions have no room for 2,000 more.
+SHORT_CHUNKS = ("method.chunk=128",)
 # Prompts of news have a few hundred tokens, an eighth of which kvpress's 128 and 256 would overrun.
 DUO = ("budget.heads=duo", "budget.stream_sinks=4", "budget.stream_recent=28")
 LEFT_OUT = {
@@ -62,12 +64,17 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class MethodGroup:
-    """Methods that are run in one sweep. words: overrides that all of them get; keeps_all: they hold every token."""
+    """Methods that are run in one sweep. words: overrides that all of them get; keeps_all: they hold every token.
+
+    label: what the page puts behind a method's name for these words, "" nothing; tasks: those the group is run on.
+    """
 
     name: str
     methods: tuple[str, ...]
     words: tuple[str, ...] = ()
     keeps_all: bool = False
+    label: str = ""
+    tasks: tuple[str, ...] = tuple(LONGEST)
 
     @property
     def bytes_per_token(self) -> float:
@@ -80,9 +87,10 @@ GROUPS = (
     MethodGroup("new", tuple(NEW)),
     # Their papers evict every 128 tokens; at every step R-KV, which compares all keys, takes longer than all others.
     MethodGroup("every_128", tuple(EVERY_128), ("cache.evict_every=128",)),
-    MethodGroup("read_twice", tuple(READ_TWICE)),
-    MethodGroup("adaptive", tuple(ADAPTIVE), ("budget.heads=adaptive",)),
-    MethodGroup("duo", ("h2o",), DUO),
+    MethodGroup("read_twice", tuple(READ_TWICE), tasks=("news", "news_qa", "cnn_dailymail")),
+    MethodGroup("short_chunks", tuple(READ_TWICE), SHORT_CHUNKS, label="chunk128", tasks=("needle",)),
+    MethodGroup("adaptive", tuple(ADAPTIVE), ("budget.heads=adaptive",), label="adaptive"),
+    MethodGroup("duo", ("h2o",), DUO, label="duo"),
     MethodGroup("keep_all", tuple(KEEP_ALL), keeps_all=True),
 )
 
@@ -120,6 +128,7 @@ def pieces(
         for task in tasks
         for question in questions
         for group in GROUPS
+        if task in group.tasks
         for part in parts_by_memory(group, LONGEST[task], only, MOST_BYTES if answers else 2 * MOST_BYTES)
     ]
 
