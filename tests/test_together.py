@@ -7,8 +7,10 @@ import torch
 from tiny import prompts_of, tiny
 
 import kvexp.generate.shared_prefill as module
+import kvexp.retrieval.base as retrieval_base
+import kvexp.retrieval.infllm as retrieval_infllm
 from kvexp.core import AttentionParams, Budget, Cadence
-from kvexp.core.attention import apply_probs_any_width, decode_logits
+from kvexp.core.attention import apply_probs_any_width, decode_logits, sdpa_attention
 from kvexp.core.eviction_backend import stackable_width
 from kvexp.core.slots import Slots
 from kvexp.errors import ConfigError
@@ -167,6 +169,39 @@ def test_retrieval_methods_join():
     for some in (variants, variants[:3], variants[:1]):
         for variant, joint in zip(some, together(model, some, decoding), strict=True):
             same(alone(model, variant, decoding), joint)
+
+
+def test_a_prompts_output_is_computed_once(monkeypatch):
+    """Retrieval methods attend to a shared prompt only where no other cache does, and then the first of them."""
+    prompts, original = [], sdpa_attention
+
+    def counted(inputs):
+        if inputs.query.shape[3] > 1:
+            prompts.append(inputs)
+        return original(inputs)
+
+    for where in (retrieval_base, retrieval_infllm):
+        monkeypatch.setattr(where, "sdpa_attention", counted)
+    model = tiny("llama")
+    some = [CacheConfig(m, HALF) for m in (InfLLM(n_sinks=1, block=4), Oracle(n_sinks=1), PQCache(m=2, b=3))]
+    for variants, times in (([CacheConfig(Full()), *some], 0), (some, 1), (some[1:], 1)):
+        prompts.clear()
+        prefill_together(model, PROMPTS, variants, max_new_tokens=5)
+        assert len(prompts) == times * model.config.num_hidden_layers
+
+
+def test_a_method_that_indexes_what_it_attends_to_does_so_in_a_shared_prefill(monkeypatch):
+    """Without an `observe_prompt` of its own its output is computed, and not used."""
+    calls = []
+
+    def attend_prompt(self, inputs, index, local, counts):
+        calls.append((local, counts))
+        return sdpa_attention(inputs)
+
+    mine = type("Mine", (Oracle,), {"attend_prompt": attend_prompt, "__module__": __name__})
+    model = tiny("llama")
+    prefill_together(model, PROMPTS, [CacheConfig(Full()), CacheConfig(mine(n_sinks=1), HALF)], max_new_tokens=5)
+    assert len(calls) == model.config.num_hidden_layers and all(map(all, calls))
 
 
 def test_questions_share_the_context_too():

@@ -153,14 +153,13 @@ class MultiLayer:
     ) -> Tensor:
         """The prompt's forward: attend once, then let every cache store and observe it; see `LayerCache.forward`."""
         slots = [state for state in self.states if isinstance(state, EvictionLayer)]
-        # Retrieval methods index the prompt in their own way: they attend for themselves, to the same result.
-        outputs = [
-            state.forward(query, key, value, params, padding)
-            for state in self.states
-            if isinstance(state, RetrievalLayer)
-        ]
-        if not slots:
-            return outputs[0]
+        retrieval = [state for state in self.states if isinstance(state, RetrievalLayer)]
+        # Retrieval methods index the prompt in their own way, each in buffers of its own.
+        alone = None if slots else retrieval.pop(0).forward(query, key, value, params, padding)
+        for each in retrieval:
+            each.share_prefill(query, key, value, params, padding)
+        if alone is not None:
+            return alone
         # First the cache whose buffers have room for the tokens to come: no other needs the room.
         slots.sort(key=lambda state: not state.preallocated)
         first, *others = slots

@@ -142,6 +142,14 @@ class Retrieval(Method):
         """
         return sdpa_attention(inputs)
 
+    def observe_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> None:
+        """What `attend_prompt` leaves in the index, where another cache of the same prompt computes the output.
+
+        By default the output is computed for it, unless the method has no `attend_prompt` of its own.
+        """
+        if type(self).attend_prompt is not Retrieval.attend_prompt:
+            self.attend_prompt(inputs, index, local, counts)
+
     @property
     def cache(self) -> BlockCacheConfig | None:
         """Settings of the block cache on the device; None: no block cache."""

@@ -91,12 +91,17 @@ class InfLLM(Retrieval):
 
     def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
-            out = sdpa_attention(inputs)
-            received = window_attention_mass(inputs, local)
-        else:
-            out, received = blockwise_prefill(self, inputs, local, counts)
+            self.observe_prompt(inputs, index, local, counts)
+            return sdpa_attention(inputs)
+        out, received = blockwise_prefill(self, inputs, local, counts)
         index.register("received", received)
         return out
+
+    def observe_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> None:
+        if self.prefill == "full":
+            index.register("received", window_attention_mass(inputs, local))
+        else:
+            super().observe_prompt(inputs, index, local, counts)
 
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         received = prompt.left_aligned(index["received"])

@@ -72,14 +72,12 @@ class RetrievalLayer:
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
     ) -> Tensor:
         """As `LayerCache.forward`."""
-        sequence, groups = self.sequence, query.shape[1] // key.shape[1]
-        positions = sequence.advance(self.seq_len, key.shape[0], key.shape[2], padding, key.device, self.layers)
-        self.seq_len = sequence.seq_len
-        if self.method.per_query_head and groups > 1:
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        query = query.unflatten(1, (key.shape[1], -1))
+        sequence = self.sequence
+        query, key, value, positions = self._advance(query, key, value, padding)
         if sequence.in_prompt:
-            out = self._prompt(query, key, value, params, positions)
+            inputs = self._store(query, key, value, params, positions)
+            out = self.method.attend_prompt(inputs, self._prompt_index, *self._window_and_count())
+            self._end_prompt(inputs)
         else:
             if self.index == 0 and padding is not None and not bool(padding[:, -key.shape[2] :].all()):
                 raise CacheError("a new token is masked out: every row takes a real token at every step")
@@ -89,6 +87,28 @@ class RetrievalLayer:
         self._report()
         sequence.layer_done()
         return out.flatten(1, 2)
+
+    def share_prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> None:
+        """As `forward` of a prompt whose output another cache computes: it is stored and indexed alone."""
+        query, key, value, positions = self._advance(query, key, value, padding)
+        inputs = self._store(query, key, value, params, positions)
+        self.method.observe_prompt(inputs, self._prompt_index, *self._window_and_count())
+        self._end_prompt(inputs)
+        self._report()
+        self.sequence.layer_done()
+
+    def _advance(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Count new tokens: query [B, H, G, Q, D], key, value, and position ids [B, Q]; H heads that select apart."""
+        groups = query.shape[1] // key.shape[1]
+        positions = self.sequence.advance(self.seq_len, key.shape[0], key.shape[2], padding, key.device, self.layers)
+        self.seq_len = self.sequence.seq_len
+        if self.method.per_query_head and groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        return query.unflatten(1, (key.shape[1], -1)), key, value, positions
 
     def _report(self) -> None:
         """Tell the memory tracker the bytes on the device and offloaded."""
@@ -119,8 +139,13 @@ class RetrievalLayer:
 
     # -- the prompt ---------------------------------------------------------------------------------------------------
 
-    def _prompt(self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, positions: Tensor) -> Tensor:
-        """Attention of a prompt, or of a chunk of it; indexes the prompt at its end. Arguments as of `forward`."""
+    def _store(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, positions: Tensor
+    ) -> AttentionInputs:
+        """Store a prompt, or a chunk of it: what its rows attend to, and their budgets at its end.
+
+        Arguments as `_advance` returns them.
+        """
         sequence, method = self.sequence, self.method
         if self.slots is None:
             if method.whole_prompt and not sequence.prompt_complete:
@@ -130,7 +155,13 @@ class RetrievalLayer:
             self.slots = Slots.empty_like(key, value, masked=False)
         slots = self.slots
         slots.append(key, value, positions, torch.zeros(key.shape[:3], device=key.device))
-        inputs = AttentionInputs(
+        if sequence.prompt_complete:
+            assert sequence.prompt_columns is not None
+            lengths, new = list(sequence.prompt_lengths), sequence.max_new_tokens
+            self.resolved_budget = resolve_budget(
+                self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, key.device
+            )
+        return AttentionInputs(
             query=query,
             keys=slots.keys[:, :, : slots.length],
             values=slots.values[:, :, : slots.length],
@@ -140,17 +171,20 @@ class RetrievalLayer:
             in_column_order=True,
             padded=sequence.padded or not sequence.prompt_complete,
         )
+
+    @property
+    def _prompt_index(self) -> KVIndex:
         assert self.kv_index is not None
-        if not sequence.prompt_complete:
-            return method.attend_prompt(inputs, self.kv_index, [], [])
-        assert sequence.prompt_columns is not None
-        lengths, new = list(sequence.prompt_lengths), sequence.max_new_tokens
-        self.resolved_budget = resolve_budget(
-            self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, key.device
-        )
-        out = method.attend_prompt(inputs, self.kv_index, self.resolved_budget.recent, self._num_to_select())
-        self._finish_prefill(inputs, lengths)
-        return out
+        return self.kv_index
+
+    def _window_and_count(self) -> tuple[list[int], list[int]]:
+        """Per row the past tokens of the recent window and the slots to select; nothing before the prompt's end."""
+        return ([], []) if self.resolved_budget is None else (self.resolved_budget.recent, self._num_to_select())
+
+    def _end_prompt(self, inputs: AttentionInputs) -> None:
+        """Index the prompt if it has ended."""
+        if self.sequence.prompt_complete:
+            self._finish_prefill(inputs, list(self.sequence.prompt_lengths))
 
     def _num_to_select(self) -> list[int]:
         """How many slots the method selects, per row: the budget without sinks, window and current token."""
