@@ -18,9 +18,11 @@ from test_step import ROWS, alike, both
 from test_together import same
 from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
 
-from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Quantization
 from kvexp.core.decode import cross_layer
+from kvexp.core.decode.ragged_products import RaggedProducts
 from kvexp.core.head_budgets import slots_by_head, union_priority
+from kvexp.core.ragged_slots import RaggedSlots
 from kvexp.errors import ConfigError
 from kvexp.generate import (
     GenerationParams,
@@ -221,6 +223,35 @@ def test_on_other_families(how: str, family: str, monkeypatch: Any) -> None:
     short, general, taken = both(family, H2O(), HALF[how], ROWS["padded"], monkeypatch, **changes)
     assert taken > 0
     alike(short, general, peak=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_products_of_packed_heads_are_those_of_each_head_alone(dtype: torch.dtype) -> None:
+    """Two calls: what lies in the buffers of the first is not seen by the second."""
+    dice = torch.Generator().manual_seed(0)
+    widths = [[5, 12, 8], [12, 1, 7]]
+    states = [torch.randn(2, 3, 12, 16, generator=dice).to(dtype) for _ in range(2)]
+    places = torch.arange(12).expand(2, 3, 12)
+    slots = RaggedSlots(*states, places, torch.zeros(2, 3, 12))
+    slots.pack(places, torch.ones(2, 3, 12, dtype=torch.bool), 0, widths)
+    products, newest = RaggedProducts(slots), torch.full((2, 1, 1), 12)
+    for _ in range(2):
+        query = torch.randn(2, 3, 2, 1, 16, generator=dice).to(dtype)
+        x = products.logits(query, newest, AttentionParams(0.25))
+        probabilities = products.softmax(x)
+        out = products.output()
+        assert x.dtype == probabilities.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert out.dtype == dtype and out.shape == (2, 3, 2, 1, 16)
+        for row, head in product(range(2), range(3)):
+            width = widths[row][head]
+            keys, values = (one[row, head, :width] for one in states)
+            alone = torch.mm(query[row, head, :, 0], keys.t()).to(x.dtype) * 0.25
+            seen = torch.softmax(alone, dim=-1)
+            torch.testing.assert_close(x[row, head, :, 0, :width], alone)
+            assert (x[row, head, :, 0, width:] == -torch.inf).all()
+            torch.testing.assert_close(probabilities[row, head, :, 0, :width], seen)
+            assert not probabilities[row, head, :, 0, width:].any()
+            torch.testing.assert_close(out[row, head, :, 0], seen.to(dtype) @ values)
 
 
 SLOW = [SnapKV(window=2, kernel=3), CAOTE(), H2ODamping(), KNorm(), StreamingLLM(n_sinks=2)]

@@ -182,7 +182,7 @@ class StackedLayer:
         dead = self._invisible_mask(newest, offset, params)
         if dead is not None:
             x.masked_fill_(dead[:, :, None, None], -torch.inf)
-        probabilities = torch.softmax(x, dim=-1)
+        probabilities = torch.softmax(x, dim=-1) if self.products is None else self.products.softmax(x)
         drawn = self._next_noise_and_tau(positions, query.shape[2]) if self.noised else []
         tempered = (part.observed_probs(x[part.rows], *its) for part, its in zip(self.noised, drawn, strict=True))
         seen = cat_rows(
@@ -190,7 +190,7 @@ class StackedLayer:
         )
         sums = seen[:, :, 0, 0] if seen.shape[2] == 1 else seen[..., 0, :].sum(2)
         if self.products is not None:
-            return self.products.output(probabilities), sums
+            return self.products.output(), sums
         return apply_probs_any_width(probabilities, slots.values), sums
 
     def _next_noise_and_tau(self, positions: Tensor, groups: int) -> list[tuple[Tensor | None, Tensor]]:
