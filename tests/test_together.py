@@ -190,6 +190,24 @@ def test_a_prompts_output_is_computed_once(monkeypatch):
         assert len(prompts) == times * model.config.num_hidden_layers
 
 
+def test_windows_of_infllm_share_the_attention_they_sum_up(monkeypatch):
+    """Caches whose heads select alike observe a shared prompt together, each within its own window."""
+    calls, original = [], retrieval_infllm.window_attention_masses
+    variants = [
+        CacheConfig(H2O(), HALF),
+        CacheConfig(InfLLM(n_sinks=1, block=4), FIFTH),
+        CacheConfig(InfLLM(n_sinks=1, block=4), HALF),
+        CacheConfig(InfLLM(n_sinks=1, block=4, choice="kv_head"), HALF),
+        CacheConfig(InfLLM(n_sinks=1, block=3, choice="query_head"), HALF),
+    ]
+    model, decoding = tiny("llama"), GenerationParams(8, eos=None)
+    apart = [alone(model, variant, decoding) for variant in variants]
+    monkeypatch.setattr(retrieval_infllm, "window_attention_masses", lambda *a: calls.append(len(a[1])) or original(*a))
+    for one, joint in zip(apart, together(model, variants, decoding), strict=True):
+        same(one, joint)
+    assert sorted(calls) == sorted([3, 1] * model.config.num_hidden_layers)
+
+
 def test_a_method_that_indexes_what_it_attends_to_does_so_in_a_shared_prefill(monkeypatch):
     """Without an `observe_prompt` of its own its output is computed, and not used."""
     calls = []

@@ -18,7 +18,7 @@ from kvexp.core.observe.accumulate import PromptSums
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.models.cache import EvictionCache, EvictionCacheLayer
-from kvexp.retrieval.retrieval_layer import RetrievalLayer
+from kvexp.retrieval.retrieval_layer import RetrievalLayer, share_prompt
 
 State = EvictionLayer | RetrievalLayer
 MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
@@ -156,8 +156,7 @@ class MultiLayer:
         retrieval = [state for state in self.states if isinstance(state, RetrievalLayer)]
         # Retrieval methods index the prompt in their own way, each in buffers of its own.
         alone = None if slots else retrieval.pop(0).forward(query, key, value, params, padding)
-        for each in retrieval:
-            each.share_prefill(query, key, value, params, padding)
+        share_prompt(retrieval, query, key, value, params, padding)
         if alone is not None:
             return alone
         # First the cache whose buffers have room for the tokens to come: no other needs the room.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -60,6 +60,19 @@ class PrefillKV:
         """The slots that hold a token: [B, S] bool."""
         ends = torch.tensor(self.lengths, device=self.device)
         return torch.arange(self.keys.shape[2], device=self.device) < ends[:, None]
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """One layer's prompt, or a chunk of it, which a cache has stored and not indexed yet.
+
+    local: past tokens of the recent window; counts: slots to select; both per row, and empty before the prompt's end.
+    """
+
+    inputs: AttentionInputs
+    index: KVIndex
+    local: list[int]
+    counts: list[int]
 
 
 def left_aligned(x: Tensor, lengths: list[int]) -> Tensor:
@@ -142,13 +155,15 @@ class Retrieval(Method):
         """
         return sdpa_attention(inputs)
 
-    def observe_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> None:
-        """What `attend_prompt` leaves in the index, where another cache of the same prompt computes the output.
+    @classmethod
+    def observe_prompts(cls, prompts: Sequence[tuple[Self, StoredPrompt]]) -> None:
+        """What `attend_prompt` leaves in the index, for caches of this class that share a prompt and need no output.
 
-        By default the output is computed for it, unless the method has no `attend_prompt` of its own.
+        By default outputs are computed for it, unless the class has no `attend_prompt` of its own.
         """
-        if type(self).attend_prompt is not Retrieval.attend_prompt:
-            self.attend_prompt(inputs, index, local, counts)
+        if cls.attend_prompt is not Retrieval.attend_prompt:
+            for method, prompt in prompts:
+                method.attend_prompt(prompt.inputs, prompt.index, prompt.local, prompt.counts)
 
     @property
     def cache(self) -> BlockCacheConfig | None:

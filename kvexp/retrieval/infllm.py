@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, apply_probs, sdpa_attention
 from kvexp.core.select import topk_slots
 from kvexp.errors import ConfigError
-from kvexp.retrieval.base import PrefillKV, Retrieval
+from kvexp.retrieval.base import PrefillKV, Retrieval, StoredPrompt
 from kvexp.retrieval.block_cache import BlockCacheConfig
 from kvexp.retrieval.infllm_blocks import (
     block_scores,
@@ -19,7 +20,7 @@ from kvexp.retrieval.infllm_blocks import (
     clamped_inputs,
     clamped_query,
     representatives,
-    window_attention_mass,
+    window_attention_masses,
 )
 from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.query import RetrievalQuery, Selection
@@ -91,17 +92,26 @@ class InfLLM(Retrieval):
 
     def attend_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> Tensor:
         if self.prefill == "full":
-            self.observe_prompt(inputs, index, local, counts)
-            return sdpa_attention(inputs)
-        out, received = blockwise_prefill(self, inputs, local, counts)
+            (received,) = window_attention_masses(inputs, [local])
+            out = sdpa_attention(inputs)
+        else:
+            out, received = blockwise_prefill(self, inputs, local, counts)
         index.register("received", received)
         return out
 
-    def observe_prompt(self, inputs: AttentionInputs, index: KVIndex, local: list[int], counts: list[int]) -> None:
-        if self.prefill == "full":
-            index.register("received", window_attention_mass(inputs, local))
-        else:
-            super().observe_prompt(inputs, index, local, counts)
+    @classmethod
+    def observe_prompts(cls, prompts: Sequence[tuple[Self, StoredPrompt]]) -> None:
+        """Caches whose heads select alike differ in their windows alone: the attention is computed once for them."""
+        by_heads: dict[int, list[StoredPrompt]] = {}
+        for method, prompt in prompts:
+            if method.prefill == "full":
+                by_heads.setdefault(prompt.inputs.keys.shape[1], []).append(prompt)
+            else:
+                super().observe_prompts([(method, prompt)])
+        for alike in by_heads.values():
+            masses = window_attention_masses(alike[0].inputs, [prompt.local for prompt in alike])
+            for prompt, received in zip(alike, masses, strict=True):
+                prompt.index.register("received", received)
 
     def build(self, index: KVIndex, prompt: PrefillKV) -> None:
         received = prompt.left_aligned(index["received"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -64,21 +65,25 @@ def clamped_inputs(inputs: AttentionInputs, edge: Tensor) -> AttentionInputs:
     )
 
 
-def window_attention_mass(inputs: AttentionInputs, local: list[int]) -> Tensor:
-    """Attention [B, H, S, G] float32 that each column receives from query rows within local[row] positions after it."""
+def window_attention_masses(inputs: AttentionInputs, windows: Sequence[list[int]]) -> list[Tensor]:
+    """Attention [B, H, S, G] float32 that each column receives from query rows within a window after it, per window.
+
+    windows: of each, how many positions after a column its rows lie at most, per batch row.
+    """
     b, h, g, count, _ = inputs.query.shape
     slots = inputs.keys.shape[2]
-    past = torch.tensor(local, device=inputs.keys.device)[:, None, None, None]
-    total = torch.zeros(b, h, g, slots, device=inputs.keys.device)
+    pasts = [torch.tensor(local, device=inputs.keys.device)[:, None, None, None] for local in windows]
+    totals = [torch.zeros(b, h, g, slots, device=inputs.keys.device) for _ in windows]
     block = max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
     for start in range(0, count, block):
         rows = slice(start, min(start + block, count))
         kv_len = inputs.kv_len(rows)
         probabilities = torch.softmax(inputs.logits(rows, kv_len), dim=-1)
         query, key = inputs.query_positions[:, None, rows, None], inputs.positions[:, :, None, :kv_len]
-        near = (query >= 0) & (key >= 0) & (query - key <= past)
-        total[..., :kv_len] += probabilities.masked_fill(~near[:, :, None], 0.0).sum(3)
-    return total.transpose(2, 3)
+        for past, total in zip(pasts, totals, strict=True):
+            near = (query >= 0) & (key >= 0) & (query - key <= past)
+            total[..., :kv_len] += probabilities.masked_fill(~near[:, :, None], 0.0).sum(3)
+    return [total.transpose(2, 3) for total in totals]
 
 
 def representatives(

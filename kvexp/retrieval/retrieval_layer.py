@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvexp.core.slot_bytes import bytes_at_16
 from kvexp.core.slots import Slots
 from kvexp.errors import CacheError, ConfigError
 from kvexp.retrieval.background import BackgroundTask
-from kvexp.retrieval.base import PrefillKV, Retrieval, left_aligned
+from kvexp.retrieval.base import PrefillKV, Retrieval, StoredPrompt, left_aligned
 from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.offload import OffloadedKV
 from kvexp.retrieval.offload_config import OffloadConfig
@@ -75,9 +76,9 @@ class RetrievalLayer:
         sequence = self.sequence
         query, key, value, positions = self._advance(query, key, value, padding)
         if sequence.in_prompt:
-            inputs = self._store(query, key, value, params, positions)
-            out = self.method.attend_prompt(inputs, self._prompt_index, *self._window_and_count())
-            self._end_prompt(inputs)
+            prompt = self._store(query, key, value, params, positions)
+            out = self.method.attend_prompt(prompt.inputs, prompt.index, prompt.local, prompt.counts)
+            self._end_prompt(prompt.inputs)
         else:
             if self.index == 0 and padding is not None and not bool(padding[:, -key.shape[2] :].all()):
                 raise CacheError("a new token is masked out: every row takes a real token at every step")
@@ -88,14 +89,19 @@ class RetrievalLayer:
         sequence.layer_done()
         return out.flatten(1, 2)
 
-    def share_prefill(
+    def store_prompt(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
-    ) -> None:
-        """As `forward` of a prompt whose output another cache computes: it is stored and indexed alone."""
+    ) -> StoredPrompt:
+        """As `forward` of a prompt whose output another cache computes, up to what its method observes.
+
+        Then come `Retrieval.observe_prompts`, for all caches of one class, and `index_prompt`.
+        """
         query, key, value, positions = self._advance(query, key, value, padding)
-        inputs = self._store(query, key, value, params, positions)
-        self.method.observe_prompt(inputs, self._prompt_index, *self._window_and_count())
-        self._end_prompt(inputs)
+        return self._store(query, key, value, params, positions)
+
+    def index_prompt(self, prompt: StoredPrompt) -> None:
+        """Index a prompt that has been stored and observed."""
+        self._end_prompt(prompt.inputs)
         self._report()
         self.sequence.layer_done()
 
@@ -141,8 +147,8 @@ class RetrievalLayer:
 
     def _store(
         self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, positions: Tensor
-    ) -> AttentionInputs:
-        """Store a prompt, or a chunk of it: what its rows attend to, and their budgets at its end.
+    ) -> StoredPrompt:
+        """Store a prompt, or a chunk of it, and resolve its rows' budgets at its end.
 
         Arguments as `_advance` returns them.
         """
@@ -161,7 +167,7 @@ class RetrievalLayer:
             self.resolved_budget = resolve_budget(
                 self.config, lengths, sequence.prompt_columns, new, self.index, self.layers, key.device
             )
-        return AttentionInputs(
+        inputs = AttentionInputs(
             query=query,
             keys=slots.keys[:, :, : slots.length],
             values=slots.values[:, :, : slots.length],
@@ -171,15 +177,10 @@ class RetrievalLayer:
             in_column_order=True,
             padded=sequence.padded or not sequence.prompt_complete,
         )
-
-    @property
-    def _prompt_index(self) -> KVIndex:
         assert self.kv_index is not None
-        return self.kv_index
-
-    def _window_and_count(self) -> tuple[list[int], list[int]]:
-        """Per row the past tokens of the recent window and the slots to select; nothing before the prompt's end."""
-        return ([], []) if self.resolved_budget is None else (self.resolved_budget.recent, self._num_to_select())
+        resolved = self.resolved_budget
+        local, counts = ([], []) if resolved is None else (resolved.recent, self._num_to_select())
+        return StoredPrompt(inputs, self.kv_index, local, counts)
 
     def _end_prompt(self, inputs: AttentionInputs) -> None:
         """Index the prompt if it has ended."""
@@ -326,3 +327,22 @@ class RetrievalLayer:
         if self.memory is None or self.selection_stats is None:
             raise CacheError("this layer has not seen a prompt yet")
         return self.selection_stats.positions(self.memory)[rows]
+
+
+def share_prompt(
+    layers: Sequence[RetrievalLayer],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: AttentionParams,
+    padding: Tensor | None,
+) -> None:
+    """One layer of several caches stores and indexes a prompt whose output is computed elsewhere; see `forward`."""
+    by_class: dict[type[Retrieval], list[tuple[RetrievalLayer, StoredPrompt]]] = {}
+    for layer in layers:
+        stored = layer.store_prompt(query, key, value, params, padding)
+        by_class.setdefault(type(layer.method), []).append((layer, stored))
+    for kind, each in by_class.items():
+        kind.observe_prompts([(layer.method, prompt) for layer, prompt in each])
+        for layer, prompt in each:
+            layer.index_prompt(prompt)
