@@ -22,6 +22,7 @@ from test_kept_sets import (
 )
 from tiny import tiny
 
+from kvexp.calibrate import kvzap_training, model_calibration
 from kvexp.calibrate.__main__ import main
 from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
 from kvexp.config import calibration_of_model
@@ -37,6 +38,7 @@ from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.models import EvictionCache, calibrate_queries, calibration_file
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.models.calibration_file import read_calibration, write_calibration
+from kvexp.training.__main__ import main as training
 
 
 def drawn(seed: int, *shape: int) -> QueryCalibration:
@@ -244,6 +246,20 @@ def test_what_the_command_cannot_do_is_told(
     assert main(words) == 2
     assert why in capsys.readouterr().err
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("words", [["calibrate"], ["training", "kvzap"]], ids=" ".join)
+def test_an_interrupted_pass_ends_in_words(
+    words: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model_calibration, "calibrate_model", interrupted)
+    monkeypatch.setattr(kvzap_training, "train_kvzap", interrupted)
+    command = main if words == ["calibrate"] else training
+    assert command([*words[1:], "model=tiny"]) == 130
+    assert "interrupted: nothing was kept of this" in capsys.readouterr().err and not cache.exists()
 
 
 def test_the_command_reads_a_file_of_texts(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

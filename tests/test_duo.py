@@ -285,6 +285,12 @@ def test_a_run_without_them_is_refused_with_the_command(tmp_path: Any, monkeypat
         settings_of(*composed("budget.heads=duo"))
 
 
+def test_a_model_without_rope_is_not_sent_to_calibrate(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"budget\.heads=duo .* under RoPE, which GPT-2 .* take another budget"):
+        settings_of(*composed("budget.heads=duo", "model=testbed_learned"))
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -254,8 +254,13 @@ def test_what_is_refused_before_a_model_loads() -> None:
         CacheConfig(H2O(), Budget(tokens=8, layers="cake"), Cadence(at_prefill=False))
     with pytest.raises(ConfigError, match=r"pyramidkv shares .* budget\.heads=global says otherwise"):
         CacheConfig(PyramidKV(), Budget(tokens=8, heads="global"))
-    with pytest.raises(ConfigError, match=r"cake shares .* budget\.pyramid=0\.5 says otherwise"):
+    with pytest.raises(ConfigError, match=r"cake shares .* budget\.pyramid=0\.5 says .* set budget\.pyramid=0, or set"):
         CacheConfig(CAKE(), Budget(tokens=8, pyramid=0.5))
+    for method, layers, named in ((H2O(), "cake", r"budget\.layers=cake"), (CAKE(), None, "method cake")):
+        with pytest.raises(ConfigError, match=rf"{named} shares slots out among layers by what a whole prompt"):
+            CacheConfig(method, Budget(tokens=8, layers=layers), bounded_chunk=8)
+        with pytest.raises(ConfigError, match=rf"{named} gives layers numbers that no span"):
+            CacheConfig(method, Budget(tokens=8, layers=layers), keep="span")
     for wrong in ({"beta": 0.5}, {"form": "paper2"}):
         with pytest.raises(ConfigError, match=r"beta must be at least 1|form must be paper or kvpress"):
             PyramidKV(**wrong)

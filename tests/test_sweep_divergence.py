@@ -221,6 +221,14 @@ def test_mistakes_are_told_before_a_model_loads(tmp_path, words, why):
         settings(tmp_path, "h2o", *words)
 
 
+def test_a_run_that_could_force_nothing_fails(command, tmp_path):
+    few = ("task=testbed_summary", "task.max_prompt_tokens=120", "limit=2", "divergence=only")
+    code, said = command("-m", "method=h2o,window", *few, f"outputs_dir={tmp_path / 'out'}")
+    assert code == 1, said
+    assert "2 texts were not forced" in said and "no text was forced, so the run has no divergence" in said
+    assert "2 run(s) failed" in said
+
+
 def test_the_command_prints_the_table_and_what_has_none(command, tmp_path):
     few = ("task=testbed_summary", "task.max_new_tokens=4", "limit=2", f"outputs_dir={tmp_path / 'out'}")
     code, said = command("-m", "method=h2o,window", "kv_ratio=0.3,0.5", *few)

@@ -16,11 +16,22 @@ from test_step import ROWS, alike, both
 from tiny import LAYERS, LETTERS, feed, prompts_of, tiny
 
 from kvexp.config.settings import settings_of
-from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core import Budget, CacheConfig, Cadence, Method, Quantization, SlotSelection
 from kvexp.core.method import EvictionContext
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, generate, pad_left, receipts
-from kvexp.methods import CAKE, H2O, ExpectedAttention, Ideal, KVzap, KVzip, PyramidKV, SnapKV
+from kvexp.methods import (
+    CAKE,
+    H2O,
+    VATP,
+    ExpectedAttention,
+    Ideal,
+    KVzap,
+    KVzip,
+    PyramidKV,
+    SnapKV,
+    StreamingLLM,
+)
 from kvexp.models import EvictionCache
 from kvexp.results.columns import ratio_reached
 from kvexp.retrieval import Quest
@@ -205,17 +216,22 @@ def of(method: Method, *given: Any, **settings: Any) -> CacheConfig:
         ),
         (
             lambda: of(H2O(), quantization=Quantization(4, 4)),
-            r"budget\.threshold=1 packs heads .* set cache\.bits=16, or give kv_ratio or tokens in its place",
+            r"budget\.threshold=1 packs heads .* give kv_ratio or tokens in its place \(budget=ratio, budget=tokens\)",
         ),
         (
             lambda: of(PyramidKV()),
-            r"pyramidkv shares .* budget\.threshold=1 says otherwise .* set budget\.layers=uniform",
+            r"pyramidkv shares .* budget\.threshold=1 says .* give kv_ratio .*, or set budget\.layers=uniform",
         ),
         (
             lambda: of(H2O(), bounded_chunk=8),
             r"budget\.threshold=1 shares slots out among heads when a prompt has ended",
         ),
         (lambda: of(H2O(), keep="span"), r"budget\.threshold=1 gives heads different numbers"),
+        (
+            lambda: of(H2O(), select=SlotSelection(by="chunk")),
+            r"by which budget\.threshold=1 shares out slots: give kv_ratio .*, or leave the group select alone",
+        ),
+        (lambda: Budget(), "exactly one of kv_ratio and tokens, .*, or a number as threshold"),
     ],
 )
 def test_refusals(make: Any, why: str) -> None:
@@ -226,3 +242,20 @@ def test_refusals(make: Any, why: str) -> None:
 def test_a_method_leaves_its_own_layers_out_where_it_is_told_to() -> None:
     CacheConfig(PyramidKV(), Budget(threshold=1.0, layers="uniform"))
     CacheConfig(CAKE(), Budget(kv_ratio=0.5, heads="global", layers="uniform"))
+    typed = settings_of(*composed("budget=threshold", "budget.threshold=0.01", "method=cake", "budget.layers=uniform"))
+    assert typed.cache.budget == Budget(threshold=0.01, layers="uniform")
+
+
+@pytest.mark.parametrize("method", [VATP(n_sinks=4), StreamingLLM(n_sinks=4)], ids=lambda method: method.name)
+@pytest.mark.parametrize("length", [8, 10, 11, 13, 14, 15])
+def test_sinks_stay_where_they_and_the_newest_tokens_are_more_than_the_prompt(method: Method, length: int) -> None:
+    """Up to 14 tokens the whole prompt stays; from then on as many slots, and with them the sinks, in every mode."""
+    for mode in ("overwrite", "compact", "mask"):
+        run = generate(
+            tiny("llama"), prompts_of(3, (length,)), method, Budget(threshold=1e30, threshold_recent=10),
+            decoding=GenerationParams(6, eos=None), mode=mode, tokenizer=LETTERS,  # type: ignore[arg-type]
+        )  # fmt: skip
+        newest = length + 5  # five tokens are fed
+        want = [*range(4), *range(newest - min(length, 14) + 4, newest)]
+        for layer in range(LAYERS):
+            assert run.cache.kept_positions(layer)[0] == [want] * len(run.cache.kept_positions(layer)[0]), mode

@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.sweep.signals import INTERRUPTED
 from kvexp.terminal import say
 
 OWN = {"data": "", "tokens": "2048", "sequences": "20"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 for what cannot be done, which is told."""
+    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
     from kvexp.config.compose_errors import told
 
     _, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CacheError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        say("\ninterrupted: nothing was kept of this calibration, an older one stays as it was", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from kvexp.calibrate.__main__ import number, parted
 from kvexp.errors import CacheError, ConfigError
+from kvexp.sweep.signals import INTERRUPTED
 from kvexp.terminal import say
 
 OWN = {"data": "", "tokens": "1250", "prompts": "400"}
@@ -24,7 +25,7 @@ NAME = "python -m kvexp.training kvzap"
 
 
 def main(argv: Sequence[str]) -> int:
-    """0, or 2 for what cannot be done, which is told."""
+    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
     from kvexp.config.compose_errors import told
 
     _, words = parser().parse_known_args(argv)
@@ -37,6 +38,9 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, CacheError) as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        say("\ninterrupted: nothing was kept of this training, an older one stays as it was", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

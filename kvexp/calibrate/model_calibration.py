@@ -43,7 +43,7 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
     file = write_calibration(made, model_digest(spec), about)
     if heads is not None:
         write_head_scores(heads, model_digest(spec), about)
-    of_heads = "" if heads is None else f", of heads {heads.digest}"
+    of_heads = ", none of heads, which have no RoPE" if heads is None else f", of heads {heads.digest}"
     say(
         f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}"
         f"{of_heads}, kept in {file}"

@@ -45,19 +45,28 @@ def calibration_for(
 def head_scores_for(
     budget: Budget | None, model: ModelSpec, choices: Mapping[str, str], overrides: Sequence[str]
 ) -> HeadScores | None:
-    """What the calibration pass of this model left of its heads, if the budget needs it; as `calibration_for`."""
+    """What the calibration pass of this model left of its heads, if the budget needs it; as `calibration_for`.
+
+    ConfigError for models without RoPE, too, which no pass gives scores.
+    """
     if budget is None or budget.heads != "duo":
         return None
     from kvexp.models.calibration_file import read_head_scores
-    from kvexp.models.families import query_shape
+    from kvexp.models.families import family_of, query_shape
 
-    layers, heads, _, _ = query_shape(config_of_spec(model))
+    config = config_of_spec(model)
+    if (family := family_of(config)).position != "rope":
+        raise ConfigError(
+            f"budget.heads=duo tells heads apart by how their mean query and key look under RoPE, which {family.title} "
+            "does not have: take another budget.heads"
+        )
+    layers, heads, _, _ = query_shape(config)
     try:
         found = read_head_scores(model_digest(model))
         if found is not None:
             found.check_shape(layers, heads)
             return found
-        why = "this model has none yet (models without RoPE get none)"
+        why = "this model has none yet"
     except ConfigError as error:
         why = str(error)
     raise ConfigError(

@@ -33,7 +33,7 @@ def obstacle(config: CacheSettings) -> str | None:
     if method.needs.local_chunks is not None:
         return f"{name} compares each token of the prompt with those around it, behind it too: {leave}"
     if config.shares_by_preference:
-        return f"{name} shares slots out among layers by what a whole prompt looked at: {leave}"
+        return f"{config.layers_setting} shares slots out among layers by what a whole prompt looked at: {leave}"
     if config.is_ragged:
         assert config.budget is not None
         shares = f"{config.budget.heads_setting} shares slots out among heads when a prompt has ended"

@@ -81,8 +81,9 @@ class Budget:
     def __post_init__(self) -> None:
         self._check_threshold()
         if self.threshold is None and (self.kv_ratio is None) == (self.tokens is None):
+            threshold = ", or a number as threshold" if self.kv_ratio is None else ""
             raise ConfigError(
-                f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}"
+                f"give exactly one of kv_ratio and tokens, got kv_ratio={self.kv_ratio} tokens={self.tokens}{threshold}"
             )
         ratio = self.kv_ratio
         if ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1):
@@ -187,7 +188,8 @@ class Budget:
     @property
     def heads_remedy(self) -> str:
         """What to set where heads must hold equally many slots."""
-        return "set budget.heads=uniform" if self.threshold is None else "give kv_ratio or tokens in its place"
+        number = "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
+        return "set budget.heads=uniform" if self.threshold is None else number
 
     @property
     def newest(self) -> int:

@@ -33,7 +33,8 @@ def resolve_budget(
     slots = granted(method, budget, lengths, padded, new, layer, layers, preferences)
     made = ResolvedBudget.from_slots(method, slots, counts_self=budget.counts_self, device=device)
     if budget.threshold is not None:
-        made.recent = [min(budget.newest, length) for length in lengths]
+        # Of a prompt that sinks and newest tokens cover, every slot stays; from then on as many, its sinks among them.
+        made.recent = [min(budget.newest, max(length - method.sinks, 0)) for length in lengths]
         made.recent_t = torch.tensor(made.recent, dtype=torch.int64, device=device)
     if budget.heads == "duo" and config.head_scores is not None:
         itself = 1 if budget.counts_self else 0

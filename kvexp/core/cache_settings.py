@@ -90,6 +90,12 @@ class CacheSettings:
         return how is not None and how.window > 0
 
     @property
+    def layers_setting(self) -> str:
+        """What says how many slots each layer holds, as it is typed."""
+        typed = None if self.budget is None or self.budget.layers == "uniform" else self.budget.layers
+        return f"method {self.method.name}" if typed is None else f"budget.layers={typed}"
+
+    @property
     def renumbered(self) -> bool:
         """Whether survivors get the positions 0, 1, 2 … in place of their original ones."""
         return self.positions == "renumbered"

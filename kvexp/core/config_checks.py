@@ -170,10 +170,12 @@ def _check_layer_budgets(config: CacheSettings) -> None:
     method, budget = config.method, config.budget
     own = type(method.layer_budgets) is not LayerBudgets
     if method.evicts and own and budget is not None and budget.layers is None and budget.among_all_layers:
-        what = f"budget.pyramid={budget.pyramid:g}" if budget.pyramid else budget.heads_setting
+        what, remedy = budget.heads_setting, budget.heads_remedy
+        if budget.pyramid:
+            what, remedy = f"budget.pyramid={budget.pyramid:g}", "set budget.pyramid=0"
         raise ConfigError(
             f"method {method.name} shares slots out among layers in a way of its own, and {what} says otherwise what a "
-            f"layer holds: leave it out, or set budget.layers=uniform to take {method.name}'s priorities alone"
+            f"layer holds: {remedy}, or set budget.layers=uniform to take {method.name}'s priorities alone"
         )
     if not config.shares_by_preference:
         return

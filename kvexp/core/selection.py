@@ -71,8 +71,8 @@ class SlotSelection:
         setting = "select.by=chunk" if self.by == "chunk" else "select.values=critical"
         if budget is not None and budget.shares_heads:
             raise ConfigError(
-                f"{setting} makes other numbers of the priorities by which budget.heads and budget.threshold share out "
-                "slots: leave budget.heads at uniform and budget.threshold alone, or the group select"
+                f"{setting} makes other numbers of the priorities by which {budget.heads_setting} shares out slots: "
+                f"{budget.heads_remedy}, or leave the group select alone"
             )
         if method.is_window or method.per_query or method.full_cache:
             why = "keeps the newest tokens" if method.is_window else "drops nothing"

@@ -26,7 +26,8 @@ def obstacle(config: CacheSettings) -> str | None:
     if not method.evicts or method.full_cache or method.per_query:
         return f"method {method.name} evicts nothing that could be spared: leave out keep={config.keep}"
     if config.shares_by_preference:
-        return f"method {method.name} gives layers numbers that no span is known to fit: leave out keep={config.keep}"
+        setting = config.layers_setting
+        return f"{setting} gives layers numbers that no span is known to fit: leave out keep={config.keep}"
     if config.is_ragged:
         assert config.budget is not None
         gives = f"{config.budget.heads_setting} gives heads different numbers"

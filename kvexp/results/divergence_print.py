@@ -84,9 +84,9 @@ def legend(frame: pd.DataFrame) -> str:
     kl, top1 = (" or ".join(f"{value:g}" for value in sorted(set(frame[name]))) for name in ("epsilon", "epsilon_top1"))
     return (
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
-        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {top1} differ; the first "
-        "token, which the full prefill predicts, is left out; equal tokens, parts at: of the answers a run writes "
-        "itself, median of the first token that differs (docs/divergence.md)"
+        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {top1} differ; a first "
+        "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
+        "a run writes itself, median of the first token that differs (docs/divergence.md)"
     )
 
 

@@ -8,7 +8,8 @@ from contextlib import ExitStack
 
 from kvexp.config.divergence_options import generates, refusal
 from kvexp.config.settings import Settings
-from kvexp.record import Run
+from kvexp.errors import ConfigError
+from kvexp.record import Run, divergence_lines
 from kvexp.record.run_name import run_name
 from kvexp.session import Session
 from kvexp.sweep.group_run import GroupRun
@@ -19,7 +20,10 @@ UNKNOWN = "prompts that its budget does not hold, or too little memory or time" 
 
 
 def measure_rest(settings: Settings, session: Session) -> Run:
-    """Force the texts that one run lacks; says on stderr what cannot be. Returns the run."""
+    """Force the texts that one run lacks; says on stderr what cannot be. Returns the run.
+
+    ConfigError where the divergence is all the run is for (divergence=only), and none of its texts could be forced.
+    """
     members = [settings.baseline(), settings] if settings.divergence.only else [settings]
     pairs = opened(members)
     if (why := refusal(settings)) is not None:
@@ -28,8 +32,11 @@ def measure_rest(settings: Settings, session: Session) -> Run:
     else:
         with ExitStack() as claims:
             claim_all(pairs[-1:], claims, timeout=None)
-            for line in measure(pairs[-1:], session):
+            lines = measure(pairs[-1:], session)
+            for line in lines:
                 say(line, file=sys.stderr)
+        if lines and settings.divergence.only and not divergence_lines.read(pairs[-1][1]):
+            raise ConfigError("no text was forced, so the run has no divergence, and divergence=only writes no answers")
     return pairs[-1][1]
 
 
