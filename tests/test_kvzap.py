@@ -275,4 +275,13 @@ def test_the_input_of_a_layer_is_not_kept_beyond_the_forward():
     holder = layer_input(model)
     model(torch.tensor([[3, 4, 5]]))
     assert holder.hidden is None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory, say")
+
+    hook = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(torch.tensor([[3, 4, 5]]))
+    hook.remove()
+    assert holder.hidden is None
     copy.deepcopy(model)

@@ -23,7 +23,10 @@ class LayerInput:
         self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
     def forget(self, model: Any, args: Any, output: Any) -> None:
-        """Forward hook of the model: nothing is kept beyond a forward, whose cache may be of another method."""
+        """Forward hook of the model: nothing is kept beyond a forward, whose cache may be of another method.
+
+        Called also where the forward raises.
+        """
         self.hidden = None
 
     def take(self) -> Tensor | None:
@@ -39,7 +42,7 @@ def layer_input(model: PreTrainedModel) -> LayerInput:
         holder = LayerInput()
         attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
         holder.hooks = [module.register_forward_pre_hook(holder.note, with_kwargs=True) for module in attentions]
-        holder.hooks.append(model.register_forward_hook(holder.forget))
+        holder.hooks.append(model.register_forward_hook(holder.forget, always_call=True))
         setattr(model, _HOLDER, holder)
     return holder
 
