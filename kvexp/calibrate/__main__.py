@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvexp.errors import CacheError, ConfigError
 from kvexp.pipes import watch_pipes
@@ -28,19 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvexp.config.compose_errors import told
 
     _, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def calibrate() -> None:
         model_words, own = parted(words)
         with told(model_words):
             from kvexp.calibrate.model_calibration import calibrate_model
 
             calibrate_model(model_words, own["data"], number("tokens", own), number("sequences", own))
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        say("\ninterrupted: nothing was kept of this calibration, an older one stays as it was", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+
+    return exit_code(calibrate, "calibration")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,6 +47,19 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def exit_code(command: Callable[[], None], made: str) -> int:
+    """Carry out a command that keeps a file in the cache folder; returns what `main` does. made: what, in a word."""
+    try:
+        command()
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        say(f"\ninterrupted: nothing was kept of this {made}, an older one stays as it was", file=sys.stderr)
+        return INTERRUPTED
+    return 0
 
 
 def parted(

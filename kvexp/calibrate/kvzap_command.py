@@ -12,13 +12,9 @@ The result is a small file in the cache folder, known by the digest of the model
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from kvexp.calibrate.__main__ import number, parted
-from kvexp.errors import CacheError, ConfigError
-from kvexp.sweep.signals import INTERRUPTED
-from kvexp.terminal import say
+from kvexp.calibrate.__main__ import exit_code, number, parted
 
 OWN = {"data": "", "tokens": "1250", "prompts": "400"}
 NAME = "python -m kvexp.training kvzap"
@@ -29,19 +25,15 @@ def main(argv: Sequence[str]) -> int:
     from kvexp.config.compose_errors import told
 
     _, words = parser().parse_known_args(argv)
-    try:
+
+    def train() -> None:
         model_words, own = parted(words, OWN, NAME)
         with told(model_words):
             from kvexp.calibrate.kvzap_training import train_kvzap
 
             train_kvzap(model_words, own["data"], number("tokens", own), number("prompts", own))
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        say("\ninterrupted: nothing was kept of this training, an older one stays as it was", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+
+    return exit_code(train, "training")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -188,8 +188,9 @@ class Budget:
     @property
     def heads_remedy(self) -> str:
         """What to set where heads must hold equally many slots."""
-        number = "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
-        return "set budget.heads=uniform" if self.threshold is None else number
+        if self.threshold is None:
+            return "set budget.heads=uniform"
+        return "give kv_ratio or tokens in its place (budget=ratio, budget=tokens)"
 
     @property
     def newest(self) -> int:

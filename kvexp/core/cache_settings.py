@@ -92,8 +92,8 @@ class CacheSettings:
     @property
     def layers_setting(self) -> str:
         """What says how many slots each layer holds, as it is typed."""
-        typed = None if self.budget is None or self.budget.layers == "uniform" else self.budget.layers
-        return f"method {self.method.name}" if typed is None else f"budget.layers={typed}"
+        layers = None if self.budget is None else self.budget.layers
+        return f"method {self.method.name}" if layers is None else f"budget.layers={layers}"
 
     @property
     def renumbered(self) -> bool:
