@@ -11,6 +11,7 @@ from typing import Any
 from kvexp.build import ADDED_LATER, CACHE, build, build_cache, typed
 from kvexp.config.bytes_ratio import budget_of_bytes
 from kvexp.config.calibration_of_model import calibration_for, head_scores_for
+from kvexp.config.corrections import corrections_of
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
@@ -129,6 +130,8 @@ class Settings:
             identity["seed"] = self.seed
         if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
             identity["batch_size"] = self.batch_size
+        if corrected := corrections_of(self):
+            identity["corrected"] = corrected
         return dataclasses.replace(self, labels=labels, identity=identity)
 
 
