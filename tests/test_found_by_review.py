@@ -160,10 +160,10 @@ def test_frequencies_that_move_cannot_be_renumbered(kind):
         EvictionCache(model, StreamingLLM(), Budget(tokens=8))
 
 
-def test_generation_defaults_of_the_model_do_not_leak_in():
+def test_how_a_model_would_search_and_how_long_does_not_leak_in():
     model = patch_model(copy.deepcopy(stock("llama")))
     clean = generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens
-    model.generation_config.update(suppress_tokens=clean[0][:1], max_time=1e-9, repetition_penalty=3.0, do_sample=True)
+    model.generation_config.update(do_sample=True, temperature=9.0, num_beams=3, max_new_tokens=2, max_time=1e-9)
     assert generate(model, [PROMPT], Full(), decoding=GenerationParams(9, eos=None)).tokens == clean
 
 

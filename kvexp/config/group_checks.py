@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvexp.config.model_spec import generation_config_of
 from kvexp.core import Budget, BytesBudget, CacheConfig
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
@@ -68,10 +69,11 @@ def check_turns(settings: Settings) -> None:
     task, decoding, budget = settings.task, settings.decoding, settings.budget
     if not task.has_turns:
         return
-    if decoding.num_beams > 1 or decoding.stop_strings:
+    if decoding.num_beams > 1 or decoding.stop_strings or generation_config_of(settings.model).stop_strings:
         raise ConfigError(
             f"task={task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
-            "generation.stop_strings do not leave at its end: set generation=greedy"
+            "generation.stop_strings (or those of the model's generation_config.json) do not leave at its end: set "
+            "generation=greedy, and use a model without stop_strings"
         )
     if budget is not None and budget.of == "sequence":
         raise ConfigError(

@@ -253,6 +253,21 @@ def config_of_spec(spec: ModelSpec) -> Any:
     return load_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
 
 
+@functools.lru_cache(maxsize=64)
+def generation_config_of(spec: ModelSpec) -> Any:
+    """The Hugging Face generation settings, without weights; those of no model where loading it will fail."""
+    from transformers import GenerationConfig
+
+    from kvexp.models.load import load_generation_config
+
+    try:
+        if spec.kind == "random":
+            return GenerationConfig.from_model_config(config_of_spec(spec))
+        return load_generation_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    except ConfigError:
+        return GenerationConfig()
+
+
 def hub_commit(model: Model) -> str | None:
     """The hub's commit these weights came from; None for folders and random weights."""
     commit: str | None = getattr(model.config, "_commit_hash", None)

@@ -11,11 +11,11 @@ from typing import Any
 from kvexp.build import ADDED_LATER, CACHE, build, build_cache, typed
 from kvexp.config.bytes_ratio import budget_of_bytes
 from kvexp.config.calibration_of_model import calibration_for, head_scores_for
-from kvexp.config.corrections import corrections_of
+from kvexp.config.corrections import corrections_of, writes_text
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
-from kvexp.config.model_spec import ModelSpec
+from kvexp.config.model_spec import ModelSpec, generation_config_of
 from kvexp.config.prefill_options import bounded_chunk, check_prefill
 from kvexp.config.root_values import Shard, check_values
 from kvexp.config.surrogate_of_model import surrogate_for
@@ -23,6 +23,7 @@ from kvexp.core import Budget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
+from kvexp.generate.generation_params import check_generation_config
 from kvexp.methods import Full
 from kvexp.models.half_precision import batch_size_identifies_run, one_row_per_forward
 from kvexp.paths import path_of
@@ -225,6 +226,8 @@ def _check(settings: Settings) -> None:
         _check_shared_budget(settings.budget)
     if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
         raise ConfigError(f"divergence=only would measure nothing: {why}")
+    if writes_text(settings):
+        check_generation_config(generation_config_of(settings.model))
     check_padding(settings)
     check_prefill(settings)
     check_keep(settings)

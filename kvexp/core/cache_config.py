@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -10,6 +12,16 @@ from kvexp.core.cache_settings import CacheOptions, CacheSettings
 from kvexp.core.config_checks import check_choices, check_kinds
 from kvexp.core.method import Method
 from kvexp.errors import ConfigError
+
+
+def check_keywords(given: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for a keyword argument that is not known, naming known ones that are written like it."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 3) or [each for each in names if name in each]
+            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
+            raise ConfigError(f"{name} is not a keyword that is known here; {hint}")
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,11 @@ class CacheConfig(CacheSettings):
     def of(
         cls, method: Method | CacheConfig, budget: Budget | None = None, **options: Unpack[CacheOptions]
     ) -> CacheConfig:
-        """A given configuration, or one made of a method, a budget and options; ConfigError for both at once."""
+        """A given configuration, or one made of a method, a budget and options.
+
+        ConfigError for both at once, and for options that do not exist.
+        """
+        check_keywords(options, CacheOptions.__annotations__)
         if not isinstance(method, CacheConfig):
             return cls(method, budget, **options)
         if budget is not None or options:

@@ -60,6 +60,7 @@ class Case:
             self.model,
             [self.prompt],
             self.cache,
+            attention_mask=[[1] * len(self.prompt)],
             questions=[self.question] if self.question else None,
             decoding=self.decoding,
             tokenizer=self.tokenizer,

@@ -229,7 +229,8 @@ def _generate_few(settings: Settings, model: Model, tokenizer: Tokenizer, prompt
 
     decoding = dataclasses.replace(settings.decoding, max_new_tokens=NEW, min_new_tokens=0, eos=None)
     cache = batch_cache(settings, [len(ids) for ids in prompts])
-    generate(model, prompts, cache, decoding=decoding, tokenizer=tokenizer)
+    mask = [[1] * len(ids) for ids in prompts]
+    generate(model, prompts, cache, attention_mask=mask, decoding=decoding, tokenizer=tokenizer)
 
 
 def with_nan_location(model: Model, batch: Batch, make: Callable[[], Made]) -> Made:

@@ -129,6 +129,7 @@ def _one_text(
     """None where no prompt of the batch has such a text."""
     from kvexp.generate import decode
     from kvexp.generate.divergence import read_questions
+    from kvexp.generate.generation_params import is_plain_greedy
 
     new, decoding = settings.decoding.max_new_tokens, settings.decoding
     texts: Sequence[Sequence[int]] | None = own
@@ -146,7 +147,7 @@ def _one_text(
         context.set_max_new_tokens(len(question) + new)
     if question:
         read_questions(model, list(contexts.values()), [prompt.question_ids for _, prompt in batch])
-    if texts is None and (decoding.stop_strings or decoding.min_new_tokens):  # more than a greedy step decides
+    if texts is None and not is_plain_greedy(model, decoding):
         context = contexts[into.full].fork(list(range(len(batch))))
         texts = decode(model, [context], decoding, list(seeds), tokenizer, start=0.0)[0].tokens
     return ForcedText(into, kind, batch, contexts, texts)

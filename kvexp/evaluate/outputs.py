@@ -41,6 +41,7 @@ def generate_outputs(
         model,
         [prompt.ids for _, prompt in batch],
         batch_cache(settings, [len(prompt.ids) for _, prompt in batch]),
+        attention_mask=[[1] * len(prompt.ids) for _, prompt in batch],
         decoding=settings.decoding,
         tokenizer=tokenizer,
         seeds=[sampling_seed(settings, prompt.example) for _, prompt in batch],

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvexp.core import Budget, CacheConfig, CacheOptions, Method
+from kvexp.core import Budget, CacheConfig, Method
 from kvexp.core.spans import Span
 from kvexp.errors import ConfigError
 from kvexp.generate.beam_search import beam_search
 from kvexp.generate.decode_loop import batched_cache, decode
-from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.generation_params import GenerationOptions, GenerationParams, parted, with_keywords
 from kvexp.generate.inputs import (
     check_bounded,
     check_length,
-    check_prompts,
     check_questions,
     pad_id,
     pad_left,
+    real_prompts,
     seeds_per_row,
 )
 from kvexp.generate.output import Generation
@@ -33,10 +34,11 @@ from kvexp.models import EvictionCache
 @torch.no_grad()
 def generate(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Mapping[str, Any] | Tensor,
     method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
+    attention_mask: Sequence[Sequence[int]] | Tensor | None = None,
     questions: Sequence[Sequence[int]] | None = None,
     decoding: GenerationParams | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -44,14 +46,18 @@ def generate(
     keep_logits: bool = False,
     prepare: Callable[[EvictionCache], object] | None = None,
     spans: Sequence[Sequence[Span]] | None = None,
-    **options: Unpack[CacheOptions],
+    **options: Unpack[GenerationOptions],
 ) -> Generation:
-    """Generate for a batch of prompts (token ids per row) under an eviction method.
+    """Generate for a batch of prompts (token ids per row, or all that the tokenizer gave) under an eviction method.
 
     method, budget, options: what the cache does, as of `CacheConfig`; or a CacheConfig in place of the method.
+    attention_mask: of the prompts, 0 for padding, which is left out; None: a tokenizer's output has its own, and token
+        ids by themselves are unpadded.
     questions: token ids, one list per prompt, all of one length, fed token by token after the prompts were prefilled
         and evicted; the budget is that of the prompt alone.
-    decoding: how tokens are chosen, and how many. tokenizer: needed for stop strings.
+    decoding: how tokens are chosen, and how many; or in transformers' words among the options: max_new_tokens,
+        min_new_tokens, num_beams, do_sample, temperature, top_k, top_p, eos_token_id, stop_strings and so on.
+    tokenizer: needed for stop strings.
     seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
         prompt, question and seed alone.
     keep_logits: keep one [B, V] tensor per step.
@@ -60,8 +66,9 @@ def generate(
 
     Errors are ConfigError, before the model runs.
     """
-    decoding, config = decoding or GenerationParams(), CacheConfig.of(method, budget, **options)
-    check_prompts(model, prompts)
+    decoding, of_cache = parted(decoding, options)
+    config = CacheConfig.of(method, budget, **of_cache)
+    prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     row_seeds = seeds_per_row(seeds, len(prompts))
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
@@ -103,12 +110,15 @@ def generate_from_context(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
+    **options: Any,
 ) -> Generation:
     """Generate the answer to one question (token ids) per row of a prefilled context; uses the context up.
 
     Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
-    noise inside methods keeps the context's. Times include the context's prefill.
+    noise inside methods keeps the context's. options: of decoding, in transformers' words, as of `generate`. Times
+    include the context's prefill.
     """
+    decoding = with_keywords(decoding, options)
     return generate_from_contexts(
         model, [context], questions, decoding=decoding, tokenizer=tokenizer, seeds=seeds, keep_logits=keep_logits
     )[0]
@@ -124,12 +134,13 @@ def generate_from_contexts(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seeds: int | Sequence[int] = 0,
     keep_logits: bool = False,
+    **options: Any,
 ) -> list[Generation]:
     """`generate_from_context` for several caches of the same contexts (`prefill_together`), as rows of one batch.
 
     Not with beams. Returns one Generation per context.
     """
-    decoding, first = decoding or GenerationParams(), contexts[0]
+    decoding, first = with_keywords(decoding, options), contexts[0]
     rows, beams = len(first.ids), decoding.num_beams
     row_seeds, length = seeds_per_row(seeds, rows), check_questions(model, rows, questions)
     new = length + decoding.max_new_tokens

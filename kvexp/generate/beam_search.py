@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -17,8 +18,8 @@ from transformers import (
 )
 
 from kvexp.generate.decode_graph import graph_device
-from kvexp.generate.finish_reason import truncate_at_end
-from kvexp.generate.generation_params import GenerationParams
+from kvexp.generate.finish_reason import StopStrings, truncate_at_end
+from kvexp.generate.generation_params import GenerationParams, RowProcessors, stop_strings_of
 from kvexp.generate.inputs import eos_ids, pad_id
 from kvexp.generate.output import Generation, Timing, check_finite, check_seq_length
 from kvexp.models import EvictionCache
@@ -40,6 +41,16 @@ class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+class _StopAtStrings(StoppingCriteria):  # type: ignore[misc]
+    """Ends rows whose new tokens hold a stop string. columns: of the prompt."""
+
+    def __init__(self, stops: StopStrings, columns: int) -> None:
+        self.stops, self.columns = stops, columns
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return self.stops.done(input_ids, self.columns)
+
+
 def beam_search(
     model: PreTrainedModel,
     cache: EvictionCache,
@@ -56,6 +67,9 @@ def beam_search(
     mask: 0 for padding; start: the `time.perf_counter()` from which the times count. Other arguments as of `generate`.
     """
     stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
+    stops = StopStrings(stop_strings_of(model, decoding), tokenizer)
+    own = RowProcessors.of(model, decoding, ids, mask, eos)
+    criteria: list[StoppingCriteria] = [stamps, *([_StopAtStrings(stops, ids.shape[1])] if stops else [])]
     output: Any = without_generation_defaults(model).generate(
         ids,
         attention_mask=mask,
@@ -66,20 +80,19 @@ def beam_search(
         early_stopping=decoding.early_stopping,
         length_penalty=decoding.length_penalty,
         max_new_tokens=decoding.max_new_tokens,
-        min_new_tokens=decoding.min_new_tokens or None,
+        min_new_tokens=(decoding.min_new_tokens or None) if own is None else None,
+        logits_processor=None if own is None else LogitsProcessorList([own]),
         eos_token_id=eos or None,
         pad_token_id=pad_id(model, tokenizer),
-        stop_strings=list(decoding.stop_strings) or None,
-        tokenizer=tokenizer if decoding.stop_strings else None,
         prefill_chunk_size=decoding.prefill_chunk,
-        stopping_criteria=StoppingCriteriaList([stamps]),
+        stopping_criteria=StoppingCriteriaList(criteria),
         return_dict_in_generate=True,
         output_logits=keep_logits,
         output_scores=True,
     )
     check_seq_length(cache, ids.shape[1], len(stamps.times))
     check_finite(cache)
-    tokens, ends = truncate_at_end(output.sequences, ids.shape[1], eos, decoding.stop_strings, tokenizer)
+    tokens, ends = truncate_at_end(output.sequences, ids.shape[1], eos, stops)
     return Generation(
         tokens=tokens,
         endings=ends,
@@ -96,7 +109,7 @@ def beam_search(
 def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
     """A shallow copy of the model without its own generation defaults, such as a temperature in generation_config.json.
 
-    They would change a result without being asked for.
+    They would change a result without being asked for; its logits processors are given apart (`RowProcessors`).
     """
     other = copy.copy(model)
     other.generation_config = GenerationConfig()

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvexp.core.decode.bookkeeping import cat_rows
 from kvexp.generate.decode_graph import DecodeSteps, GraphCounts
 from kvexp.generate.eviction_stats import EvictionStats, receipt_of
-from kvexp.generate.finish_reason import stop_criteria, truncate_at_end
-from kvexp.generate.generation_params import GenerationParams, logits_processors
+from kvexp.generate.finish_reason import StopStrings, truncate_at_end
+from kvexp.generate.generation_params import GenerationParams, RowProcessors, logits_processors, stop_strings_of
 from kvexp.generate.inputs import eos_ids, pad_id
 from kvexp.generate.output import Generation, Timing, check_finite, check_seq_length
 from kvexp.generate.prefilled_context import PrefilledContext
@@ -62,9 +62,10 @@ def decode_batches(
     batch.
     """
     eos, pad = eos_ids(model, decoding.eos), pad_id(model, tokenizer)
-    parts = [
-        _Part(contexts, decoding, some, eos, pad, tokenizer) for contexts, some in zip(batches, seeds, strict=True)
-    ]
+    stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer), []
+    for contexts, some in zip(batches, seeds, strict=True):
+        own = RowProcessors.of(model, decoding, contexts[0].ids, contexts[0].mask, eos)
+        parts.append(_Part(contexts, decoding, some, eos, pad, stops, own))
     note = _decode_loop(model, parts, decoding.max_new_tokens, keep_logits)
     return [part.generations(start, note) for part in parts]
 
@@ -119,11 +120,13 @@ class _Part:
         seeds: list[int],
         eos: list[int],
         pad: int,
-        tokenizer: PreTrainedTokenizerBase | None,
+        stops: StopStrings,
+        own: RowProcessors | None,
     ) -> None:
-        self.decoding, self.eos, self.tokenizer = decoding, eos, tokenizer
+        self.eos, self.stops = eos, stops
         self.batch = _Batch.of(contexts, seeds)
-        self.sampler = _Sampler(decoding, self.batch, eos, pad, tokenizer)
+        own = own and own.keep(list(range(self.batch.size)) * len(contexts))
+        self.sampler = _Sampler(decoding, self.batch, eos, pad, stops, own)
         self.outputs = self.all_outputs = [_Output(context) for context in contexts]
 
     @property
@@ -163,7 +166,7 @@ class _Part:
         for output in self.all_outputs:
             check_seq_length(output.cache, columns, len(output.token_times))
             check_finite(output.cache)
-            tokens, ends = truncate_at_end(output.ids, columns, self.eos, self.decoding.stop_strings, self.tokenizer)
+            tokens, ends = truncate_at_end(output.ids, columns, self.eos, self.stops)
             made.append(
                 Generation(
                     tokens=tokens,
@@ -226,7 +229,8 @@ class _Batch:
 class _Sampler:
     """Chooses one token per row, and tracks which rows have ended: at an end token or at a stop string.
 
-    eos: ids of end tokens; pad: id of padding. done [R] bool: the rows that have ended.
+    eos: ids of end tokens; pad: id of padding; own: the model's own logits processors. done [R] bool: the rows that
+    have ended.
     """
 
     def __init__(
@@ -235,14 +239,14 @@ class _Sampler:
         batch: _Batch,
         eos: list[int],
         pad: int,
-        tokenizer: PreTrainedTokenizerBase | None,
+        stops: StopStrings,
+        own: RowProcessors | None,
     ) -> None:
-        self.decoding, self.eos, self.pad = decoding, eos, pad
+        self.decoding, self.eos, self.pad, self.stops, self.own = decoding, eos, pad, stops, own
         self.columns, device = batch.ids.shape[1], batch.ids.device
-        self.logits_processors = logits_processors(decoding, batch.seeds, self.columns, eos, device)
+        self.logits_processors = logits_processors(decoding, batch.seeds, self.columns, eos, device, own)
         self.done = torch.zeros(len(batch.ids), dtype=torch.bool, device=device)
         self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
-        self.stops = stop_criteria(decoding.stop_strings, tokenizer)
 
     def next_token(self, batch: _Batch) -> Tensor:
         """Choose the next token [R, 1] of every row, padding for rows that have ended, and append it to the batch."""
@@ -251,13 +255,16 @@ class _Sampler:
         batch.append(token)
         if len(self.eos_ids):
             self.done = self.done | torch.isin(token[:, 0], self.eos_ids)
-        if self.stops is not None:
-            self.done = self.done | self.stops(batch.ids, scores)
+        if self.stops:
+            self.done = self.done | self.stops.done(batch.ids, self.columns)
         return token
 
     def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
         """Keep the state of rows `rows` [n], which are the batch's rows from now on; returns token[rows], [n, 1]."""
-        self.logits_processors = logits_processors(self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device)
+        self.own = self.own and self.own.keep(rows.tolist())
+        self.logits_processors = logits_processors(
+            self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device, self.own
+        )
         self.done = self.done[rows]
         return token[rows]
 

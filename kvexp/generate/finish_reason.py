@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StopStringCriteria
+from transformers import PreTrainedTokenizerBase
 
 from kvexp.errors import ConfigError
 
@@ -25,46 +24,61 @@ class Ending:
     text: str | None = None
 
 
-def stop_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """A function of ids [R, columns] that tells which rows have just written a stop string; None without strings.
+class StopStrings:
+    """Tells which rows have written a stop string. The prompt is no part of what a row has written.
+
+    strings: the stop strings, none for never stopping; tokenizer: the model's. A row has written a string once the
+    text of its new tokens holds it, as lm-eval sees it, special tokens included.
 
     ConfigError where there are strings but no tokenizer.
     """
-    if not strings:
-        return None
-    if tokenizer is None:
-        raise ConfigError("stop_strings need the tokenizer: pass tokenizer=")
-    return StopStringCriteria(tokenizer, list(strings))
+
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if strings and tokenizer is None:
+            raise ConfigError("stop_strings need the tokenizer: pass tokenizer=")
+        self.strings, self.tokenizer = tuple(strings), tokenizer
+        # A token may be a part of a character, or no text at all. The newest tokens suffice: the search is made anew
+        # after every one of them.
+        self.window = 16 + 2 * max((len(string.encode()) for string in self.strings), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self.strings)
+
+    def found(self, new: Sequence[int]) -> str | None:
+        """The stop string that ends last in the text of a row's newest tokens; None: it holds none."""
+        if not self.strings:
+            return None
+        assert self.tokenizer is not None
+        text: str = self.tokenizer.decode(list(new[-self.window :]))
+        ends = {string: text.rfind(string) + len(string) for string in self.strings if string in text}
+        return max(ends, key=ends.__getitem__) if ends else None
+
+    def done(self, ids: Tensor, columns: int) -> Tensor:
+        """[R] bool: the rows of ids [R, columns + new] that have written a stop string. columns: of the prompt."""
+        new = ids[:, columns:][:, -self.window :].tolist()
+        return torch.tensor([self.found(row) is not None for row in new], device=ids.device)
 
 
 def truncate_at_end(
-    ids: Tensor, columns: int, eos: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None
+    ids: Tensor, columns: int, eos: Sequence[int], stops: StopStrings
 ) -> tuple[list[list[int]], list[Ending]]:
     """New tokens of every row of ids [R, columns + new], cut at the row's end, and how it ended.
 
     The cut is behind the first end token, or behind the token that completes a stop string: what follows is padding.
-    columns: of the prompt; eos: ids of end tokens; strings: the stop strings.
+    columns: of the prompt; eos: ids of end tokens.
     """
-    ids, stops = ids.cpu(), stop_criteria(strings, tokenizer)
-    ended = torch.isin(ids[:, columns:], torch.tensor(list(eos), dtype=ids.dtype, device=ids.device))
-    wrote = torch.zeros_like(ended)
-    for end in range(columns + 1, ids.shape[1] + 1) if stops is not None else ():
-        wrote[:, end - columns - 1] = stops(ids[:, :end], None)
+    ends = set(eos)
     tokens, made = [], []
-    for row, new in enumerate(ids[:, columns:].tolist()):
-        at = (ended[row] | wrote[row]).nonzero()
-        kept = new[: int(at[0]) + 1] if len(at) else new
-        tokens.append(kept)
-        if not len(at):
-            made.append(Ending("length"))
-        elif ended[row, at[0]]:
-            made.append(Ending("stop", token=kept[-1]))
-        else:
-            assert tokenizer is not None
-            made.append(Ending("stop", text=_last(tokenizer.decode(ids[row, : columns + len(kept)].tolist()), strings)))
+    for new in ids[:, columns:].tolist():
+        ending = Ending("length")
+        for count, token in enumerate(new, 1):
+            if token in ends:
+                ending = Ending("stop", token=token)
+            elif text := stops.found(new[max(0, count - stops.window) : count]):
+                ending = Ending("stop", text=text)
+            if ending.reason == "stop":
+                new = new[:count]
+                break
+        tokens.append(new)
+        made.append(ending)
     return tokens, made
-
-
-def _last(text: str, strings: Sequence[str]) -> str:
-    """The stop string whose occurrence ends last in the text."""
-    return max(strings, key=lambda each: text.rfind(each) + len(each) if each in text else -1)

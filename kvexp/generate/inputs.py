@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,63 @@ def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> N
     if not prompts:
         raise ConfigError("no prompts were given")
     check_tokens(model, prompts)
+
+
+def real_prompts(
+    model: PreTrainedModel,
+    prompts: Any,
+    attention_mask: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[list[int]]:
+    """The prompts without padding: lists of token ids, a tensor with its mask, or a tokenizer's output as a whole.
+
+    attention_mask: of each prompt, 0 for padding; None: a tokenizer's output has its own, and other prompts have no
+    padding. ConfigError for a mask of another shape, and for prompts without a mask that look padded.
+    """
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise ConfigError(f"prompts has no input_ids; it holds {', '.join(map(str, prompts))}")
+        attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
+        prompts = prompts["input_ids"]
+    if isinstance(prompts, Tensor) and prompts.ndim == 2 and attention_mask is not None:
+        prompts = prompts.tolist()
+    check_prompts(model, prompts)
+    if attention_mask is None:
+        _check_unpadded(model, prompts, tokenizer)
+        return [list(row) for row in prompts]
+    masks = attention_mask.tolist() if isinstance(attention_mask, Tensor) else attention_mask
+    shapes = [len(row) for row in prompts], [len(row) if isinstance(row, Sequence) else 0 for row in masks]
+    if shapes[0] != shapes[1]:
+        raise ConfigError(
+            f"attention_mask must have a 1 or 0 for every token of the prompts: they have {shapes[0]} tokens, it has "
+            f"{shapes[1]}"
+        )
+    if wrong := {int(each) for row in masks for each in row} - {0, 1}:
+        raise ConfigError(f"attention_mask must hold 1 for tokens and 0 for padding, got {min(wrong)}")
+    return [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(prompts, masks, strict=True)]
+
+
+def _check_unpadded(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """ConfigError for prompts that look padded: padding would be read as if somebody had written it.
+
+    A padding token that begins or ends texts too is one token there, and in a batch of one width of all of them.
+    """
+    text_ids = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id, *eos_ids(model, "model")}
+    text_ids.add(getattr(tokenizer, "eos_token_id", None))
+    own = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
+    one_width = len(prompts) > 1 and len({len(row) for row in prompts}) == 1
+    for pad in own or text_ids - {None}:
+        for side, rows in (("left", prompts), ("right", [row[::-1] for row in prompts])):
+            runs = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
+            usual = min(int(pad in text_ids), *runs) if one_width else int(pad in text_ids)
+            for row, run in enumerate(runs):
+                if run > usual and len(rows[row]) > 1:
+                    raise ConfigError(
+                        f"row {row} of the prompts has {run} padding tokens (id {pad}) on the {side}, which would "
+                        "count as prompt: give attention_mask= (the tokenizer's), or prompts without padding"
+                    )
 
 
 def _text(rows: Any) -> bool:
@@ -104,6 +161,27 @@ def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: 
             f"the prompt has {prompt} tokens and max_new_tokens={new}, the model holds {holds}: shorten the prompt, "
             "lower max_new_tokens, or say beyond_context=True (not for learned positions)"
         )
+
+
+def rows_that_fit(
+    model: PreTrainedModel, prompts: Sequence[int], new: Sequence[int], beyond_context: bool
+) -> list[int]:
+    """How many rows, one group behind the other, the model holds together; prompts, new: tokens of each row.
+
+    All rows of a batch are fed as many tokens as the one with most to come, the longest prompt's row too. ConfigError
+    where a row is more than the model holds by itself.
+    """
+    groups: list[int] = []
+    most_prompt = most_new = 0
+    for length, count in zip(prompts, new, strict=True):
+        check_length(model, length, count, beyond_context)
+        most_prompt, most_new = max(most_prompt, length), max(most_new, count)
+        if groups and (beyond_context or most_prompt + most_new - 1 <= max_positions(model.config)):
+            groups[-1] += 1
+        else:
+            groups.append(1)
+            most_prompt, most_new = length, count
+    return groups
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:

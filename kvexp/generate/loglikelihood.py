@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_length, check_prompts, check_tokens
+from kvexp.generate.inputs import check_tokens, real_prompts, rows_that_fit
 from kvexp.generate.output import check_finite
 from kvexp.generate.prefilled_context import PrefilledContext, forward_last, forward_logits, prefill
 
@@ -28,11 +28,12 @@ __all__ = [
 @torch.no_grad()
 def continuation_logprobs(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Mapping[str, Any] | Tensor,
     continuations: Sequence[Sequence[int]],
     method: Method | CacheConfig,
     budget: Budget | None = None,
     *,
+    attention_mask: Sequence[Sequence[int]] | Tensor | None = None,
     questions: Sequence[Sequence[int]] | None = None,
     seeds: int | Sequence[int] = 0,
     max_new_tokens: int | None = None,
@@ -48,10 +49,10 @@ def continuation_logprobs(
     the model runs.
     """
     config = CacheConfig.of(method, budget, **options)
-    check_prompts(model, prompts)
+    prompts = real_prompts(model, prompts, attention_mask, tokenizer)
     lengths = _lengths(model, len(prompts), continuations, questions)
     length = _schedule(config, max_new_tokens, lengths)
-    check_length(model, max(len(p) for p in prompts), max(lengths), config.beyond_context)
+    rows_that_fit(model, [len(p) for p in prompts], lengths, config.beyond_context)
     context = prefill(model, prompts, config, max_new_tokens=length, seeds=seeds, tokenizer=tokenizer)
     return score_continuations(model, context, continuations, questions, max_new_tokens=length)
 
@@ -91,13 +92,22 @@ def score_tokens(
 
     Returns one list of `Token` per row. one_forward: feed all tokens in one forward, for caches that evict and quantise
     nothing while decoding, where only rounding can differ. ConfigError for other caches: nothing would be evicted
-    between the tokens.
+    between the tokens. Rows that the model does not hold together are scored one group after the other
+    (`rows_that_fit`), from copies: the context's own cache then stays at the prompts' end.
     """
     cache = context.cache
     before = questions or [[]] * len(continuations)
     lengths = _lengths(model, len(context.ids), continuations, questions)
     length = _schedule(cache.config, max_new_tokens, lengths)
-    check_length(model, max(context.lengths), max(lengths), cache.sequence.max_positions is None)
+    groups = rows_that_fit(model, context.lengths, lengths, cache.sequence.max_positions is None)
+    if len(groups) > 1:
+        made: list[list[Token]] = []
+        for size in groups:
+            part = slice(len(made), len(made) + size)
+            fork = context.fork(range(len(lengths))[part])
+            some = None if questions is None else questions[part]
+            made += score_tokens(model, fork, continuations[part], some, max_new_tokens=length, one_forward=one_forward)
+        return made
     context.set_max_new_tokens(length)
     fed = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     for row, (question, continuation) in enumerate(zip(before, continuations, strict=True)):

@@ -127,6 +127,7 @@ class Bench:
             self.model,
             list(contexts),
             self.cache,
+            attention_mask=[[1] * len(ids) for ids in contexts],
             questions=list(questions) if any(questions) else None,
             decoding=decoding,
             tokenizer=self.tokenizer,

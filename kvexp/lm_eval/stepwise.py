@@ -10,6 +10,7 @@ from typing import Any
 
 from kvexp.core import CacheConfig
 from kvexp.generate import PrefilledContext, can_score_in_one_forward, prefill, receipts, score_tokens
+from kvexp.generate.inputs import rows_that_fit
 from kvexp.lm_eval.requests import Ask, Judged
 
 
@@ -65,8 +66,7 @@ class Stepwise:
         """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
         made = {}
         once = [row for row, _ in rows] == list(range(len(context.ids)))
-        for start in range(0, len(rows), self.batch_size):
-            some = rows[start : start + self.batch_size]
+        for some in self._together(asks, context, rows):
             forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
             tokens = score_tokens(
                 self.model,
@@ -79,6 +79,18 @@ class Stepwise:
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
                 made[place] = Judged(judgement, receipt, context.seconds)
         return made
+
+    def _together(
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[tuple[int, int]]]:
+        """The rows in groups of at most batch_size that the model holds together."""
+        lengths, endless = context.lengths, context.cache.sequence.max_positions is None
+        for start in range(0, len(rows), self.batch_size):
+            some = rows[start : start + self.batch_size]
+            ahead = [asks[place].ahead for _, place in some]
+            for size in rows_that_fit(self.model, [lengths[row] for row, _ in some], ahead, endless):
+                yield some[:size]
+                some = some[size:]
 
 
 def of_whole(cache: CacheConfig) -> CacheConfig:

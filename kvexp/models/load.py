@@ -103,6 +103,15 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     return config
 
 
+def load_generation_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face generation settings that the model at `path` has once it is loaded, without its weights."""
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        return _from_hub(located(path)[0], "generation settings", GenerationConfig.from_pretrained, revision=revision)
+    except ConfigError:  # it has no such file: transformers then takes what config.json says
+        return GenerationConfig.from_model_config(config)
+
+
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

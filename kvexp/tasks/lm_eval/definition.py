@@ -86,6 +86,24 @@ def config_of(name: str) -> dict[str, Any]:
     return dict(_entry(name).cfg or {"task": name})
 
 
+def written_after(name: str) -> tuple[str, list[str]] | None:
+    """What all prompts of a task end with ("" where the file does not say) and the stop texts of its answers.
+
+    None for a task whose answers are not generated; a task of Python is taken for one whose prompts and stop texts,
+    which nobody can see, go together badly.
+    """
+    config = config_of(name)
+    if config.get("class") is not None:
+        return "", ["\n\n"]
+    if config.get("output_type") != "generate_until":
+        return None
+    until = (config.get("generation_kwargs") or {}).get("until", config.get("fewshot_delimiter") or "\n\n")
+    stops = until if isinstance(until, list) else [until]
+    prompt = str(config.get("gen_prefix") or config.get("doc_to_text") or "")
+    end = re.split(r"[}%]}", prompt)[-1] if re.search(r"[}%]}", prompt) else ""  # else a column's name, or a function
+    return end, [stop for stop in stops if isinstance(stop, str)]
+
+
 def digest(name: str, data_dir: str | None) -> str:
     """Changes with the definition (lm-eval's version for its own, the text of the file for another's) and the data."""
     config = config_of(name)
