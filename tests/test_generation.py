@@ -1,20 +1,31 @@
 """kvexp.generate: every way of decoding, rows that do not know their neighbours, timing, end of text."""
 
+import copy
 import math
+import re
 
 import pytest
 import torch
 from tiny import CONFIGS, tiny
+from transformers import BatchEncoding
 
-from kvexp.core import Budget, Cadence
+from kvexp.core import Budget, CacheConfig, Cadence
 from kvexp.core.eviction_backend import stackable_width
-from kvexp.errors import CacheError
-from kvexp.generate import generate
+from kvexp.errors import CacheError, ConfigError
+from kvexp.generate import (
+    divergence_from_full,
+    generate,
+    generate_from_context,
+    generate_from_contexts,
+    prefill,
+    prefill_together,
+)
 from kvexp.generate.finish_reason import Ending
 from kvexp.generate.generation_params import GenerationParams
 from kvexp.generate.loglikelihood import continuation_logprobs
 from kvexp.methods import A2SF, H2O, Full, Keyformer, Random, SnapKV, StreamingLLM, Window
 from kvexp.models import EvictionCache, load_model, load_tokenizer
+from kvexp.models.byte_tokenizer import byte_tokenizer
 
 PROMPTS = [list(range(3, 26)), list(range(50, 37, -1)), [7, 7, 9, 7, 7, 9, 7, 7, 9, 11, 13, 11, 13, 17]]
 HALF = Budget(kv_ratio=0.5)
@@ -204,3 +215,222 @@ def test_rarer_eviction_holds_more_slots():
         tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None), cadence=Cadence(every=4)
     )
     assert rarely.memory_tracker.bytes * 12 == often.memory_tracker.bytes * (11 + 3)  # 11 slots are held as 12
+
+
+# -- only what is generated ends an answer ---------------------------------------------------------------------------
+
+ENDS = ("\n", "Q:", "tell me", "né", "。")
+
+
+def bytes_model():
+    """Random weights that speak bytes, and their tokenizer."""
+    return tiny("llama", vocab_size=259, max_position_embeddings=173), byte_tokenizer()
+
+
+def across(text, answer):
+    """Texts that begin in `text` and end in its answer, of every length of the first part up to 3."""
+    return [text[-n:] + answer[:m] for n in (1, 2, 3) for m in (1, 2)]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(end, sample):
+    model, tokenizer = bytes_model()
+    ids = tokenizer(f"Once there was {end}").input_ids
+    options = {"tokenizer": tokenizer, "seeds": 3}
+    (free,) = generate(model, [ids], Full(), decoding=GenerationParams(12, sample=sample), **options).tokens
+    answer = tokenizer.decode(free)
+    for stop in (stop for stop in across(end, answer) if stop not in answer):
+        decoding = GenerationParams(12, sample=sample, stop_strings=(stop,))
+        made = generate(model, [ids], Full(), decoding=decoding, **options)
+        assert (made.tokens, made.endings) == ([free], [Ending("length")]), stop
+    for stop in (answer[:1], answer[1:3], answer[2:5]):
+        decoding = GenerationParams(12, sample=sample, stop_strings=("never", stop, stop + "no"))
+        made = generate(model, [ids], Full(), decoding=decoding, **options)
+        written = tokenizer.decode(made.tokens[0])
+        assert free[: len(made.tokens[0])] == made.tokens[0] and made.endings == [Ending("stop", text=stop)]
+        assert stop in written and stop not in tokenizer.decode(made.tokens[0][:-1])
+
+
+@pytest.mark.parametrize("way", ["beams", "asked", "asked with beams", "beside another context"])
+def test_no_way_of_generating_takes_the_prompt_for_an_answer(way):
+    model, tokenizer = bytes_model()
+    prompt, question = tokenizer("Once there was").input_ids, tokenizer(" a\n", add_special_tokens=False).input_ids
+    num_beams = 3 if "beams" in way else 1
+
+    def tokens(*stops):
+        decoding = GenerationParams(9, num_beams=num_beams, stop_strings=stops)
+        if way == "beside another context":
+            configs = [CacheConfig(Full()), CacheConfig(H2O(), HALF)]
+            contexts = prefill_together(model, [prompt], configs, max_new_tokens=len(question) + 9)
+            made = generate_from_contexts(model, contexts, [question], decoding=decoding, tokenizer=tokenizer)
+            return made[0].tokens[0]
+        ids, questions = ([prompt], [question]) if "asked" in way else ([prompt + question], None)
+        return generate(model, ids, Full(), questions=questions, decoding=decoding, tokenizer=tokenizer).tokens[0]
+
+    free = tokens()
+    text = tokenizer.decode(free)
+    for stop in across(" a\n", text):
+        assert tokens(stop) == free, stop
+    assert len(tokens(text[:2])) < len(free)
+
+
+def test_stop_strings_of_the_model_itself_end_an_answer_unless_others_are_asked_for():
+    model, tokenizer = bytes_model()
+    model, ids = copy.deepcopy(model), tokenizer("Once").input_ids
+    (free,) = generate(model, [ids], Full(), decoding=GenerationParams(12)).tokens
+    model.generation_config.stop_strings = tokenizer.decode(free[1:3])
+    for num_beams in (1, 2):
+        with pytest.raises(ConfigError, match="pass tokenizer="):
+            generate(model, [ids], Full(), decoding=GenerationParams(12, num_beams=num_beams))
+    (cut,) = generate(model, [ids], Full(), decoding=GenerationParams(12), tokenizer=tokenizer).tokens
+    assert cut == free[:3]
+    decoding = GenerationParams(12, stop_strings=("never",))
+    assert generate(model, [ids], Full(), decoding=decoding, tokenizer=tokenizer).tokens == [free]
+
+
+# -- the words of transformers ---------------------------------------------------------------------------------------
+
+
+def test_generate_takes_the_keywords_of_transformers():
+    model, tokenizer = bytes_model()
+    ids = tokenizer("Once").input_ids
+    asked = {
+        **{"max_new_tokens": 7, "min_new_tokens": 2, "do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        **{"eos_token_id": [5, 6], "stop_strings": "xyz", "prefill_chunk_size": 2, "num_beams": 1},
+    }
+    same = {
+        **{"max_new_tokens": 7, "min_new_tokens": 2, "sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        **{"eos": [5, 6], "stop_strings": ("xyz",), "prefill_chunk": 2},
+    }
+    named = generate(model, [ids], H2O(), HALF, tokenizer=tokenizer, seeds=4, cadence=Cadence(True), **asked)
+    params = GenerationParams(**same)
+    whole = generate(model, [ids], H2O(), HALF, tokenizer=tokenizer, seeds=4, cadence=Cadence(True), decoding=params)
+    assert named.tokens == whole.tokens
+    more = generate(model, [ids], Full(), decoding=GenerationParams(9), max_new_tokens=3, top_k=None)
+    assert len(more.tokens[0]) == 3, "a keyword goes before decoding, and None leaves what is there"
+    context = prefill(model, [ids], Full(), max_new_tokens=5)
+    assert len(generate_from_context(model, context, [[4]], max_new_tokens=4).tokens[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("max_tokens", "max_tokens is not a keyword that is known here; did you mean max_new_tokens"),
+        ("eos_token_ids", "did you mean eos_token_id"),
+        ("temprature", "did you mean temperature"),
+        ("cadense", "did you mean cadence"),
+        ("xyzzy", "there are beyond_context, "),
+    ],
+)
+def test_an_unknown_keyword_is_named_beside_those_that_look_like_it(keyword, message):
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        generate(model, PROMPTS, Full(), **{keyword: 3})
+    assert "__init__" not in str(error.value) and "CacheConfig" not in str(error.value)
+
+
+@pytest.mark.parametrize("call", [prefill, EvictionCache, continuation_logprobs])
+def test_other_calls_that_take_options_of_the_cache_name_an_unknown_one(call):
+    places = {prefill: (PROMPTS, Full()), EvictionCache: (Full(),), continuation_logprobs: (PROMPTS, [[1]] * 3, Full())}
+    with pytest.raises(ConfigError, match="cadense is not a keyword that is known here; did you mean cadence"):
+        call(tiny("llama"), *places[call], cadense=3)
+
+
+# -- padding is no prompt --------------------------------------------------------------------------------------------
+
+
+def padded(side, pad=258, rows=PROMPTS):
+    width = max(map(len, rows))
+    pads = [[pad] * (width - len(row)) for row in rows]
+    return [more + row if side == "left" else row + more for row, more in zip(rows, pads, strict=True)]
+
+
+def masks(side, rows=PROMPTS):
+    return [[int(each != -1) for each in row] for row in padded(side, -1, rows)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_leaves_padding_out(side):
+    model, tokenizer = bytes_model()
+    expected = generate(model, PROMPTS, H2O(), HALF, max_new_tokens=6).tokens
+    tensor = torch.tensor(padded(side)), torch.tensor(masks(side))
+    whole = {"input_ids": tensor[0], "attention_mask": tensor[1]}
+    for prompts, mask in ((padded(side), masks(side)), tensor, (whole, None), (BatchEncoding(whole), None)):
+        made = generate(model, prompts, H2O(), HALF, attention_mask=mask, max_new_tokens=6, tokenizer=tokenizer)
+        assert made.tokens == expected
+    words = [[4, 5], [6], [7, 8, 9]]
+    scored = continuation_logprobs(model, PROMPTS, words, Full())
+    assert continuation_logprobs(model, padded(side), words, Full(), attention_mask=masks(side)) == scored
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", ["own", "end token"])
+@pytest.mark.parametrize("by", [1, 2, 9])
+def test_token_lists_that_look_padded_are_refused_without_a_mask(side, pad, by):
+    model, tokenizer = bytes_model()
+    rows = [list(range(40, 60)), list(range(40, 60 - by))]
+    if pad == "end token":
+        tokenizer.pad_token = tokenizer.eos_token
+    prompts = padded(side, tokenizer.pad_token_id, rows)
+    with pytest.raises(
+        ConfigError, match=rf"row 1 of the prompts has {by} padding tokens .* on the {side}.*attention_m"
+    ):
+        generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="attention_mask"):
+        continuation_logprobs(model, prompts, [[4], [5]], Full(), tokenizer=tokenizer)
+    if by > 1:  # one row by itself, padded to a length
+        with pytest.raises(ConfigError, match=f"row 0 of the prompts has {by} padding tokens"):
+            generate(model, prompts[1:], Full(), tokenizer=tokenizer, max_new_tokens=2)
+    generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2, attention_mask=[[1] * 20] * 2)
+
+
+def test_a_start_or_end_token_that_pads_too_may_begin_or_end_a_text():
+    model, tokenizer = bytes_model()
+    tokenizer.pad_token = tokenizer.bos_token
+    start = tokenizer.bos_token_id
+    for prompts in (
+        [[start, 4, 5], [start, 6, 7]],
+        [[start, 4, 5], [6, 7]],
+        [[start]],
+        [[start], [5]],
+        [[4, 5, start]],
+    ):
+        generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1] * 5] * 3, "attention_mask must have a 1 or 0 for every token of the prompts: they have [23, 13, 14]"),
+        ([[1] * 23, [1] * 13, [2] * 14], "attention_mask must hold 1 for tokens and 0 for padding, got 2"),
+        ([[1] * 23, [1] * 13, [0] * 14], "row 2 of the batch has an empty prompt"),
+    ],
+)
+def test_a_mask_that_fits_no_prompts_is_refused(mask, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        generate(tiny("llama"), PROMPTS, Full(), attention_mask=mask, max_new_tokens=2)
+
+
+# -- a batch is as long as its rows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", [Full(), H2O()], ids=lambda m: m.name)
+def test_a_long_prompt_beside_a_long_continuation_is_no_row_too_long(family, method):
+    model = tiny(family)  # 211 positions
+    prompts = [[*range(3, 60)] * 3 + [5] * 30, [7, 8, 9, 10], [11] * 90, [12] * 100]
+    words = [[4, 5, 6], [*range(2, 60)] * 3, [13] * 122, [14]]
+    budget = None if method.name == "full" else HALF
+    together = continuation_logprobs(model, prompts, words, method, budget)
+    for prompt, word, row in zip(prompts, words, together, strict=True):
+        (alone,) = continuation_logprobs(model, [prompt], [word], method, budget)
+        assert row == pytest.approx(alone, abs=1e-4)
+    with pytest.raises(ConfigError, match="the prompt has 201 tokens and max_new_tokens=12, the model holds 211"):
+        continuation_logprobs(model, prompts[:2], [[4] * 12, [5]], method, budget)
+    full, other = prefill_together(model, prompts, [CacheConfig(Full()), CacheConfig(H2O(), HALF)], max_new_tokens=3)
+    (rows,) = divergence_from_full(model, full, [other], words)
+    assert [row.tokens for row in rows] == words
+    for row, one in zip(rows, together, strict=True):
+        measured = row.full_logprob if method.name == "full" else row.logprob
+        assert measured == pytest.approx(one, abs=1e-4)

@@ -1,15 +1,28 @@
 """With nothing evicted, kvexp is Hugging Face: same tokens, same logits, for every family and way of decoding."""
 
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from test_conf import composed
 from tiny import CONFIGS, prompts_of, stock, tiny
+from transformers import GenerationConfig
 
-from kvexp.core import Budget
-from kvexp.generate import GenerationParams, generate, pad_left
+from kvexp.config.settings import settings_of
+from kvexp.core import Budget, CacheConfig
+from kvexp.errors import ConfigError
+from kvexp.evaluate.evaluate_run import evaluate_run
+from kvexp.generate import GenerationParams, continuation_logprobs, decode, generate, pad_left, prefill_together
+from kvexp.generate.generation_params import MODEL_PROCESSORS, NOT_OFFERED
 from kvexp.generate.inputs import pad_id
 from kvexp.methods import H2O, Full
-from kvexp.models import EvictionCache
+from kvexp.models import EvictionCache, load_model, load_tokenizer
 
+ROOT = Path(__file__).resolve().parents[1]
 NEW, WIDTH = 13, 19
 WAYS = {
     "greedy": {},
@@ -145,3 +158,221 @@ def test_the_own_loop_writes_what_stock_generate_writes(family):
             ours, rows, H2O(), Budget(tokens=200), decoding=GenerationParams(14, eos=eos, min_new_tokens=least)
         )
         assert torch.equal(evicting.sequences, there)
+
+
+# Fields of transformers' GenerationConfig of which GenerationParams says all, whatever a model's own file holds:
+# how answers are searched for and drawn, and how long they may be.
+ASKED = {
+    *("max_length", "max_new_tokens", "max_time", "early_stopping", "length_penalty", "num_return_sequences"),
+    *("do_sample", "num_beams", "num_beam_groups", "diversity_penalty", "low_memory", "use_mtp", "is_assistant"),
+    *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+}
+# Fields that cannot change a token: where caches lie, what is returned, how fast it is.
+IDLE = {
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
+    *("disable_compile", "continuous_batching_config", "transformers_version", "num_assistant_tokens"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "prompt_lookup_num_tokens"),
+    *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("assistant_ensemble_weight", "speculation_type", "pad_token_id", "bos_token_id", "decoder_start_token_id"),
+}
+# renormalize_logits only rescales; a NaN, which remove_invalid_values hides, ends a run of kvexp.
+FOLLOWED = {"eos_token_id", "stop_strings", "renormalize_logits", "remove_invalid_values"}
+PROMPTS = [list(range(3, 26)), list(range(50, 37, -1)), [7, 7, 9, 7, 7, 9, 7, 7, 9, 11, 13, 11, 13, 17]]
+END = 9
+OWN_SETTINGS = {
+    "repetition_penalty": 1.8,
+    "encoder_repetition_penalty": 1.7,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 1,
+    "bad_words_ids": [[n] for n in range(20, 40)],
+    "sequence_bias": [[[13], 4.0], [[13, 14], -9.0]],
+    "suppress_tokens": [5, 6, 7, 8, *range(20, 40)],
+    "begin_suppress_tokens": list(range(30, 50)),
+    "forced_bos_token_id": 12,
+    "forced_eos_token_id": END,
+    "min_length": 23,
+    "min_new_tokens": 5,
+    "exponential_decay_length_penalty": (1, 3.0),
+    "watermarking_config": {"greenlist_ratio": 0.5, "bias": 4.0},
+}
+
+
+def test_every_generation_setting_of_transformers_is_followed_refused_or_known_to_be_ours():
+    there = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert there - ASKED - IDLE - FOLLOWED == {*MODEL_PROCESSORS, *NOT_OFFERED} & there
+    assert OWN_SETTINGS.keys() == MODEL_PROCESSORS.keys()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_a_model_s_own_logits_processors_give_the_tokens_of_transformers_row_by_row(name, num_beams):
+    model, reference = copy.deepcopy(tiny("llama")), copy.deepcopy(stock("llama"))
+    prompts = [[5], *PROMPTS] if name == "forced_bos_token_id" else PROMPTS
+    ends = [END, 54, 2, 36]  # of which these models write some early
+    plain = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+    own = GenerationConfig(eos_token_id=ends, pad_token_id=0, **{name: OWN_SETTINGS[name]})
+    decoding = GenerationParams(10, num_beams=num_beams)
+    model.generation_config = plain
+    without = generate(model, prompts, Full(), decoding=decoding).tokens
+    model.generation_config = reference.generation_config = own
+    made = generate(model, prompts, Full(), decoding=decoding).tokens
+    for prompt, tokens in zip(prompts, made, strict=True):
+        options = {"num_beams": num_beams, "early_stopping": num_beams > 1, "do_sample": False, "max_new_tokens": 10}
+        expected = reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+        assert tokens == expected[: len(tokens)] and set(expected[len(tokens) :]) <= {0}
+    if name not in ("min_length", "min_new_tokens"):
+        assert made != without, "the setting changes nothing here, and the test shows nothing"
+
+
+def test_a_model_s_own_end_tokens_come_no_earlier_than_its_min_length():
+    model = copy.deepcopy(tiny("llama"))
+    free = generate(model, PROMPTS, Full(), decoding=GenerationParams(10)).tokens
+    model.generation_config = GenerationConfig(eos_token_id=free[0][1], min_length=len(PROMPTS[0]) + 6)
+    made = generate(model, PROMPTS, Full(), decoding=GenerationParams(10)).tokens
+    assert free[0][1] not in made[0][:6]
+    model.generation_config = GenerationConfig(eos_token_id=free[0][1], min_length=len(PROMPTS[0]) + 6)
+    asked = generate(model, PROMPTS, Full(), decoding=GenerationParams(10, min_new_tokens=1)).tokens
+    assert asked[0] == free[0][:2], "min_new_tokens takes the place of min_length, as in transformers"
+
+
+@pytest.mark.parametrize("way", ["sampled", "asked after the eviction", "two contexts"])
+def test_a_model_s_own_logits_processors_reach_every_way_of_generating(way):
+    model = copy.deepcopy(tiny("llama"))
+    allowed = [11, 12, 13]
+    model.generation_config.suppress_tokens = [token for token in range(61) if token not in allowed]
+    decoding = GenerationParams(8, sample=way == "sampled")
+    if way == "two contexts":
+        configs = [CacheConfig(H2O(), Budget(kv_ratio=0.5)), CacheConfig(Full())]
+        contexts = prefill_together(model, PROMPTS, configs, max_new_tokens=8)
+        made = [tokens for one in decode(model, contexts, decoding, [0] * 3, None, start=0.0) for tokens in one.tokens]
+    else:
+        questions = None if way == "sampled" else [[4, 5]] * 3
+        made = generate(model, PROMPTS, H2O(), Budget(kv_ratio=0.5), questions=questions, decoding=decoding).tokens
+    assert {token for tokens in made for token in tokens} <= set(allowed)
+
+
+def test_a_penalty_counts_a_question_and_no_padding():
+    """The question is text that was written; a pad, whose id a text may hold, is not."""
+    model = copy.deepcopy(tiny("llama"))
+    model.generation_config = GenerationConfig(repetition_penalty=5.0, pad_token_id=3)
+    questions = [[4, 5, 6]] * 3
+    made = generate(model, PROMPTS, Full(), questions=questions, decoding=GenerationParams(8)).tokens
+    whole = [prompt + question for prompt, question in zip(PROMPTS, questions, strict=True)]
+    assert made == generate(model, whole, Full(), decoding=GenerationParams(8)).tokens
+    assert made == [generate(model, [one], Full(), decoding=GenerationParams(8)).tokens[0] for one in whole]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"guidance_scale": 1.5}, "sets guidance_scale=1.5, which kvexp does not offer"),
+        ({"token_healing": True}, "sets token_healing=True"),
+        ({"repetition_penalty": -1.0}, "cannot be followed: `penalty` has to be a strictly positive float"),
+    ],
+)
+def test_generation_settings_that_cannot_be_followed_are_refused(own, message):
+    model = copy.deepcopy(tiny("llama"))
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        generate(model, PROMPTS, Full(), decoding=GenerationParams(3))
+
+
+def test_log_likelihoods_are_of_the_raw_logits():
+    model = copy.deepcopy(tiny("llama"))
+    before = continuation_logprobs(model, PROMPTS[:1], [[4, 5, 6]], Full())
+    model.generation_config.repetition_penalty = 5.0
+    assert continuation_logprobs(model, PROMPTS[:1], [[4, 5, 6]], Full()) == before
+
+
+# -- the runs that these corrections touch ---------------------------------------------------------------------------
+
+
+def corrected(*words):
+    return settings_of(*composed("model=testbed_rope", *words)).identity.get("corrected", [])
+
+
+NAMED = "task=sample"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([NAMED], []),
+        ([NAMED, "+generation.stop_strings=['.','x']"], []),
+        ([NAMED, r"+generation.stop_strings=['\n\n']", "task.template='{input}: '"], []),
+        ([NAMED, "+generation.stop_strings=[': Q']", "task.template='{input}: '"], ["stop_in_prompt"]),
+        ([NAMED, "+generation.stop_strings=[' Q']", "task.template='{input}: '"], ["stop_in_prompt"]),
+        ([NAMED, "+generation.stop_strings=['aQ']", "task.template='Sum up {input}'"], ["stop_in_prompt"]),
+        (["task=testbed_needle", "+generation.stop_strings=['ab']"], ["stop_in_prompt"]),
+        (["task=testbed_choice", "+generation.stop_strings=['ab']"], []),
+    ],
+)
+def test_runs_whose_stop_strings_may_begin_in_a_prompt_are_other_runs(words, expected):
+    assert corrected(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "until", "expected"),
+    [
+        ("{{text}} {{ask}}", "['\\n\\n', '.']", ["stop_in_prompt"]),
+        ("{{text}} {{ask}}", "['.', '\\n']", []),
+        ("Q: {{ask}}\\nA:", "['\\n\\n', 'Q:']", []),
+        ("Q: {{ask}}\\n", "['\\n\\n']", ["stop_in_prompt"]),
+        ("{{ask}}>", "['\\n>>> ']", ["stop_in_prompt"]),
+        ("{{ask}} A:", "[':B']", ["stop_in_prompt"]),
+        ("{{ask}} A:", "null", []),
+        ("{{ask}}\\n", "null", ["stop_in_prompt"]),
+    ],
+)
+def test_tasks_of_lm_eval_whose_stop_texts_may_begin_in_a_prompt_are_other_runs(prompt, until, expected, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    rows = ROOT / "tests" / "fixtures" / "lm_eval"
+    text = (rows / "own_answers.yaml").read_text()
+    text = text.replace("tests/fixtures/lm_eval/texts.jsonl", str(rows / "texts.jsonl"))
+    text = text.replace("{{text}} {{ask}}", prompt)
+    text = text.replace(
+        '  until: ["\\n\\n", "."]\n', "" if until == "null" else f"  until: {until}\n".replace("'", '"')
+    )
+    file = tmp_path / "own_answers.yaml"
+    file.write_text(text)
+    assert corrected("task=lm_eval", f"task.tasks=[{file}]") == expected
+
+
+def test_runs_of_a_model_that_changes_its_logits_are_other_runs(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "kvexp" / "testbed" / "models" / "testbed_rope", folder)
+    words = ("model=local", f"model.path={folder}", "model.device=cpu")
+    file = folder / "generation_config.json"
+    plain = json.loads(file.read_text())
+
+    def of(task, **own):
+        file.write_text(json.dumps(plain | own))
+        return corrected(*words, f"task={task}")
+
+    for own in ({"repetition_penalty": 1.2}, {"suppress_tokens": [5]}, {"min_length": 9}, {"stop_strings": ["."]}):
+        assert of("testbed_summary", **own) == ["generation_config"]
+        assert of("testbed_choice", **own) == of("testbed_summary") == []
+    for own in ({"repetition_penalty": 1.0}, {"temperature": 0.6, "top_p": 0.9}, {"suppress_tokens": []}):
+        assert of("testbed_summary", **own) == []
+    with pytest.raises(ConfigError, match=r"generation_config\.json sets guidance_scale=2\.0"):
+        of("testbed_summary", guidance_scale=2.0)
+    assert of("testbed_choice", guidance_scale=2.0) == [], "no answer of this task is generated"
+
+
+def test_a_run_follows_its_model_s_own_settings_with_shared_prefills_and_measured_divergence(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "kvexp" / "testbed" / "models" / "testbed_rope", folder)
+    model = load_model(str(folder), device="cpu")
+    tokenizer = load_tokenizer(str(folder))
+    free = generate(model, [tokenizer("text : food milo rice . ask food milo").input_ids], Full()).tokens[0]
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"suppress_tokens": [*free, 2][:2]}))
+    words = [f"outputs_dir={tmp_path / 'out'}", "limit=3", "divergence=true", "model.device=cpu", "kv_ratio=0.5"]
+    words += ["model=local", f"model.path={folder}", "task=testbed_summary", "method=h2o", "task.max_new_tokens=9"]
+    settings = settings_of(*composed(*words))
+    run, full = evaluate_run(settings), evaluate_run(settings.baseline())
+    assert "generation_config" in settings.identity["corrected"]
+    banned = tokenizer.decode(free[:1])
+    assert not any(banned in row["output"].split() for one in (run, full) for row in one.rows())

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import stock, tiny
+from transformers import AutoModelForCausalLM
 from turns import in_turn
 
 from kvexp.core import Budget, CacheConfig, Noise
@@ -13,7 +14,7 @@ from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.methods import A2SF, H2O, Keyformer, Window
-from kvexp.models import RowMaskCache
+from kvexp.models import RowMaskCache, load_tokenizer
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.tasks.lm_eval import SEVEN, LMEval
 
@@ -258,6 +259,54 @@ def test_generation_under_eviction_is_kvexps_own():
         assert answer == lm.tokenizer.decode(alone.tokens[0], skip_special_tokens=True).split("\n\n")[0]
     full = ours().generate_until(text_requests("generate_until", *((text, asked_for) for text in texts)))
     assert made != full
+
+
+def grid_of(write, prompts):
+    """(prompt, stop texts) that prompts and what follows them make: across their border, in the answer, or nowhere."""
+    free = write([(prompt, {"until": ["\0"], "max_gen_toks": 12}) for prompt in prompts])
+    for prompt, answer in zip(prompts, free, strict=True):
+        for stop in {prompt[-n:] + answer[:m] for n in (1, 2) for m in (1, 2)}:
+            yield prompt, [stop]
+        yield prompt, [answer[1:3]]
+        yield prompt, [answer[2:4], answer[2:3]]
+        yield prompt, [answer[:1] + "no", answer[3:6]]
+        yield prompt, ["\n\n"]
+        yield prompt, ["Q:", "\n\n", prompt[-1:] * 2]
+
+
+@pytest.mark.parametrize("model", ["random bytes", "stories260k"])
+def test_texts_end_at_stop_texts_where_lm_evals_own_model_ends_them(model, request):
+    """A stop text that began in the prompt is none, whatever it is made of."""
+    if model == "random bytes":
+        mine, hf = ours(), theirs("llama")
+    else:
+        path = request.getfixturevalue("stories260k")
+        mine = KvexpLM(path)
+        hf = HFLM(AutoModelForCausalLM.from_pretrained(path), tokenizer=load_tokenizer(path), batch_size=1)
+    hf.batch_size_per_gpu = 1
+    prompts = ["Tell me:\n", "Q: who?\nA:", "Once upon a time ", "She said: né", "Q: who?\n\n", "Tom 。"]
+
+    def write(model, asked):
+        return model.generate_until(text_requests("generate_until", *asked), disable_tqdm=True)
+
+    grid = list(grid_of(lambda asked: write(hf, asked), prompts))
+    asked = [(prompt, {"until": [stop for stop in stops if stop], "max_gen_toks": 12}) for prompt, stops in grid]
+    assert len(asked) > 40
+    assert write(mine, asked) == write(hf, asked)
+
+
+def test_a_request_cut_to_the_model_is_measured_beside_one_of_a_long_continuation():
+    texts = [("abcdefgh " * 40, " end"), ("Short one", " " + "word " * 20), ("z " * 70, " abc"), ("Question", " tail")]
+    for family in ("llama", "gpt2"):
+        expected = theirs(family).loglikelihood(text_requests("loglikelihood", *texts), disable_tqdm=True)
+        for options in ({}, {"method": "h2o", "kv_ratio": 0.5}):
+            alone = ours(family, **options).loglikelihood(text_requests("loglikelihood", *texts))
+            for rows in (2, 4):
+                lm = ours(family, batch_size=rows, **options)
+                made = lm.loglikelihood(text_requests("loglikelihood", *texts))
+                assert [one for one, _ in made] == pytest.approx([one for one, _ in alone], abs=1e-3)
+                if not options:
+                    assert [one for one, _ in made] == pytest.approx([one for one, _ in expected], abs=1e-3)
 
 
 def test_sampling_draws_anew_when_a_request_comes_again():

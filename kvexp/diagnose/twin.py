@@ -17,6 +17,8 @@ from kvexp.core.attention import AttentionInputs, apply_probs
 from kvexp.core.layer_cache import LayerCache
 from kvexp.core.select import keep_order
 from kvexp.diagnose.case import Case
+from kvexp.generate.generation_params import RowProcessors
+from kvexp.generate.inputs import eos_ids
 from kvexp.generate.prefilled_context import decode_step
 from kvexp.models import MultiMethodCache
 from kvexp.models.batched_cache import MultiLayer
@@ -192,9 +194,14 @@ def twin(case: Case, answer: Sequence[int]) -> tuple[Losses, list[bool]]:
     written: list[int] = []
     logits, position = full.logits, len(case.prompt)
     fed = [*case.question, *answer]
+    read = torch.tensor([[*case.prompt, *fed]], device=full.ids.device)
+    before = read[:, : len(case.prompt) + len(case.question)]
+    ends = eos_ids(case.model, case.decoding.eos)
+    own = RowProcessors.of(case.model, case.decoding, before, torch.ones_like(before), ends)
     for place, token in enumerate(fed):
         if place >= len(case.question):
-            written.append(int(logits[-1].argmax()))
+            last = logits[-1:].float()
+            written.append(int((last if own is None else own(read[:, : len(case.prompt) + place], last)).argmax()))
         if place == len(fed) - 1:  # the last token is never fed
             break
         step = torch.tensor([[token], [token]], device=full.ids.device)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvexp.errors import ConfigError
 from kvexp.generate.decode_loop import MIN_ENDED_SHARE, batched_cache
-from kvexp.generate.inputs import check_length, check_tokens
+from kvexp.generate.inputs import check_length, check_tokens, rows_that_fit
 from kvexp.generate.output import check_finite
 from kvexp.generate.prefilled_context import PrefilledContext, decode_step
 
@@ -93,6 +93,12 @@ def divergence_of_batches(
     """
     for batch in batches:
         _check(model, batch.full, batch.variants, batch.texts, max_new_tokens)
+    fitting = [_fitting(model, batch) for batch in batches]
+    if any(len(some) > 1 for some in fitting):
+        all_parts = [part for some in fitting for part in some]
+        found = iter(divergence_of_batches(model, all_parts, max_new_tokens=max_new_tokens, eos=eos))
+        each = [list(zip(*(next(found) for _ in some), strict=True)) for some in fitting]
+        return [[[row for rows in groups for row in rows] for groups in variants] for variants in each]
     parts = [_ForcedRows(batch, max_new_tokens, eos) for batch in batches]
     going, cache = parts, batched_cache([context for batch in batches for context in batch.contexts])
     while True:
@@ -218,6 +224,23 @@ def _text(tokens: list[int], columns: Tensor) -> TextDivergence:
     return TextDivergence(tokens, kl, full_logprob, logprob, [each > 0.5 for each in same])
 
 
+def _fitting(model: PreTrainedModel, batch: ForcedBatch) -> list[ForcedBatch]:
+    """The batch, or copies of its rows in groups that the model holds together with their texts."""
+    texts, full = batch.texts, batch.full
+    if texts is None:
+        return [batch]
+    sizes = rows_that_fit(model, full.lengths, [len(text) for text in texts], full.cache.sequence.max_positions is None)
+    if len(sizes) == 1:
+        return [batch]
+    made, start = [], 0
+    for size in sizes:
+        rows = range(start, start + size)
+        variants = [variant.fork(rows) for variant in batch.variants]
+        made.append(ForcedBatch(full.fork(rows), variants, [texts[row] for row in rows]))
+        start += size
+    return made
+
+
 def _check(
     model: PreTrainedModel,
     full: PrefilledContext,
@@ -247,4 +270,4 @@ def _check(
     if min(map(len, texts)) == 0:
         raise ConfigError("a text is empty: divergence needs at least one token")
     check_tokens(model, texts, "the text of ")
-    check_length(model, max(full.lengths), max(map(len, texts)), full.cache.sequence.max_positions is None)
+    rows_that_fit(model, full.lengths, [len(text) for text in texts], full.cache.sequence.max_positions is None)

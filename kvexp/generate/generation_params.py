@@ -141,9 +141,13 @@ def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tup
 
 
 def with_keywords(decoding: GenerationParams | None, words: Mapping[str, Any]) -> GenerationParams:
-    """These parameters, or the defaults, with keyword arguments in transformers' words; ConfigError for others."""
+    """These parameters, or the defaults, with keyword arguments in transformers' words; ConfigError for others.
+
+    None leaves an argument as it is, but for eos_token_id=None, which never stops.
+    """
     check_keywords(words, GENERATION_NAMES)
-    given = {OWN_NAMES.get(name, name): value for name, value in words.items()}
+    kept = {name: value for name, value in words.items() if value is not None or name == "eos_token_id"}
+    given = {OWN_NAMES.get(name, name): value for name, value in kept.items()}
     if isinstance(stops := given.get("stop_strings", ()), str | list):
         given["stop_strings"] = (stops,) if isinstance(stops, str) else tuple(stops)
     return replace(decoding or GenerationParams(), **given)
