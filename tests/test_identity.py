@@ -290,10 +290,11 @@ def test_log_likelihoods_are_of_the_raw_logits():
 
 
 def corrected(*words):
+    words = [*words, f"task.data_files={ROOT}/tests/fixtures/xsum.jsonl"] if NAMED in words else words
     return settings_of(*composed("model=testbed_rope", *words)).identity.get("corrected", [])
 
 
-NAMED = "task=sample"
+NAMED = "task=xsum"
 
 
 @pytest.mark.parametrize(

@@ -256,16 +256,14 @@ def config_of_spec(spec: ModelSpec) -> Any:
 @functools.lru_cache(maxsize=64)
 def generation_config_of(spec: ModelSpec) -> Any:
     """The Hugging Face generation settings, without weights; those of no model where loading it will fail."""
-    from transformers import GenerationConfig
-
-    from kvexp.models.load import load_generation_config
+    from kvexp.models.load import generation_config_from, load_generation_config
 
     try:
         if spec.kind == "random":
-            return GenerationConfig.from_model_config(config_of_spec(spec))
+            return generation_config_from(config_of_spec(spec))
         return load_generation_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
     except ConfigError:
-        return GenerationConfig()
+        return generation_config_from(None)
 
 
 def hub_commit(model: Model) -> str | None:

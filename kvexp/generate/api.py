@@ -16,11 +16,20 @@ from kvexp.core.spans import Span
 from kvexp.errors import ConfigError
 from kvexp.generate.beam_search import beam_search
 from kvexp.generate.decode_loop import batched_cache, decode
-from kvexp.generate.generation_params import GenerationOptions, GenerationParams, parted, with_keywords
+from kvexp.generate.finish_reason import StopStrings
+from kvexp.generate.generation_params import (
+    GenerationOptions,
+    GenerationParams,
+    RowProcessors,
+    parted,
+    stop_strings_of,
+    with_keywords,
+)
 from kvexp.generate.inputs import (
     check_bounded,
     check_length,
     check_questions,
+    eos_ids,
     pad_id,
     pad_left,
     real_prompts,
@@ -69,6 +78,7 @@ def generate(
     decoding, of_cache = parted(decoding, options)
     config = CacheConfig.of(method, budget, **of_cache)
     prompts = real_prompts(model, prompts, attention_mask, tokenizer)
+    _check_decoding(model, decoding, tokenizer)
     row_seeds = seeds_per_row(seeds, len(prompts))
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
@@ -141,6 +151,7 @@ def generate_from_contexts(
     Not with beams. Returns one Generation per context.
     """
     decoding, first = with_keywords(decoding, options), contexts[0]
+    _check_decoding(model, decoding, tokenizer)
     rows, beams = len(first.ids), decoding.num_beams
     row_seeds, length = seeds_per_row(seeds, rows), check_questions(model, rows, questions)
     new = length + decoding.max_new_tokens
@@ -165,3 +176,12 @@ def generate_from_contexts(
     for context, last in zip(contexts, logits.split(rows), strict=True):
         context.ids, context.mask, context.logits = ids, mask, last
     return decode(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)
+
+
+def _check_decoding(
+    model: PreTrainedModel, decoding: GenerationParams, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """ConfigError for stop strings without a tokenizer, and for the model's own settings that cannot be followed."""
+    StopStrings(stop_strings_of(model, decoding), tokenizer)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    RowProcessors.of(model, decoding, one, one + 1, eos_ids(model, decoding.eos))

@@ -109,7 +109,12 @@ def load_generation_config(path: str, *, revision: str | None = None, trust_remo
     try:
         return _from_hub(located(path)[0], "generation settings", GenerationConfig.from_pretrained, revision=revision)
     except ConfigError:  # it has no such file: transformers then takes what config.json says
-        return GenerationConfig.from_model_config(config)
+        return generation_config_from(config)
+
+
+def generation_config_from(config: Any) -> Any:
+    """The Hugging Face generation settings of a model without a file of them; config: its own, None for no model."""
+    return GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
 
 
 def load_tokenizer(
