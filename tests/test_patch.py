@@ -4,14 +4,26 @@ import copy
 
 import pytest
 import torch
-from tiny import stock, tokens
+from tiny import CONFIGS, stock, tokens
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from kvexp.core import Budget
 from kvexp.errors import CacheError, ConfigError
 from kvexp.generate import GenerationParams, generate
-from kvexp.methods import H2O
+from kvexp.methods import H2O, Full
 from kvexp.models import EvictionCache, is_patched, patch_model, patched, unpatch_model
-from kvexp.models.attention_hook import ATTN_IMPLEMENTATION
+from kvexp.models.attention_hook import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
+from kvexp.models.families import FAMILIES as KNOWN
+from kvexp.models.families import Family
 
 FAMILIES = ["llama", "gpt2", "gptj", "mpt", "opt"]
 IDS = tokens(5, 2, 11)
@@ -167,3 +179,170 @@ def test_the_old_name_warns():
 
     with pytest.warns(DeprecationWarning, match="patch_model"):
         assert kvexp.models.install is patch_model
+
+
+# -- what attention is asked for, and torch.compile --------------------------------------------------------------------
+
+CHANGING = {
+    "softcap": 50.0,
+    "s_aux": torch.zeros(15),
+    "sinks": torch.zeros(15),
+    "is_causal": False,
+    "dropout": 0.1,
+    "position_bias": torch.zeros(1, 15, 5, 5),
+    "head_mask": torch.ones(15),
+    "output_attentions": True,
+    "cu_seq_lens_q": torch.tensor([0, 3, 5]),
+    "max_length_q": 3,
+    "block_table": 7,
+    "something_new": 0,
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_an_argument_that_could_change_attention_raises_by_its_name(name):
+    query, key = torch.randn(1, 15, 5, 14), torch.randn(1, 3, 5, 14)
+    module = torch.nn.Identity()
+    plain, _ = kvexp_attention(module, query, key, key, None)
+    same, _ = (
+        kvexp_attention(
+            module,
+            query,
+            key,
+            key,
+            None,
+            position_ids=torch.arange(5)[None],
+            use_cache=True,
+            is_causal=True,
+            **{name: None},
+        )
+        if name not in ("dropout", "is_causal")
+        else (plain, None)
+    )
+    assert torch.equal(plain, same), "None stands for an argument that is not given"
+    with pytest.raises(CacheError, match=rf"Identity asks for attention with {name}\b.*kvexp does not compute"):
+        kvexp_attention(module, query, key, key, None, **{name: CHANGING[name]})
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gpt2", "opt"])
+def test_such_arguments_of_the_whole_model_raise(family):
+    model = patch_model(fresh(family))
+    with pytest.raises(CacheError, match=r"asks for attention with softcap=3\.0"):
+        model(IDS, softcap=3.0)
+    model.train()
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.25
+    if family in ("llama", "mistral", "qwen2", "qwen3", "gpt_neox"):
+        with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
+            model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("family", "owner", "name"), [("gptj", "attn", "attn_dropout"), ("mpt", "attn", "attn_dropout_p")]
+)
+def test_dropout_of_families_with_their_own_attention_raises(family, owner, name):
+    model = patch_model(fresh(family))
+    for module in model.modules():
+        if hasattr(module, name):
+            setattr(module, name, 0.25 if family == "mpt" else torch.nn.Dropout(0.25))
+    model(IDS)
+    model.train()
+    with pytest.raises(CacheError, match=r"asks for attention with dropout=0\.25"):
+        model(IDS)
+
+
+LIKE_LLAMA = {
+    **{"vocab_size": 61, "hidden_size": 30, "intermediate_size": 26, "num_hidden_layers": 2, "pad_token_id": 0},
+    **{"num_attention_heads": 15, "num_key_value_heads": 3, "head_dim": 14, "max_position_embeddings": 211},
+}
+OTHERS = {
+    "gemma2": ({}, "softcap=50.0"),
+    "gpt_oss": ({"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+    "phimoe": ({"sliding_window": 5, "num_local_experts": 2}, "a window of 5 and sliding_window=None"),
+    "llama4_text": ({"attention_chunk_size": 5, "num_local_experts": 2}, "another mask: .*chunks"),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_family_whose_attention_is_another_one_raises_once_its_line_is_added(family, monkeypatch):
+    changes, message = OTHERS[family]
+    monkeypatch.setitem(KNOWN, family, Family(family, "rope"))
+    config = AutoConfig.for_model(family, **{**LIKE_LLAMA, **changes})
+    model = patch_model(AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+    with pytest.raises(CacheError, match=message):
+        model(IDS)
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "mpt"])
+def test_packed_sequences_raise(family):
+    """Stock keeps them apart, where it sees no mask and no cache."""
+    model = patch_model(fresh(family))
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
+    for more in ({}, {"use_cache": False}, {"past_key_values": EvictionCache(model, Full())}):
+        with pytest.raises(CacheError, match="packed sequences"):
+            model(IDS, position_ids=packed, **more)
+    if family == "opt":
+        return  # whose mask does not go by position_ids, in stock neither
+    with pytest.raises(CacheError, match="packed sequences"):
+        model.base_model(IDS, position_ids=packed, use_cache=False)
+    model(IDS, position_ids=torch.arange(11).expand(2, -1))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_masks_that_are_no_padding_mask_raise(family):
+    model = patch_model(fresh(family))
+    for mask in (torch.zeros(2, 1, 11, 11), torch.ones(2, 11, 11), {"full_attention": None}):
+        with pytest.raises(CacheError, match=r"takes the 2-D attention mask \[batch, columns\], got"):
+            model(IDS, attention_mask=mask)
+    assert torch.equal(model(IDS, attention_mask=torch.ones_like(IDS)).logits, model(IDS).logits)
+    model.config.is_causal = False
+    with pytest.raises(CacheError, match="attention in both directions"):
+        model(IDS)
+
+
+def test_only_causal_masks_and_sliding_windows_pass():
+    def asked(function, size=None):
+        return padding_mask(batch_size=2, mask_function=function, local_size=size)
+
+    assert asked(causal_mask_function).shape == (2, 0)
+    for size in (1, 2, 7, 4096):
+        assert asked(sliding_window_causal_mask_function(size), size).shape == (2, 0)
+    others = {  # what each is -> the function, and the window that is told
+        "both ways": (bidirectional_mask_function, None),
+        "a window both ways": (sliding_window_bidirectional_mask_function(7), 7),
+        "chunks": (chunked_causal_mask_function(7, torch.zeros(2, dtype=torch.long)), 7),
+        "a prefix": (or_masks(causal_mask_function, lambda b, h, q, k: k < 3), None),
+        "a place in the middle": (and_masks(causal_mask_function, lambda b, h, q, k: k != 100), None),
+        "a window that is not told": (sliding_window_causal_mask_function(7), None),
+        "another window": (sliding_window_causal_mask_function(7), 8),
+        "none where one is told": (causal_mask_function, 7),
+        "a callable": (torch.nn.Identity(), None),
+    }
+    for function, size in others.values():
+        with pytest.raises(CacheError, match="kvexp computes causal attention"):
+            asked(function, size)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gptj", "mpt"])
+def test_torch_compile_says_in_one_line_that_it_cannot(family):
+    model = patch_model(copy.deepcopy(stock(family)))
+    line = "^torch.compile cannot compile a model that attends through kvexp: .*$"
+    calls = (lambda one: one(IDS), lambda one: generate(one, [[1, 2, 3]], H2O(), Budget(tokens=8)))
+    for call in calls if family == "llama" else calls[:1]:
+        torch._dynamo.reset()
+        with pytest.raises(CacheError, match=line):
+            call(torch.compile(model, backend="eager"))
+    torch._dynamo.reset()
+    inside = copy.deepcopy(model)
+    inside.forward = torch.compile(inside.forward, backend="eager")
+    with pytest.raises(CacheError, match=line):
+        inside(IDS)
+    for compiled in (torch.compile(copy.deepcopy(stock(family)), backend="eager"), copy.deepcopy(stock(family))):
+        if not hasattr(compiled, "_orig_mod"):
+            compiled.compile(backend="eager")
+        with pytest.raises(ConfigError, match=line):
+            patch_model(compiled)
+    torch._dynamo.reset()
+    assert torch.isfinite(model(IDS).logits).all(), "the model itself goes on"

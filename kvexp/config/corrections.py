@@ -14,6 +14,7 @@ from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
 from kvexp.tasks import LMEval
 from kvexp.tasks.lm_eval.definition import written_after
 from kvexp.tasks.summarization import SummaryTask
+from kvexp.config.model_spec import moving_rope, stretches_context
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings
@@ -57,10 +58,22 @@ def _model_changes_logits(settings: Settings) -> bool:
     return bool(set_fields(own, MODEL_PROCESSORS)) or bool(own.stop_strings and not settings.decoding.stop_strings)
 
 
+def _moving_rope(settings: Settings) -> bool:
+    """Rows of a batch, of a shared prefill and of the runs before chose each other's RoPE frequencies."""
+    return moving_rope(settings.model) is not None
+
+
+def _rope_context(settings: Settings) -> bool:
+    """Prompts were cut to, or skipped by, the length that the model had before its RoPE was stretched."""
+    return stretches_context(settings.model)
+
+
 # Name of the correction -> whether it can move a row of a run with these settings. No model is loaded for the answer.
 CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "stop_in_prompt": _stop_begins_in_prompt,
     "generation_config": _model_changes_logits,
+    "moving_rope": _moving_rope,
+    "rope_context": _rope_context,
 }
 
 

@@ -19,6 +19,7 @@ from kvexp.paths import path_of
 
 if TYPE_CHECKING:
     from kvexp.core import CacheConfig
+    from kvexp.models.moving_rope import MovingRope
     from kvexp.models.types import Model, Tokenizer
 
 
@@ -228,6 +229,39 @@ def max_positions(spec: ModelSpec) -> int:
     from kvexp.models import families
 
     return families.max_positions(config_of_spec(spec))
+
+
+@functools.lru_cache(maxsize=16)
+def moving_rope(spec: ModelSpec) -> MovingRope | None:
+    """The model's RoPE if its frequencies go by the longest row of a forward; its configuration alone is read.
+
+    None also where that cannot be read, which is told where the model is needed.
+    """
+    from kvexp.models.moving_rope import MovingRope
+
+    try:
+        return MovingRope.of(config_of_spec(spec))
+    except ConfigError:
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def stretches_context(spec: ModelSpec) -> bool:
+    """Whether a factor of the model's RoPE makes it hold more tokens than its config's limit; False as above."""
+    from kvexp.models import families
+
+    try:
+        config = config_of_spec(spec)
+        return families.max_positions(config) != getattr(config, families.family_of(config).limit)
+    except ConfigError:
+        return False
+
+
+def rows_alone(spec: ModelSpec) -> bool:
+    """Whether every prompt goes through the model by itself, because rows of a batch would change each other."""
+    from kvexp.models.half_precision import one_row_per_forward
+
+    return one_row_per_forward(spec.dtype, spec.resolved_device()) or moving_rope(spec) is not None
 
 
 def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = None) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvexp.build import typed
+from kvexp.config.model_spec import moving_rope
 from kvexp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ def bounded_chunk(config: Mapping[str, Any]) -> int | None:
 
 
 def check_prefill(settings: Settings) -> None:
-    """ConfigError where a bounded prefill is asked for and other settings exclude it; no model is needed."""
+    """ConfigError where a prefill in chunks is asked for and other settings exclude it; no weights are needed."""
     from kvexp.tasks import LMEval
 
     chunk, decoding = settings.cache.bounded_chunk, settings.decoding
+    if decoding.prefill_chunk is not None and (moving := moving_rope(settings.model)) is not None:
+        raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
     if chunk is None:
         return
     if decoding.prefill_chunk is not None:

@@ -15,7 +15,7 @@ from kvexp.config.corrections import corrections_of, writes_text
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
-from kvexp.config.model_spec import ModelSpec, generation_config_of
+from kvexp.config.model_spec import ModelSpec, generation_config_of, moving_rope, rows_alone
 from kvexp.config.prefill_options import bounded_chunk, check_prefill
 from kvexp.config.root_values import Shard, check_values
 from kvexp.config.surrogate_of_model import surrogate_for
@@ -25,7 +25,8 @@ from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.generate.generation_params import check_generation_config
 from kvexp.methods import Full
-from kvexp.models.half_precision import batch_size_identifies_run, one_row_per_forward
+from kvexp.models.half_precision import batch_size_identifies_run
+from kvexp.models.moving_rope import check_rope
 from kvexp.paths import path_of
 from kvexp.tasks import LMEval, Task
 from kvexp.tasks.questions import with_shared_context
@@ -180,7 +181,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         decoding=_decoding(config["generation"], task),
         seed=config["seed"],
         limit=config["limit"],
-        batch_size=1 if one_row_per_forward(model.dtype, model.resolved_device()) else config["batch_size"],
+        batch_size=1 if rows_alone(model) else config["batch_size"],
         shard=Shard.read(config.get("shard")),
         timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
         retry=config["retry"],
@@ -230,6 +231,7 @@ def _check(settings: Settings) -> None:
         check_generation_config(generation_config_of(settings.model))
     check_padding(settings)
     check_prefill(settings)
+    check_rope(moving_rope(settings.model), settings.cache)
     check_keep(settings)
     check_turns(settings)
     check_chat(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvexp.config.model_spec import moving_rope
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
 from kvexp.tasks import LMEval, Task
@@ -24,6 +25,10 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             "diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, or "
             "diagnose=none"
+        )
+    if (moving := moving_rope(settings.model)) is not None:
+        raise ConfigError(
+            f"diagnose feeds answers in one forward, and {moving.why}: set diagnose=none, or take another model"
         )
     chooses = type(task).score_choices is not Task.score_choices
     if isinstance(task, LMEval) or task.only_nll or chooses:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvexp.config.model_spec import rows_alone
 from kvexp.config.settings import Settings
 from kvexp.dry_run.cost import second_passes, slots_bytes, slots_of
 from kvexp.dry_run.peak_memory import BASE_BYTES, HeldCaches, PeakMemory, width_of, working_bytes
@@ -104,7 +105,9 @@ class GroupPlan:
         several = self.threads if self.device == "cpu" and sys.platform == "linux" and not limited else 1
         if math.ceil(self.batches / several) * several > MIN_UTILISATION * self.batches or need > room / several:
             several = 1
-        most = 1 if limited else max(1, MAX_DECODE_ROWS // (members * self.lead.batch_size))
+        most = (
+            1 if limited or rows_alone(self.lead.model) else max(1, MAX_DECODE_ROWS // (members * self.lead.batch_size))
+        )
         groups = min(self.batches, several * math.ceil(self.batches / (several * most)))
         if math.ceil(self.batches / groups) * need > room / several:
             groups = self.batches

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_cache
+from kvexp.config.model_spec import moving_rope
 from kvexp.config.settings import Settings
 from kvexp.evaluate.model_output import ModelOutput
 from kvexp.evaluate.outputs import noise_seed, outputs_of, sampling_seed
@@ -80,11 +81,16 @@ def shares_score_across_batch(settings: Settings) -> bool:
 
 
 def _parts(settings: Settings, batch: Items) -> list[Items]:
-    """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many."""
+    """Prompts to prefill together: of one kind and, where a budget counts the tokens to come, with equally many.
+
+    One context at a time where rows would change each other.
+    """
     groups = defaultdict(list)
     for item in batch:
         ahead = tokens_to_come(settings, item[1]) if _counts_ahead(settings) else None
-        groups[bool(item[1].choices), ahead].append(item)
+        # One context can be cut to several lengths, by its questions.
+        alone = tuple(item[1].ids) if moving_rope(settings.model) is not None else None
+        groups[bool(item[1].choices), ahead, alone].append(item)
     return list(groups.values())
 
 

@@ -99,7 +99,8 @@ def _check_runnable(settings: Settings, config: Any, tokenizer: Tokenizer, examp
             longest, why = prompt.size, reason
     if why.startswith("too long"):
         why += (
-            f"; the model holds {max_positions(settings.model)} positions: see task.truncate and task.max_prompt_tokens"
+            f"; the model holds {max_positions(settings.model)} positions: see task.truncate and "
+            "task.max_prompt_tokens, or go beyond them with cache.beyond_context=true (not for learned positions)"
         )
     raise ConfigError(why if len(examples) == 1 else f"none of the {len(examples)} examples can be run: {why}")
 

@@ -49,7 +49,8 @@ def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) ->
     if longest > room:
         raise ConfigError(
             f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
-            "task.max_new_tokens (or generation.max_new_tokens)"
+            "task.max_new_tokens (or generation.max_new_tokens), or go beyond them with cache.beyond_context=true (not "
+            "for learned positions)"
         )
 
 

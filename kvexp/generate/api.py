@@ -30,6 +30,7 @@ from kvexp.generate.inputs import (
     check_length,
     check_questions,
     eos_ids,
+    check_rows,
     pad_id,
     pad_left,
     real_prompts,
@@ -83,6 +84,7 @@ def generate(
     new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
     check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
     check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
+    check_rows(model, prompts, new, decoding.prefill_chunk)
     if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
         ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
         cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer, spans)

@@ -19,6 +19,7 @@ from kvexp.core.decode.capture_obstacles import capture_obstacle
 from kvexp.core.decode.replayable_step import ReplayableStep
 from kvexp.generate.prefilled_context import decode_step
 from kvexp.models import EvictionCache, MultiMethodCache
+from kvexp.models.moving_rope import MovingRope
 from kvexp.models.patch import track_finite
 
 AnyCache = EvictionCache | MultiMethodCache
@@ -106,6 +107,9 @@ class DecodeSteps:
         for one, why in obstacles:
             if why is not None:
                 counts.because(f"{one.config.method.name} is not captured: {why}")
+        if device is not None and MovingRope.of(model.config) is not None:
+            counts.because("the model's RoPE is not captured: its frequencies go by a position that the host reads")
+            device = None
         self._device = device if all(why is None for _, why in obstacles) else None
         self._captured: _CapturedStep | None = None
         self._before: list[tuple[int, bool]] | None = (

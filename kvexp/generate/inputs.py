@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvexp.core import CacheConfig
 from kvexp.errors import ConfigError
 from kvexp.models.families import max_positions
+from kvexp.models.moving_rope import MovingRope
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -150,6 +151,16 @@ def check_bounded(
             " are evicted between chunks (bounded_chunk); read them one by one"
         )
     return config.bounded_chunk
+
+
+def check_rows(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int, chunk: int | None = None) -> None:
+    """ConfigError where the model would compute a row otherwise than alone, or than whole (`MovingRope`).
+
+    new: tokens to come behind the prompts; chunk: columns of a forward, None: all.
+    """
+    moving = MovingRope.of(model.config)
+    if moving is not None:
+        moving.check_prompts([len(prompt) for prompt in prompts], new, chunk=chunk)
 
 
 def check_length(model: PreTrainedModel, prompt: int, new: int, beyond_context: bool) -> None:

@@ -14,6 +14,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate.inputs import check_tokens, real_prompts, rows_that_fit
 from kvexp.generate.output import check_finite
 from kvexp.generate.prefilled_context import PrefilledContext, forward_last, forward_logits, prefill
+from kvexp.models.moving_rope import MovingRope
 
 __all__ = [
     "Token",
@@ -116,6 +117,8 @@ def score_tokens(
     if one_forward and not can_score_in_one_forward(cache.config):
         what = "quantises" if cache.config.quantization is not None else "evicts"
         raise ConfigError(f"method {cache.config.method.name} {what} while decoding: feed it one token at a time")
+    if one_forward and (moving := MovingRope.of(model.config)) is not None:
+        raise ConfigError(f"{moving.why}: feed the continuation one token at a time")
     width = fed.shape[1] - 1 if one_forward else 1
     tokens = [_score_step(context.logits[:, None], fed[:, :1])]
     mask = context.mask

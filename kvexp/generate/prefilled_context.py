@@ -15,7 +15,7 @@ from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.core.spans import Span
 from kvexp.deprecation import OldName
 from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_bounded, check_prompts, pad_id, pad_left, seeds_per_row
+from kvexp.generate.inputs import check_bounded, check_prompts, check_rows, pad_id, pad_left, seeds_per_row
 from kvexp.models import EvictionCache
 
 
@@ -100,6 +100,7 @@ def prefill(
     config = CacheConfig.of(method, budget, **options)
     check_prompts(model, prompts)
     chunk = check_bounded(config, prompts, num_beams, chunk)
+    check_rows(model, prompts, max_new_tokens or 0, chunk)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     # 2. An empty cache, whose budget is known to hold these prompts.
     row_seeds = seeds_per_row(seeds, len(prompts))

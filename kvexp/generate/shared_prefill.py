@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import CacheConfig
 from kvexp.core.spans import Span
-from kvexp.generate.inputs import check_length, check_prompts, pad_id, pad_left, seeds_per_row
+from kvexp.generate.inputs import check_length, check_prompts, check_rows, pad_id, pad_left, seeds_per_row
 from kvexp.generate.prefilled_context import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.models import EvictionCache, MultiMethodCache
 
@@ -36,6 +36,7 @@ def prefill_together(
     row_seeds = seeds_per_row(seeds, len(prompts))
     check_prompts(model, prompts)
     check_length(model, max(map(len, prompts)), max_new_tokens, all(config.beyond_context for config in configs))
+    check_rows(model, prompts, max_new_tokens)
     ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
     made: dict[int, PrefilledContext] = {}
     whole = [place for place, config in enumerate(configs) if config.bounded_chunk is None]

@@ -15,6 +15,7 @@ from kvexp.lm_eval.evaluator import Bench
 from kvexp.lm_eval.requests import Ask
 from kvexp.models import cpu_linear, load_model, load_tokenizer
 from kvexp.models.half_precision import one_row_per_forward
+from kvexp.models.moving_rope import MovingRope
 
 AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
 
@@ -66,6 +67,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         self.seed, self.tokenizer = seed, tokenizer
         weight = pretrained.get_input_embeddings().weight
         by_itself = one_row_per_forward(str(weight.dtype).removeprefix("torch."), weight.device.type)
+        by_itself |= MovingRope.of(pretrained.config) is not None
         how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
         self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows)
 

@@ -12,6 +12,7 @@ from kvexp.core import CacheConfig
 from kvexp.generate import PrefilledContext, can_score_in_one_forward, prefill, receipts, score_tokens
 from kvexp.generate.inputs import rows_that_fit
 from kvexp.lm_eval.requests import Ask, Judged
+from kvexp.models.moving_rope import MovingRope
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Stepwise:
         self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
     ) -> dict[int, Judged]:
         """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
-        made = {}
+        made, moves = {}, MovingRope.of(self.model.config) is not None
         once = [row for row, _ in rows] == list(range(len(context.ids)))
         for some in self._together(asks, context, rows):
             forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
@@ -74,7 +75,7 @@ class Stepwise:
                 [asks[place].continuation for _, place in some],
                 [asks[place].question for _, place in some],
                 max_new_tokens=ahead,
-                one_forward=can_score_in_one_forward(forks.cache.config),
+                one_forward=can_score_in_one_forward(forks.cache.config) and not moves,
             )
             for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
                 made[place] = Judged(judgement, receipt, context.seconds)

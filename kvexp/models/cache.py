@@ -46,6 +46,7 @@ from kvexp.models.families import (
     rope_of,
 )
 from kvexp.models.layer_input import LayerInput, layer_input
+from kvexp.models.moving_rope import MovingRope, check_rope, turned_by
 from kvexp.models.output_projection import output_blocks, output_factors
 from kvexp.models.repeated_prompt import RepeatedPrompt
 from kvexp.models.retrieval_calibration import calibrate, check_retrieval
@@ -143,10 +144,8 @@ class EvictionCache(Cache):  # type: ignore[misc]
             config.calibration.check_shape(*query_shape(model.config))
         if config.head_scores is not None:
             config.head_scores.check_shape(*query_shape(model.config)[:2])
-        moves_keys = config.renumbered or (isinstance(method, Retrieval) and method.clamps_positions)
-        turns = "queries" if method.needs.queries_after is not None or method.needs.calibration else "keys"
-        why = "positions=renumbered" if moves_keys else f"method {method.name}, which turns {turns} back,"
-        rope = rope_of(model, why) if moves_keys or turns == "queries" or method.needs.rope else None
+        check_rope(MovingRope.of(model.config), config)
+        rope = rope_of(model) if turned_by(config) is not None else None
         self.sequence = SequenceState(
             prompt_columns=prompt_tokens,
             max_new_tokens=max_new_tokens,

@@ -15,6 +15,7 @@ from kvexp.errors import ConfigError
 from kvexp.models.attention_hook import check_patched
 from kvexp.models.cache import EvictionCacheLayer
 from kvexp.models.families import num_layers, rope_of
+from kvexp.models.moving_rope import MovingRope, check_turns
 
 
 @torch.no_grad()
@@ -55,7 +56,8 @@ def calibrate_queries_and_heads(
     check_patched(model.config, ConfigError)
     if not sequences or not all(sequences):
         raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
-    rope = rope_of(model, "a calibration pass")
+    check_turns(MovingRope.of(model.config), "a calibration pass")
+    rope = rope_of(model)
     states = [CalibrationLayer() for _ in range(num_layers(model.config))]
     cache = Cache(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
     device = model.get_input_embeddings().weight.device

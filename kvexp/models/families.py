@@ -90,8 +90,46 @@ def check_quantization(config: Any, quantization: Quantization, dtype: torch.dty
 
 
 def max_positions(config: Any) -> int:
-    """The longest sequence, in tokens, that the model is made for."""
-    return int(getattr(config, family_of(config).limit))
+    """The longest sequence, in tokens, that the model is made for.
+
+    A RoPE that is stretched by a factor reaches so many times as far as the length that its config gives for the model
+    before: `original_max_position_embeddings`, or for linear and dynamic max_position_embeddings itself. A config that
+    was written for the stretched model says its length in max_position_embeddings (llama3 always does); the larger
+    counts.
+    """
+    family = family_of(config)
+    held = int(getattr(config, family.limit))
+    rope = rope_parameters(config)
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind in ("default", "llama3") or not isinstance(factor, int | float):
+        return held
+    return max(held, int((rope.get("original_max_position_embeddings") or held) * factor))
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The config's settings of a RoPE that transformers computes from them; empty for families with none or another."""
+    family, given = family_of(config), getattr(config, "rope_parameters", None)
+    computed = family.position == "rope" and not family.has_position_table  # GPT-J makes a table of its own
+    return given if computed and isinstance(given, dict) else {}
+
+
+def check_activations(config: Any) -> None:
+    """ConfigError for a checkpoint whose activations are rounded by the values of all rows of a forward."""
+    given = getattr(config, "quantization_config", None)
+    plain: dict[str, Any] = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
+    groups = (plain.get("config_groups") or {}).values()
+    inputs = [(group.get("input_activations") or {}) for group in groups if isinstance(group, dict)]
+    what = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
+    kind = str(plain.get("quant_type", "")).lower().replace("_", "")
+    if "float8dynamicactivation" in kind and "perrow" not in kind:  # one scale for all, unless said otherwise
+        what = f"quant_type {plain['quant_type']}"
+    if any(each.get("dynamic") and each.get("strategy") == "tensor" for each in inputs):
+        what = "input_activations by tensor"
+    if what is not None:
+        raise ConfigError(
+            f"quantization_config rounds activations by the values of a whole forward ({what}), so that rows and "
+            "chunks would change each other: take weights that are not quantised, or whose weights alone are"
+        )
 
 
 def check_sizes(config: Any) -> None:
@@ -126,18 +164,16 @@ def _own(config: Any, name: str) -> str:
     return str(getattr(config, "attribute_map", {}).get(name, name))
 
 
-def rope_of(model: Any, why: str = "positions=renumbered") -> RoPE | None:
-    """The model's RoPE as inverse frequencies; None for families without RoPE. why: what needs it, for errors.
+def rope_of(model: Any) -> RoPE | None:
+    """The model's RoPE as inverse frequencies; None for families without RoPE.
 
-    Frequencies come from the model's own rotary module, so linear, llama3 and yarn scaling are in them. GPT-J, which
-    has no such module, makes its table from the base 10000.
+    Not for one whose frequencies move (`kvexp.models.moving_rope`). Frequencies come from the model's own rotary
+    module, so linear, llama3 and yarn scaling are in them. GPT-J, which has no such module, makes its table from the
+    base 10000.
     """
     config = model.config
     if family_of(config).position != "rope":
         return None
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise ConfigError(f"{why} cannot work with rope_type {kind!r}: its frequencies change with length")
     if config.model_type == "gptj":
         width = config.rotary_dim or config.n_embd // config.n_head
         exponent = torch.arange(0, width, 2, dtype=torch.float32) / width

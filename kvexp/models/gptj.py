@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 
 from kvexp.core import AttentionParams
-from kvexp.models.attention_hook import cached_attention
+from kvexp.models.attention_hook import cached_attention, check_dropout
 
 
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
@@ -18,6 +18,7 @@ class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """Attention output [B, H, Q, D] in place of the original's, through kvexp; None for the weights."""
+        check_dropout(self, self.attn_dropout.p)
         params = AttentionParams(1 / float(self.scale_attn), upcast=True)
         return cached_attention(query, key, value, attention_mask, params), None
 

@@ -18,7 +18,7 @@ from transformers import (
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
-from kvexp.models.families import FAMILIES, check_sizes, family_of, num_layers
+from kvexp.models.families import FAMILIES, check_activations, check_sizes, family_of, num_layers
 from kvexp.models.located import located
 from kvexp.models.patch import patch_model
 from kvexp.paths import path_of
@@ -96,6 +96,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     family_of(config)
     try:
         check_sizes(config)
+        check_activations(config)
     except ConfigError as error:
         raise ConfigError(f"config.json of {path}: {error}") from error
     if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all

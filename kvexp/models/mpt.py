@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from kvexp.core import AttentionParams
-from kvexp.models.attention_hook import cached_attention
+from kvexp.models.attention_hook import cached_attention, check_dropout
 
 
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
@@ -29,6 +29,7 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        check_dropout(self, self.attn_dropout_p)
         batch, count = hidden_states.shape[:2]
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:

@@ -14,10 +14,18 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.models.attention_hook import ATTN_IMPLEMENTATION, kvexp_attention, padding_mask
-from kvexp.models.families import family_of
+from kvexp.models.attention_hook import (
+    ATTN_IMPLEMENTATION,
+    NOT_COMPILED,
+    check_mask,
+    check_not_compiled,
+    kvexp_attention,
+    padding_mask,
+)
+from kvexp.models.families import check_activations, family_of
 from kvexp.models.gptj import KvexpGPTJAttention
 from kvexp.models.layer_input import forget_layer_input
+from kvexp.models.moving_rope import MovingRope, check_forward, reset_frequencies
 from kvexp.models.mpt import KvexpMptAttention
 from kvexp.models.second_pass_hook import second_pass_hook
 
@@ -35,11 +43,14 @@ def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTra
     are. check_weights: look for NaN and inf in every parameter, because a score of NaN would choose slots at random.
     `unpatch_model` undoes everything. ConfigError for a model that cannot be patched, which is then as it was.
     """
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ConfigError(NOT_COMPILED)
     family = family_of(model.config)
+    check_activations(model.config)
     if check_weights:
         _check_finite(model)
     unpatch_model(model)  # so that what is remembered below is the model without kvexp
-    record = _Patch()
+    record = _Patch(MovingRope.of(model.config))
     try:
         if family.attention_class is None:
             for config in _configs(model):
@@ -108,9 +119,11 @@ class _Patch:
     """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
 
     Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
+    moving: the model's RoPE, if its frequencies go by the longest row of a forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, moving: MovingRope | None) -> None:
+        self.moving = moving
         self.former: list[tuple[Any, str, Any]] = []  # object, attribute, value before
         self.hooks: list[RemovableHandle] = []
 
@@ -169,12 +182,26 @@ def _alibi_power(model: PreTrainedModel) -> float:
 def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: CacheError for inputs that a kvexp cache cannot serve.
 
-    These are a prompt cut to nothing by generate(), a static cache, and a number of beams that is not the cache's.
+    These are a prompt cut to nothing by generate(), a static cache, packed sequences, a number of beams that is not
+    the cache's, and rows that change each other (`kvexp.models.moving_rope`).
     """
+    check_not_compiled()
+    check_mask(kwargs.get("attention_mask"))
     ids = args[0] if args else kwargs.get("input_ids")
     cache = kwargs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
+    positions, given = kwargs.get("position_ids"), ids if ids is not None else kwargs.get("inputs_embeds")
+    unmasked = positions is not None and positions.shape[-1] > 1 and kwargs.get("attention_mask") is None
+    if unmasked and bool((positions.diff(dim=-1) <= 0).any()):
+        raise CacheError(
+            "position_ids that start again within a row, without an attention mask, are packed sequences, which kvexp "
+            "does not keep apart: give every sequence a row of its own"
+        )
+    moving = vars(model)[_RECORD].moving
+    if moving is not None and given is not None:
+        check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
+        reset_frequencies(model)
     sequence = getattr(cache, "sequence", None)
     if sequence is None or ids is None:
         return

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from kvexp.config.model_spec import hub_commit, load, prepare_for_fork, tokenizer_of
+from kvexp.config.model_spec import hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
 from kvexp.config.settings import Settings
 from kvexp.console import Progress
 from kvexp.evaluate.context_outputs import shares_score_across_batch
@@ -181,10 +181,15 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
 def decode_groups(work: Sequence[Numbered], members: Sequence[GroupRun], processes: int) -> list[list[Numbered]]:
     """The batches in groups whose answers are decoded in the same steps: as even as they go, enough for all processes.
 
-    A group of several has at most MAX_DECODE_ROWS rows. Each batch by itself where the time per batch is limited.
+    A group of several has at most MAX_DECODE_ROWS rows. Each batch by itself where the time per batch is limited, and
+    where prompts would change each other.
     """
     lead = members[0].settings
-    most = 1 if lead.timeout_s is not None else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
+    most = (
+        1
+        if lead.timeout_s is not None or rows_alone(lead.model)
+        else max(1, MAX_DECODE_ROWS // (len(members) * lead.batch_size))
+    )
     count = min(len(work), processes * -(-len(work) // (processes * most)))
     ends = [len(work) * (place + 1) // count for place in range(count)]
     return [list(work[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
