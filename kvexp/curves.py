@@ -37,14 +37,18 @@ from kvexp.user_methods.python_class import class_method
 SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Curves:
     """The runs of one `compare` and their baselines. table: as `kvexp.results.table` gives it, a row per run.
 
-    In a notebook it shows as the figure above the columns of the task's first metric.
+    With limit=N all its numbers are over the first N examples, also of runs that have more. In a notebook it shows as
+    the figure above the columns of the task's first metric.
     """
 
     table: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return self._shown().to_string(index=False, float_format="{:.2f}".format, na_rep="")
 
     def figure(self, metric: str | None = None) -> Figure:
         """Quality in percent of full attention against kv_ratio, a line per method; metric: None for the task's first.
@@ -54,10 +58,14 @@ class Curves:
         return draw(self.table, metric)
 
     def _repr_html_(self) -> str:
+        return self._picture() + str(self._shown().to_html(index=False, float_format="{:.2f}".format, na_rep=""))
+
+    def _shown(self) -> pd.DataFrame:
+        """The columns of the first metric, with n; with NUMERICS where there are several."""
         metric = str(self.table["headline"].dropna().iloc[0])
-        columns = [*SHOWN, metric, *(f"{metric}{end}" for end in ("_of_full", "_low", "_high"))]
-        shown = self.table[[name for name in columns if name in self.table]]
-        return self._picture() + str(shown.to_html(index=False, float_format="{:.2f}".format, na_rep=""))
+        several = ["numerics"] if self.table["numerics"].nunique() > 1 else []
+        columns = [*several, *SHOWN, metric, *(f"{metric}{end}" for end in ("_of_full", "_low", "_high"))]
+        return self.table[[name for name in columns if name in self.table]]
 
     def _picture(self) -> str:
         try:
@@ -99,7 +107,7 @@ def compare(
     run_jobs(jobs, session)
     if failed := session.failures:
         raise ConfigError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0].why}")
-    return Curves(table(outputs_dir, {"hash": session.hashes}))
+    return Curves(table(outputs_dir, {"hash": session.hashes}, settings.get("limit")))
 
 
 def _words_of(method: Method | type[Method] | str) -> list[str]:

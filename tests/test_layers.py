@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "paths": {".errors"},
     "cache_folder": {"platformdirs"},
     "digests": {".errors", ".cache_folder"},
+    "source_files": {".digests"},  # a user's module as files, without importing it
     "kept_text": set(),
     "pipes": set(),  # of every command line, so it stands below all layers
     "session": set(),  # what one command knows of itself: known to all who run something, knowing none of them
@@ -65,12 +66,12 @@ ALLOWED: dict[str, set[str]] = {
     },
     "record": {".errors"},
     "log": {".errors", ".record", ".results", "numpy", "pandas", "wandb"},
-    "results": {".errors", ".articles", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
+    "results": {".errors", ".source_files", ".articles", ".console", ".record", "numpy", "pandas", "rich", "scipy"},
     "figures": {".errors", ".record", ".results", "numpy", "pandas", "matplotlib"},
     "evictions": {".errors", ".record", "numpy", "pandas", "pyarrow"},
     "report": {".errors", ".record", ".results", ".figures", ".evictions", "pandas", "plotly"},
     "dashboards": {".errors", ".log", ".results", ".figures", "pandas", "wandb", "wandb_workspaces"},
-    "user_methods": {".errors", ".paths", ".digests", ".core", "torch"},
+    "user_methods": {".errors", ".paths", ".source_files", ".core", "torch"},
     "config": {
         *(".user_methods", ".errors", ".digests", ".paths", ".build", ".core", ".methods", ".retrieval", ".models"),
         *(".hub", ".generate", ".tasks", ".lm_eval", ".record", ".session", "torch", "hydra", "omegaconf"),

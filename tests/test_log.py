@@ -271,7 +271,7 @@ def test_nothing_to_publish(tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith(f"error: no folder {tmp_path / 'nothing'}; name the outputs")
     (tmp_path / "empty").mkdir()
     done = command(tmp_path / "empty", tmp_path)
-    assert done.returncode == 1 and "no runs under" in done.stdout
+    assert done.returncode == 1 and "no run under" in done.stdout
     with pytest.raises(ConfigError, match=r"config\.json"):
         publish([tmp_path / "nothing"], mode="offline")
 

@@ -13,13 +13,17 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
+import kvexp
 from kvexp.errors import ConfigError
-from kvexp.record import Run
+from kvexp.figures.quality import draw
+from kvexp.record import Run, refuse
 from kvexp.results import intervals, n_needed, print_table, stats, table, to_markdown
 from kvexp.results.__main__ import main
-from kvexp.results.units import count, seconds, size
+from kvexp.results.read import ALL_VERSIONS
+from kvexp.results.units import CONTAINS, count, seconds, size
 
 SEED = 7
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def row(index: int, score: float | dict[str, Any] | None, **changes: Any) -> dict[str, Any]:
@@ -448,6 +452,148 @@ def test_numbers_of_other_numerics_are_not_compared(tmp_path: Path, monkeypatch:
     found = one(tmp_path, "h2o")
     assert found["verdict99"] == "undecided" and pd.isna(found.get("rouge1_of_full"))
     assert "NUMERICS is 1000000" in found["note"]
+
+
+def heads(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("**")]
+
+
+def two_numerics(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    for numerics in (kvexp.NUMERICS, kvexp.NUMERICS + 1):
+        monkeypatch.setattr("kvexp.NUMERICS", numerics)
+        base = write(outputs, "full", noisy())
+        write(outputs, "h2o", noisy(seed=8), base.hash)
+    return numerics
+
+
+def test_each_numerics_has_a_table_of_its_own_the_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = two_numerics(tmp_path, monkeypatch)
+    frame = table(tmp_path)
+    assert heads(to_markdown(frame)) == [
+        f"**tiny / xsum, NUMERICS {newest}**",
+        f"**tiny / xsum, NUMERICS {newest - 1}**",
+    ]
+    assert set(frame["comparisons"]) == {1}, "a family of runs each"
+    figure = draw(frame, None)
+    assert [axes.get_title().split(" (")[0] for axes in figure.axes] == [
+        f"tiny / xsum, NUMERICS {value}" for value in (newest, newest - 1)
+    ]
+    assert heads(to_markdown(table(tmp_path, {"numerics": newest}))) == ["**tiny / xsum**"]
+
+
+def test_where_n_differs_it_stands_beside_every_number_and_line(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy(60))
+    for ratio, n in ((0.2, 60), (0.5, 60), (0.3, 30)):
+        write(tmp_path, "h2o", noisy(n, seed=8), base.hash, kv_ratio=ratio)
+    console = Console(file=(file := io.StringIO()), width=60, markup=False)  # type: ignore[arg-type]
+    print_table(table(tmp_path), console)
+    parts = [line for line in file.getvalue().splitlines() if line.startswith("method")]
+    assert len(parts) > 2 and all(line.split()[:3] == ["method", "kv_ratio", "n"] for line in parts)
+    (axes,) = draw(table(tmp_path), None).axes
+    assert axes.get_title() == "tiny / xsum (n = 30 to 60)"
+    assert {"h2o", "h2o (n = 30)"} <= set(axes.get_legend_handles_labels()[1])
+    (axes,) = draw(table(tmp_path, first=30), None).axes
+    assert axes.get_title() == "tiny / xsum (n = 30)"
+
+
+def test_runs_that_no_label_tells_apart_say_what_differs(tmp_path: Path) -> None:
+    """The data file was edited, say: two rows of one name."""
+    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
+    for data, seed in (("a", 7), ("b", 8)):
+        run = Run.open(tmp_path, {"method": {"name": "full"}, "data": {"sha": data}}, labels)
+        for index, score in enumerate(noisy(20, seed)):
+            run.append(row(index, score))
+        run.finish(20)
+    assert table(tmp_path)["setting"].nunique() == 2 and table(tmp_path)["setting"].str.startswith("data=").all()
+    assert table(tmp_path)["also"].eq("").all()
+
+
+def test_a_run_that_a_correction_replaced_is_left_out(tmp_path: Path) -> None:
+    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
+    hashes = []
+    for more in ({}, {"corrected": ["clock"]}):
+        run = Run.open(tmp_path, {"method": {"name": "full"}, **more}, labels)
+        run.append(row(0, 50.0))
+        run.finish(1)
+        hashes.append(run.hash)
+    frame = table(tmp_path)
+    assert frame["hash"].tolist() == hashes[1:] and "left out: 1 run of an older kvexp" in to_markdown(frame)
+    assert set(table(tmp_path, {ALL_VERSIONS: True})["hash"]) == set(hashes)
+
+
+def test_hiding_runs_moves_no_95_percent_interval(tmp_path: Path) -> None:
+    base = write(tmp_path, "full", noisy(30))
+    for number in range(1200):  # verdicts of so many take more draws
+        if number in (0, 1) or number % 100 == 0:
+            write(tmp_path, f"m{number}", noisy(30, seed=number), base.hash)
+    folder = [*table(tmp_path)["hash"]]
+    ends = ["rouge1_low", "rouge1_high"]
+    alone = table(tmp_path, {"method": "m0"})[ends].to_numpy()
+    columns = [np.stack([noisy(30), noisy(30, seed=s)], axis=1) for s in range(3)]
+    for resamples in (stats.RESAMPLES, 2 * stats.RESAMPLES):
+        blocks = stats.resampled_blocks([np.asarray(each) for each in columns], resamples)
+        one_block = stats.resampled_means(np.asarray(columns[1]), stats.RESAMPLES)
+        assert (blocks[1][: stats.RESAMPLES] == one_block).all()
+    monkey = table(tmp_path)
+    assert (monkey.loc[monkey["method"] == "m0", ends].to_numpy() == alone).all() and len(folder) == len(monkey)
+
+
+def refused(outputs: Path, **labels: Any) -> None:
+    named = {"model": "tiny", "task": "xsum", "method": "h2o", "kv_ratio": 7.0} | labels
+    refuse(outputs, [f"{key}={value}" for key, value in named.items()], named, ConfigError("no such thing"))
+
+
+def test_refused_jobs_are_one_line_and_go_once_their_kind_has_run(tmp_path: Path) -> None:
+    refused(tmp_path)
+    refused(tmp_path, method="h2oo", kv_ratio=0.5)
+    refused(tmp_path, model="stranger", kv_ratio=0.5)
+    base = write(tmp_path, "full", noisy(20))
+    text = to_markdown(table(tmp_path))
+    (line,) = (line for line in text.splitlines() if "h2oo" in line)
+    assert (
+        line.startswith("- refused, without rows: ") and "tiny / xsum h2o 7" in line and "stranger / xsum h2o" in line
+    )
+    assert heads(text) == ["**tiny / xsum**"] and "refused" not in text.replace(line, "")
+    write(tmp_path, "h2o", noisy(20, seed=8), base.hash)
+    text = to_markdown(table(tmp_path))
+    assert "h2oo" not in text and "h2o 7" not in text and "refused, without rows: stranger / xsum h2o 0.5;" in text
+    assert table(tmp_path, {"status": "refused"})["note"].str.contains("no such thing").sum() == 3
+    refused(tmp_path)  # again, after the run: it is told again
+    assert "tiny / xsum h2o 7" in to_markdown(table(tmp_path))
+
+
+def test_a_job_that_never_began_is_listed_once(tmp_path: Path) -> None:
+    labels = {"model": "tiny", "task": "xsum", "method": "h2o", "kv_ratio": 0.001}
+    Run.open(tmp_path, labels, labels)
+    refused(tmp_path, kv_ratio=0.001)
+    assert table(tmp_path)["status"].tolist() == ["refused"]
+
+
+def test_a_metric_that_asks_for_containment_is_called_so(tmp_path: Path) -> None:
+    for task, name in (("news_qa", "contains"), ("testbed_qa", "exact")):
+        write(tmp_path, "full", [{"exact": 100.0, "f1": 27.0}] * 2, task=task)
+        head = next(line for line in to_markdown(table(tmp_path, {"task": task})).splitlines() if line.startswith("|"))
+        assert f" {name} " in head and {"contains": " exact ", "exact": " contains "}[name] not in head
+
+
+def test_the_tasks_whose_exact_is_containment() -> None:
+    """By their code: a task that gives `exact` to `contains` is on the list, and no other."""
+    files = (ROOT / "kvexp" / "tasks").rglob("*.py")
+    asks = [
+        file.read_text()
+        for file in files
+        if re.search(r"exact\S* =.*contains\(|\"exact\": .*contains\(", file.read_text())
+    ]
+    classes = {name for text in asks for name in re.findall(r"^class (\w+)\(", text, re.M)} - {
+        "SodaTurns",
+        "DialogueTask",
+    }
+    options = {
+        file.stem
+        for file in (ROOT / "conf" / "task").glob("*.yaml")
+        if (found := re.search(r"_target_: kvexp\.tasks\.(\w+)", file.read_text())) and found[1] in classes
+    }
+    assert options == set(CONTAINS)
 
 
 def test_few_pairs_decide_nothing(tmp_path: Path) -> None:

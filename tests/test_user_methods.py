@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 
+import pandas as pd
 import pytest
 import torch
 from commands import run_py
@@ -26,6 +27,8 @@ from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, generate
 from kvexp.paths import CONF
 from kvexp.record import runs
+from kvexp.results.__main__ import main as results
+from kvexp.source_files import texts_digest
 from kvexp.sweep.remote_jobs import JobBatch, run_batch
 from kvexp.user_methods import admitted, load_method
 from kvexp.user_methods.python_class import class_method
@@ -126,6 +129,54 @@ def test_an_edited_file_has_new_rows_and_the_old_ones_come_back(command, folder)
     assert [count for count, _ in seen] == [1, 2, 2]
     kept = {tuple(row["receipt"]["kept_digest"] for row in run.rows()) for run in of_method(folder).values()}
     assert len(kept) == 2, "the edited code was not what ran"
+
+
+def test_a_comment_layout_or_docstring_makes_no_new_run_and_older_code_is_left_out(command, folder, capsys):
+    file = folder / "keydiff.py"
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (first,) = of_method(folder)
+    commented = KEYDIFF.replace("import torch\n", "import torch  # tensors\n\n\n").replace("unlike", "far from")
+    for text in (commented, KEYDIFF.replace("return -self.alpha * (", "return -self.alpha * (  # away\n            ")):
+        file.write_text(text)
+        code, out, err = command("method=keydiff.KeyDiff")
+        assert code == 0 and "1 of 1 rows are there already" in out, err
+    assert list(of_method(folder)) == [first], "the identity is the one of before"
+    file.write_text(KEYDIFF.replace("return -self", "return self"))
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (second,) = set(of_method(folder)) - {first}
+
+    def shown(*words):
+        capsys.readouterr()
+        assert results(["outputs", "--csv", "all.csv", *words]) == 0
+        return pd.read_csv("all.csv"), capsys.readouterr().out
+
+    table, out = shown()
+    assert set(table["hash"]) == {second, *table.loc[table["method"] == "full", "hash"]}
+    assert "left out: 1 run of older code of keydiff.KeyDiff; --all-versions" in out and "code" in out
+    assert set(table["comparisons"]) == {1}
+    both, out = shown("--all-versions")
+    assert {first, second} < set(both["hash"]) and both["code"].nunique() == 2 and "left out" not in out
+    assert set(both["comparisons"]) == {2} and both["setting"].dropna().str.contains("code=").sum() == 2
+    file.write_text(commented)  # the code of the first run again, which is not the one that ran last
+    assert set(shown()[0]["hash"]) - {second} == set(shown()[0]["hash"]) and first in set(shown()[0]["hash"])
+    file.unlink()
+    assert second in set(shown()[0]["hash"]) and first not in set(shown()[0]["hash"]), "the newest, without a file"
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("x = 1  # one\n\n", True),
+        ("x = (1)\n", True),
+        ('"""Doc."""\nx = 1\n', True),
+        ("x = 2\n", False),
+        ('"""Doc."""\nx = 1\ny = __doc__\n', False),
+        ("x = 1 +\n", False),
+    ],
+)
+def test_the_digest_of_code(text, same):
+    assert (texts_digest({"a.py": text}) == texts_digest({"a.py": "x = 1\n"})) is same
+    assert texts_digest({"a.py": text.encode()}) == texts_digest({"a.py": text})
 
 
 @pytest.mark.parametrize("how", ["package", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "late"))])
@@ -642,6 +693,8 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
     before = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
     again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few).table
     assert set(again["hash"]) <= set(table["hash"])
+    noted = cell(CELL.replace("    alpha: float = 0.3\n", "    alpha: float = 0.3  # mild\n\n"))["MyMethod"]
+    assert set(kvexp.compare([noted], kv_ratio=0.3, **few).table["hash"]) == set(again["hash"])
     kvexp.compare([cell(CELL.replace("SIGN = -1.0", "SIGN = 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
     after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
     assert len(after) == len(before) + 1 and before.items() <= after.items()

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvexp.config.divergence_options import generates
-from kvexp.config.model_spec import generation_config_of
+from kvexp.config.model_spec import generation_config_of, moving_rope, stretches_context
 from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
 from kvexp.tasks import LMEval
 from kvexp.tasks.lm_eval.definition import written_after
 from kvexp.tasks.summarization import SummaryTask
-from kvexp.config.model_spec import moving_rope, stretches_context
 
 if TYPE_CHECKING:
     from kvexp.config.settings import Settings

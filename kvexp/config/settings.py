@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ from kvexp.methods import Full
 from kvexp.models.half_precision import batch_size_identifies_run
 from kvexp.models.moving_rope import check_rope
 from kvexp.paths import path_of
+from kvexp.record import runs
 from kvexp.tasks import LMEval, Task
 from kvexp.tasks.questions import with_shared_context
 from kvexp.user_methods import admitted, source_of
@@ -108,7 +112,7 @@ class Settings:
             "beyond_context": self.cache.beyond_context,
             "positions": self.cache.positions,
         }
-        if (source := source_of(type(self.method))) is not None:
+        if (source := _source_of_run(self.method, self.outputs_dir)) is not None:
             identity["method"]["source"] = source
         if self.cache.calibration is not None:
             identity["method"]["calibration"] = self.cache.calibration.digest
@@ -280,7 +284,35 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
 def _code_of(method: Method) -> dict[str, Any]:
     """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
     found = [one for one in admitted().values() if one.cls is type(method)]
-    return {"method_found_as": found[0].reference} if found else {}
+    return {"method_found_as": found[0].reference, "method_code": found[0].code} if found else {}
+
+
+def _source_of_run(method: Method, outputs_dir: Path) -> dict[str, Any] | None:
+    """What identifies the code of a user's method; None for kvexp's own.
+
+    Where runs of outputs_dir were made by the same code with other comments, layout or docstrings, theirs: such an edit
+    makes no new run.
+    """
+    source = source_of(type(method))
+    if source is None:
+        return None
+    code = str(_code_of(method)["method_code"])
+    return json.loads(_known_source(str(outputs_dir.absolute()), code, json.dumps(source)))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _known_source(outputs_dir: str, code: str, source: str) -> str:
+    """`_source_of_run` as JSON, looked up once: what this process runs under one name keeps that name."""
+    own, alike = json.loads(source), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unreadable folders, of which tables tell
+        for run in runs(outputs_dir):
+            found = (run.config.get("method") or {}).get("source")
+            if found == own:
+                return source
+            if found and found.get("class") == own["class"] and (run.command or {}).get("method_code") == code:
+                alike.append(found)
+    return json.dumps(alike[0]) if alike else source
 
 
 def _budget_identity(budget: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
+from kvexp.results.columns import parts
 from kvexp.results.divergence_print import (
     divergence_frames,
     legend,
@@ -23,7 +24,7 @@ from kvexp.results.divergence_print import (
 )
 from kvexp.results.divergence_table import compared
 from kvexp.results.read import Folder, chosen, folders, unmatched
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         with_user_methods(methods)
-        wanted = where(args.where)
+        wanted = chosen_by(args)
         texts = TEXTS if args.text == "both" else (args.text,)
         if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
             raise ConfigError("--epsilon and --epsilon-top1 must be positive")
@@ -54,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if frame.empty and choices.empty:
         console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")
     if (args.compare or alike) and len(frame):
-        for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False):
-            print_block(f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console)
+        for title, labels, part in parts(frame, "text"):
+            text = str(labels["text"])
+            print_block(f"{title}: KL divergence from the full cache along {said(text)}", part, console)
             by_hash = {folder.run.hash: folder for folder in shown if folder.run.hash in set(part["hash"])}
-            print_pairs(compared(by_hash, str(text), alike), part, console)
+            print_pairs(compared(by_hash, text, alike), part, console)
         console.print(legend(frame), highlight=False)
     elif len(frame):
         print_divergence(frame, console)
@@ -71,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvexp divergence", description=__doc__)
     add = result.add_argument
     add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    add("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE", help="only these runs")
+    add_choice(result)
     add("--text", choices=(*TEXTS, "both"), default=OWN, help="forced text: full's own answer, the reference, or both")
     add("--epsilon", type=float, metavar="NATS", help=f"of KL (default: the runs' own epsilon_kl, {EPSILON_KL})")
     add("--epsilon-top1", type=float, metavar="SHARE", help=f"(default: the runs' own, {EPSILON_TOP1})")

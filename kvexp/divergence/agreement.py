@@ -23,7 +23,7 @@ from kvexp.record.run_name import run_name
 from kvexp.results import table
 from kvexp.results.columns import Column, plain, shared_settings
 from kvexp.results.metric_agreement import FACTORS, agreement
-from kvexp.results.read import Folder, folders
+from kvexp.results.read import Folder, chosen, folders
 from kvexp.results.render import print_columns
 from kvexp.results.units import TOO_FEW, absent
 from kvexp.terminal import say
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where there is nothing to compare."""
     args = parser().parse_args(argv)
     try:
-        found = [folder for outputs in args.outputs for folder in folders(outputs)]
+        found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
         frame = agreement(found, args.epsilon, args.metric)
         if frame.empty:
             raise ConfigError("no task has three runs with a divergence and a score: kvexp divergence measures it")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {error}", file=sys.stderr)
         return 2
     for row in rows:
-        own = [one for one in verdicts if (one["model"], one["task"]) == (row["model"], row["task"])]
+        own = [one for one in verdicts if all(one[name] == row[name] for name in ("numerics", "model", "task"))]
         row["mlperf"] = sum(one["verdict99"] in ("pass", "fail") for one in own)
     if args.csv is not None:
         frame.assign(mlperf=[row["mlperf"] for row in rows]).to_csv(args.csv, index=False)
@@ -55,6 +55,7 @@ def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder
     console = Console()
     columns = [
         Column("task", lambda row: f"{row['model']} / {row['task']}", right=False),
+        *([plain("numerics", "NUMERICS")] if len({row["numerics"] for row in rows}) > 1 else []),
         plain("metric", "metric", right=False),
         plain("n", "n"),
         plain("runs", "runs"),

@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain("tokens", "tokens"),
         Column("KL", lambda row: fixed(row["kl"], 4)),
         Column("95 %", lambda row: TOO_FEW if absent(row["kl_low"]) else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}"),
-        Column("same\ntop-1", lambda row: f"{row['top1']:.1%}"),
+        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
     ]
     print_columns(frame.to_dict("records"), columns, 1, console)  # type: ignore[arg-type]
     return 0

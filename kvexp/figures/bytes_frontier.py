@@ -26,11 +26,12 @@ from kvexp.figures.style import MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN
 from kvexp.results import table
-from kvexp.results.columns import shared_settings
+from kvexp.results.columns import n_words, parts, shared_settings, with_n
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
-from kvexp.results.where import where
+from kvexp.results.units import called
+from kvexp.results.where import add_choice, chosen_by
 
 DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: (0, (1, 1))}
 BITS = re.compile(r"\+?cache\.(key_|value_)?bits=(\d+)")
@@ -116,23 +117,24 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
         axes.set_ylabel("KL from the full cache, nats per token")
     else:
         axes.axhline(99, color=MARK_COLOR, linewidth=1.0, linestyle="--")
-        axes.set_ylabel(f"{runs['metric'].iloc[0]}, % of full")
+        axes.set_ylabel(f"{called(str(runs['metric'].iloc[0]), runs['task'].iloc[0])}, % of full")
 
 
 def draw(frame: pd.DataFrame, names: Sequence[str] = PANELS) -> Figure:
     """A row of panels for each model and task of a `frontier`, one for each of `names`, and one legend below."""
-    rows = list(frame.groupby(["model", "task"], sort=True))
+    rows = [(title, runs) for title, _, runs in parts(frame.sort_values(["model", "task"], kind="stable"))]
     width = 2.4 * PANEL[0] if len(names) > 1 else 1.6 * PANEL[0]
     figure = Figure(layout="constrained", figsize=(width, len(rows) * (PANEL[1] + 0.3) + 1.4))
     panels = figure.subplots(len(rows), len(names), squeeze=False)
-    for row, ((model, task), runs) in zip(panels, rows, strict=True):
+    for row, (title, runs) in zip(panels, rows, strict=True):
+        runs = with_n(runs.assign(setting=runs["rest"])).rename(columns={"rest": "was", "setting": "rest"})
         for name, axes in zip(names, row, strict=True):
             if runs[name].notna().any():
                 curves(runs, name, axes)
             else:
                 axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center")
-        title = titled(f"{model}, {task}", runs["question"]) if "question" in runs else f"{model}, {task}"
-        row[0].set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
+        title = titled(title, runs["question"]) if "question" in runs else title
+        row[0].set_title(textwrap.fill(f"{title} ({n_words(runs)})", 52), fontsize=9)
     if frame["shared"].iloc[0]:
         figure.suptitle(textwrap.fill(frame["shared"].iloc[0], 120), fontsize=8)
     entries = {
@@ -150,10 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default=None, help="default: the first metric of each task")
     parser.add_argument("--panel", choices=PANELS, default=None, help="this one alone (default: both)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     args = parser.parse_args(argv)
     panels = (args.panel,) if args.panel else PANELS
-    return write_picture(args.picture, lambda: draw(frontier(args.outputs, where(args.where), args.metric), panels))
+    return write_picture(args.picture, lambda: draw(frontier(args.outputs, chosen_by(args), args.metric), panels))
 
 
 if __name__ == "__main__":

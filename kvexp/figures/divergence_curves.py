@@ -25,12 +25,12 @@ from kvexp.figures.style import color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, TEXTS, read
 from kvexp.record.run_name import run_name
-from kvexp.results.columns import shared_settings
+from kvexp.results.columns import n_words, parts, shared_settings, with_n
 from kvexp.results.divergence_scale import scale_of
 from kvexp.results.divergence_table import by_position, divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, chosen, folders
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
 POSITION = "position"
@@ -126,22 +126,23 @@ def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -
     frame = frame[frame["text"] == text] if len(frame) else frame
     if frame.empty:
         raise ConfigError(f"no run here has a divergence along {text}: kvexp divergence {outputs} measures it")
-    panels = list(frame.groupby(["model", "task"], sort=True))
+    panels = [(title, part) for title, _, part in parts(frame.sort_values(["model", "task"], kind="stable"))]
     columns = min(PANELS, len(panels))
     size = ((PANEL[0] + 1.2) * columns, (PANEL[1] + 0.9) * ceil(len(panels) / columns))  # room for words and a legend
     figure = Figure(layout="constrained", figsize=size)
-    for place, ((model, task), part) in enumerate(panels):
+    for place, (title, part) in enumerate(panels):
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         runs = [folder for folder in shown if folder.run.hash in set(part["hash"])]
         runs.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
         part, shared = _without_shared(part)
+        part = with_n(part)
         scale = [] if x == POSITION else scale_of(folder.run for folder in runs)
         if x == POSITION:
             along(runs, text, part, axes)
         else:
             divergence(part, axes, x, scale)
         _name_levels(part, axes, scale)
-        title = f"{titled(f'{model}, {task}', part['question'])} {shared} (n = {int(part['n'].min())})"
+        title = f"{titled(title, part['question'])} {shared} ({n_words(part)})"
         axes.set_title(textwrap.fill(title, 52), fontsize=9)
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
     return figure
@@ -156,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--x", choices=(*X_AXES, POSITION), default="kv_ratio", help="default: kv_ratio")
     parser.add_argument("--text", choices=TEXTS, default=OWN, help="the text that was forced (default: own)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw(args.outputs, where(args.where), args.x, args.text))
+    return write_picture(args.picture, lambda: draw(args.outputs, chosen_by(args), args.x, args.text))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from kvexp.figures.quality import PANEL
 from kvexp.figures.style import DASHES, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.results.context_life import VIEWS, Line, Side, Value, chart_of
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 
 LEAST = 1e-6  # on a logarithmic axis, which cannot hold 0
 
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--of", choices=tuple(VIEWS), required=True, help="which of the views")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw(args.outputs, where(args.where), args.of))
+    return write_picture(args.picture, lambda: draw(args.outputs, chosen_by(args), args.of))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,11 @@ from kvexp.figures.picture import write_picture
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
 from kvexp.pipes import watch_pipes
 from kvexp.results import table
-from kvexp.results.columns import shared_settings
+from kvexp.results.columns import n_words, parts, shared_settings, with_n
 from kvexp.results.question_place import titled
 from kvexp.results.stats import MIN_PAIRS
+from kvexp.results.units import called
+from kvexp.results.where import add_choice, chosen_by
 
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
@@ -66,7 +68,7 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
         over = axes.plot(few["kv_ratio"], few[f"{metric}_of_full"], **hollow, **look)
         dodge([*drawn.get_children(), *over], place, lines.ngroups)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)")
-    axes.set_ylabel(f"{metric}, % of full")
+    axes.set_ylabel(f"{called(metric, runs['task'].iloc[0] if 'task' in runs else None)}, % of full")
     axes.set_ylim(bottom=min(0.0, runs[[f"{metric}_of_full", f"{metric}_low"]].min().min()))
     axes.locator_params(axis="x", nbins=6)
     axes.grid(color="0.9", linewidth=0.6)
@@ -90,13 +92,14 @@ def dashes_of(runs: pd.DataFrame) -> dict[tuple[str, str], Any]:
 
 def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
     """One panel for each model and task in the table, one legend below; metric: None takes each task's first."""
-    panels = [(key, part) for key, part in frame.groupby(["model", "task"], sort=True) if _comparable(part)]
+    frame = frame.sort_values(["model", "task"], kind="stable")
+    panels = [(title, part) for title, _, part in parts(frame[frame["status"] != "refused"]) if _comparable(part)]
     if not panels:
         raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]
-    for ((_, task), part), own in zip(panels, metrics, strict=True):
+    for (title, part), own in zip(panels, metrics, strict=True):
         if f"{own}_of_full" not in part:
-            raise ConfigError(f"{task} has no metric {own!r}")
+            raise ConfigError(f"{title} has no metric {own!r}")
     shown = [drawable(part, own) for (_, part), own in zip(panels, metrics, strict=True)]
     if all(runs.empty for runs in shown):
         raise ConfigError(
@@ -107,14 +110,17 @@ def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
     shared, rows = shared_settings(records)
     left = iter(rows)
     shown = [runs.assign(setting=[next(left)["setting"] for _ in range(len(runs))]) for runs in shown]
+    shown = [with_n(runs, "paired") for runs in shown]
     dashes = dashes_of(pd.concat(shown))
     columns = min(PANELS, len(panels))
     figure = Figure(layout="constrained")
-    for place, (((model, task), _), runs, own) in enumerate(zip(panels, shown, metrics, strict=True)):
+    for place, ((title, _), runs, own) in enumerate(zip(panels, shown, metrics, strict=True)):
+        if runs.empty:
+            continue
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
         quality(runs, own, axes, dashes)
-        title = titled(f"{model}, {task}", runs["question"]) if "question" in runs else f"{model}, {task}"
-        axes.set_title(textwrap.fill(f"{title} (n = {int(runs['n'].min())})", 52), fontsize=9)
+        title = titled(title, runs["question"]) if "question" in runs else title
+        axes.set_title(textwrap.fill(f"{title} ({n_words(runs, 'paired')})", 52), fontsize=9)
     if shared:
         figure.suptitle(textwrap.fill(" ".join(shared), 60 * columns), fontsize=8)
     lines = legend_below(figure, 1.2 + PANEL[0] * columns)
@@ -132,15 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", help="default: the task's first")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw(table(args.outputs, _where(args.where)), args.metric))
-
-
-def _where(pairs: Sequence[str]) -> Mapping[str, Any]:
-    from kvexp.results.where import where
-
-    return where(pairs)
+    return write_picture(args.picture, lambda: draw(table(args.outputs, chosen_by(args)), args.metric))
 
 
 if __name__ == "__main__":

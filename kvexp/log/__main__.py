@@ -10,7 +10,8 @@ from kvexp.errors import ConfigError
 from kvexp.log import check, publish
 from kvexp.log.mode import PROJECT
 from kvexp.pipes import watch_pipes
-from kvexp.record import runs
+from kvexp.results.read import chosen, folders, unmatched
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvexp log", description=kvexp.log.__doc__)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
+    add_choice(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
     how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
@@ -25,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not Path(args.outputs).is_dir():
             raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
-        paths = [run.path for run in runs(args.outputs)]
+        paths = [folder.run.path for folder in chosen(folders(args.outputs), chosen_by(args)) if not folder.refused]
         if not paths:
-            say(f"no runs under {args.outputs}; run: kvexp run")
+            say(unmatched(args.outputs, chosen_by(args)))
             return 1
         mode = check(args.project, args.mode)
         written = publish(paths, args.project, mode)

@@ -11,6 +11,7 @@ from kvexp.errors import ConfigError
 from kvexp.log.mode import PROJECT, check
 from kvexp.record import Run
 from kvexp.results import table
+from kvexp.results.columns import parts, with_n
 from kvexp.results.divergence_print import divergence_frames
 from kvexp.results.question_place import titled
 
@@ -130,20 +131,30 @@ def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: st
 
 
 def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """Rows that have a percentage, by model and task. A void or failed run has none, and no point in a chart."""
+    """Rows that have a percentage, by model, task and NUMERICS. A void or failed run has none."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in _records(df):
-        if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full")):
-            found.setdefault(_title(row, " / "), []).append(row)
+    if df.empty:
+        return found
+    for title, _, part in parts(df):
+        rows = _records(
+            with_n(part.assign(setting=part["setting"].fillna("")) if "setting" in part else part.assign(setting=""))
+        )
+        kept = [
+            row for row in rows if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full"))
+        ]
+        found |= {title: kept} if kept else {}
     return found
 
 
 def divergence_charts(divergence: DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """Rows of `divergence_table` by model, task and kind of text; a KL of 0 has no place on a log axis."""
+    """Rows of `divergence_table` by model, task, NUMERICS and kind of text; a KL of 0 has no place on a log axis."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for row in _records(divergence):
-        if row["kl"] > 0:
-            found.setdefault(f"{_title(row, ' / ')}, {row['text']}", []).append(row)
+    if divergence.empty:
+        return found
+    for title, labels, part in parts(divergence, "text"):
+        filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
+        if kept := [row for row in _records(with_n(filled)) if row["kl"] > 0]:
+            found[f"{title}, {labels['text']}"] = kept
     return found
 
 

@@ -10,7 +10,7 @@ from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.report.html_page import page
 from kvexp.report.source import read
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvexp report", description=__doc__)
     parser.add_argument("outputs", nargs="?", type=Path, default=Path("outputs"), help="the folder of the runs")
     parser.add_argument("file", nargs="?", type=Path, help="what to write (default: report.html in that folder)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     parser.add_argument("--samples", type=int, default=20, help="sample outputs per run (default: 20)")
     args = parser.parse_args(argv)
     file = args.file or args.outputs / "report.html"
@@ -27,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         warnings.simplefilter("always")
         try:
-            source = read(args.outputs, where(args.where), args.samples)
+            source = read(args.outputs, chosen_by(args), args.samples)
             text = page(source)
             write(file, text)
         except ConfigError as error:
             say(f"error: {error}", file=sys.stderr)
             return 2
-    say(f"wrote {file}: {len(source.frame)} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
+    runs = int(source.frame["status"].ne("refused").sum())
+    say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
     return 0
 
 

@@ -15,8 +15,12 @@ from kvexp.results.render import groups
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one model and task; setting: of each row, without the overrides that all of them share."""
+    """The runs of one table; setting: of each row, without the overrides that all of them share.
 
+    panel: model and task, and NUMERICS where the page has several.
+    """
+
+    panel: str
     model: str
     task: str
     title: str
@@ -35,10 +39,13 @@ class ReportSource:
 
     @property
     def groups(self) -> list[RunGroup]:
-        return [
-            RunGroup(_label(rows[0], "model"), _label(rows[0], "task"), title, rows, columns)
-            for title, rows, columns, _ in groups(self.frame, "kv_ratio")
-        ]
+        several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
+        found = []
+        for title, rows, columns, _ in groups(self.frame, "kv_ratio"):
+            model, task = (_label(rows[0], name) for name in ("model", "task"))
+            panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
+            found.append(RunGroup(panel, model, task, title, rows, columns))
+        return found
 
 
 def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> ReportSource:

@@ -16,7 +16,7 @@ from kvexp.results import print_table, table, to_markdown
 from kvexp.results.divergence_print import DIVERGENCES, divergence_frames, print_choices, print_divergence
 from kvexp.results.read import unmatched
 from kvexp.results.render import X_AXES
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
         warnings.simplefilter("always")
         try:
-            chosen = where(args.where)
+            chosen = chosen_by(args)
             if args.metric is not None:
                 return divergence(args, chosen)
             df = table(args.outputs, chosen)
@@ -45,14 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="kvexp results", description=__doc__)
     result.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    result.add_argument(
-        *("--where", "-w"),
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="LABEL=VALUE",
-        help="only these runs: method=h2o,keyformer kv_ratio=0.5 status=done",
-    )
+    add_choice(result)
     result.add_argument(
         "--metric",
         choices=DIVERGENCES,

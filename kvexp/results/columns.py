@@ -1,9 +1,11 @@
 """The columns of a table for people: what names a row, and what is said of it."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pandas as pd
 
 from kvexp.results import stats
 from kvexp.results.question_place import KEY, WORDS, question_words
@@ -21,6 +23,37 @@ class Column:
     head: str
     cell: Callable[[Row], str]
     right: bool = True
+
+
+def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """(title, values of the labels, rows) for each NUMERICS, the newest first, model, task and value of further labels.
+
+    Numbers of two NUMERICS never stand in one table or panel; the title names it where there are several.
+    """
+    keys = [name for name in ("numerics", "model", "task", *by) if name in frame]
+    several = "numerics" in frame and frame["numerics"].nunique() > 1
+    if several:
+        frame = frame.sort_values("numerics", ascending=False, kind="stable")
+    for values, part in frame.groupby(keys, sort=False, dropna=False):
+        named = dict(zip(keys, values, strict=True))
+        title = " / ".join(str(named[name]) for name in ("model", "task") if not absent(named.get(name))) or "runs"
+        yield title + (f", NUMERICS {named['numerics']}" if several else ""), named, part
+
+
+def with_n(runs: pd.DataFrame, name: str = "n") -> pd.DataFrame:
+    """The runs of one panel with "(n = 10)" behind the setting of those that have fewer examples than others."""
+    most = runs[name].max()
+    words = [
+        f"{setting} (n = {n})".lstrip() if n < most else setting
+        for setting, n in zip(runs["setting"], runs[name], strict=True)
+    ]
+    return runs.assign(setting=words)
+
+
+def n_words(runs: pd.DataFrame, name: str = "n") -> str:
+    """ "n = 60", or "n = 10 to 60" where runs of one panel differ; `with_n` says which has how many."""
+    least, most = int(runs[name].min()), int(runs[name].max())
+    return f"n = {most}" if least == most else f"n = {least} to {most}"
 
 
 def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
@@ -49,6 +82,11 @@ def without_tokens(row: Row) -> Record:
     return _without(row, "budget.tokens=")
 
 
+def without_code(row: Row) -> Record:
+    """The row without the code of a user's method among its settings, where a column says it."""
+    return _without(row, "code=")
+
+
 def _without(row: Row, key: str) -> Record:
     """The row with what begins with `key` taken out of its setting."""
     if key not in str(row.get("setting")):
@@ -73,13 +111,16 @@ def marks_of(rows: Sequence[Row]) -> dict[str, str]:
 def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
     """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
     fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
-    fixed |= marks_of(rows).keys()
+    fixed |= {"code", *marks_of(rows)}
     names = list(rows[0])[: list(rows[0]).index("n")]
     varied = [name for name in names if name not in fixed and _tells(name, rows)]
-    if len({row.get("question") for row in rows if row["status"] != "refused"}) > 1:
+    if len({row.get("question") for row in rows}) > 1:
         varied = ["question", *varied]
+    if any(not absent(row.get("code")) for row in rows):
+        varied = ["code", *varied]
     axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
-    return [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
+    named = [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
+    return [*named, _N] if _n_differs(rows) else named
 
 
 def _tells(name: str, rows: Sequence[Row]) -> bool:
@@ -94,20 +135,21 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
     ]
     metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
     runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
-    columns = [_metric(name) for name in metrics]
+    task = rows[0].get("task")
+    columns = [_metric(name, task) for name in metrics]
     if metrics:
         headline = next(
             (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
         )
         columns += [
-            Column(f"{short(headline)} %\nof full", lambda row: _percent(row, headline)),
+            Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
         ]
     columns += [
         Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
         Column("n to\ndecide", lambda row: _needed(row)),
-        Column("n", lambda row: str(row["n"])),
+        *([] if _n_differs(rows) else [_N]),
         *_questions(rows),
         Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
         *_counted("skip-\nped", "skipped", rows),
@@ -123,6 +165,14 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
     ]
     return [*([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
+
+
+_N = Column("n", lambda row: str(row["n"]))
+
+
+def _n_differs(rows: Sequence[Row]) -> bool:
+    """Whether n belongs to what names a row, and so begins each part of a table: numbers are of other examples."""
+    return len({row["n"] for row in rows if row["n"]}) > 1
 
 
 def _counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
@@ -194,8 +244,8 @@ def plain(name: str, head: str, right: bool = True) -> Column:
     return Column(head, cell, right)
 
 
-def _metric(name: str) -> Column:
-    return Column(short(name), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
+def _metric(name: str, task: Any) -> Column:
+    return Column(short(name, task), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
 
 
 def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
@@ -206,7 +256,7 @@ def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
     lost = [name for name in metrics if row.get(f"{name}_verdict{ending}") == "fail"]
     if lost and lost[0] == metrics[0]:
         return verdict
-    return f"fail ({short(lost[0])})" if lost else "fail (length)"
+    return f"fail ({short(lost[0], row.get('task'))})" if lost else "fail (length)"
 
 
 def few(row: Row) -> bool:

@@ -61,9 +61,7 @@ def resample(comparisons: Sequence[Comparison], level: float) -> None:
         same = [comparison for comparison in comparisons if comparison.pairs == n]
         columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
         finest = max(fail_level(each, level) for each in same)
-        means = stats.resampled_means(np.hstack(columns), stats.resamples_for(finest))
-        ends = np.cumsum([block.shape[1] for block in columns])
-        blocks = iter(np.split(means, ends[:-1], axis=1))
+        blocks = iter(stats.resampled_blocks(columns, stats.resamples_for(finest)))
         for each in same:
             each.means = [next(blocks) for _ in each.metrics]
 
@@ -77,17 +75,21 @@ def _moments(comparison: Comparison, index: int) -> Floats:
 
 
 def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[float, float]:
-    """Of a metric's percentage of the baseline; NaN without enough pairs."""
+    """Of a metric's percentage of the baseline; NaN without enough pairs.
+
+    From as many of the draws as the level takes: how many more a table's other runs need moves nothing.
+    """
     scores, base = comparison.scores[:, index], comparison.base[:, index]
     if not comparison.means:
         return intervals.NONE
+    means = comparison.means[index][: stats.resamples_for(level)]
     if stats.lower_is_better(comparison.metrics[index]):
-        low, high = intervals.mean_interval(base - scores, comparison.means[index], level)
+        low, high = intervals.mean_interval(base - scores, means, level)
         return 100.0 * math.exp(low), 100.0 * math.exp(high)
     if intervals.is_all_or_nothing(scores, base):
         low, high = intervals.share_ratio_interval(scores, base, level)
     else:
-        low, high = intervals.ratio_interval(scores, base, comparison.means[index], level)
+        low, high = intervals.ratio_interval(scores, base, means, level)
     return 100.0 * low, 100.0 * high
 
 

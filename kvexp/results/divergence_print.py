@@ -13,7 +13,7 @@ from kvexp.console import Console
 from kvexp.record.divergence_lines import OWN
 from kvexp.record.run_name import run_name
 from kvexp.results.answer_changes import choice_table, with_answers
-from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders
@@ -29,12 +29,16 @@ def divergence_frames(
     where: Mapping[str, Any],
     epsilon_kl: float | None = None,
     epsilon_top1: float | None = None,
+    first: int | None = None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What is recorded of the chosen runs: a `divergence_table` with `answer_changes`, and a `choice_table`."""
-    found = folders(outputs_dir)
+    """What is recorded of the chosen runs: a `divergence_table` with `answer_changes`, and a `choice_table`.
+
+    first: of the task's first examples alone.
+    """
+    found = [folder.of_first(first) for folder in folders(outputs_dir)]
     known = {folder.run.hash: folder for folder in found}
     shown = [folder for folder in chosen(found, where) if not folder.refused]
-    frame = with_answers(divergence_table(shown, epsilon_kl, epsilon_top1), shown, known)
+    frame = with_answers(divergence_table(shown, epsilon_kl, epsilon_top1, first), shown, known)
     return frame, choice_table(shown, known)
 
 
@@ -42,10 +46,10 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
     """A frame of `choice_table`; nothing for an empty one."""
     if frame.empty:
         return
-    for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
+    for title, _, part in parts(frame):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
-        title = titled(f"{model} / {task}: choices beside the full cache's", (row.get("question") for row in rows))
+        title = titled(f"{title}: choices beside the full cache's", (row.get("question") for row in rows))
         console.print(Text(", ".join([title, *shared]), style="bold"))
         columns = [
             Column("method", method_and_setting, right=False),
@@ -57,7 +61,7 @@ def print_choices(frame: pd.DataFrame, console: Console) -> None:
             Column("KL over\nchoices", lambda row: fixed(row["choice_kl"], 4)),
             Column("95 %", lambda row: _ends(row, "kl", 4)),
         ]
-        print_columns(rows, columns, 2 + len(question_column(rows)), console)
+        print_columns(rows, columns, 3 + len(question_column(rows)), console)
 
 
 def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") -> None:
@@ -67,10 +71,9 @@ def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") 
     """
     if frame.empty:
         return
-    for (model, task, text), part in frame.groupby(["model", "task", "text"], sort=False, dropna=False):
-        print_block(
-            f"{model} / {task}: KL divergence from the full cache along {said(str(text))}", part, console, metric
-        )
+    for title, labels, part in parts(frame, "text"):
+        along = said(str(labels["text"]))
+        print_block(f"{title}: KL divergence from the full cache along {along}", part, console, metric)
     console.print(legend(frame), highlight=False)
 
 
@@ -81,10 +84,11 @@ def said(text: str) -> str:
 
 def legend(frame: pd.DataFrame) -> str:
     """What the verdicts and columns of these rows stand for."""
-    kl, top1 = (" or ".join(f"{value:g}" for value in sorted(set(frame[name]))) for name in ("epsilon", "epsilon_top1"))
+    kl = " or ".join(f"{value:g}" for value in sorted(set(frame["epsilon"])))
+    percent = " or ".join(f"{100 * value:g} %" for value in sorted(set(frame["epsilon_top1"])))
     return (
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
-        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {top1} differ; a first "
+        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "
         "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
         "a run writes itself, median of the first token that differs (docs/divergence.md)"
     )
@@ -92,13 +96,13 @@ def legend(frame: pd.DataFrame) -> str:
 
 def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = "kl") -> None:
     """The rows of one model, task and text."""
-    order = part.sort_values(["kv_ratio", metric], ascending=[True, metric == "kl"])
+    order = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])  # no rank across n
     made: list[dict[str, Any]] = order.to_dict("records")  # type: ignore[assignment]
     console.print()
     shared, rows = shared_settings(without_question(made))
     title = titled(title, (row.get("question") for row in rows))
     console.print(Text(", ".join([title, *shared]), style="bold"))
-    print_columns(rows, columns_of(rows), 2 + len(question_column(rows)), console)
+    print_columns(rows, columns_of(rows), 3 + len(question_column(rows)), console)
     few = [row for row in rows if row["few_slots"]]
     if few:
         names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
@@ -125,8 +129,8 @@ def columns_of(rows: Sequence[Row]) -> list[Column]:
         Column("median", lambda row: fixed(row["kl_p50"], 4)),
         Column("99 % of\ntokens", lambda row: fixed(row["kl_p99"], 2)),
         Column("verdict\non KL", lambda row: row["verdict_kl"], right=False),
-        Column("same\ntop-1", lambda row: f"{row['top1']:.1%}"),
-        Column("95 %", lambda row: _ends(row, "top1", 3)),
+        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
+        Column("95 %", lambda row: _ends(row, "top1", 1, 100)),
         Column("verdict\non top-1", lambda row: row["verdict_top1"], right=False),
         Column("perplexity\nratio", lambda row: fixed(row["ppl_ratio"], 3)),
         *_answers(rows),
@@ -138,15 +142,20 @@ def _answers(rows: Sequence[Row]) -> list[Column]:
     if all(absent(row.get("same_tokens")) for row in rows):
         return []
     return [
-        Column("equal\ntokens", lambda row: "-" if absent(row["same_tokens"]) else f"{row['same_tokens']:.0%}"),
+        Column(
+            "equal\ntokens %", lambda row: "-" if absent(row["same_tokens"]) else fixed(100 * row["same_tokens"], 0)
+        ),
         Column("parts\nat", lambda row: fixed(row["parts_at"], 1)),
     ]
 
 
-def _ends(row: Row, name: str, digits: int) -> str:
+def _ends(row: Row, name: str, digits: int, times: int = 1) -> str:
+    """Both ends of an interval; times: 100 where its column is in percent."""
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     if absent(low):
         return TOO_FEW
+    if times != 1:
+        return f"{times * low:.{digits}f}..{times * high:.{digits}f}"
     return f"{low:.{digits}f}..{f'>{NO_END}' if high > NO_END else f'{high:.{digits}f}'}"
 
 

@@ -27,6 +27,7 @@ QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # error asked for, which in simulation (tests/test_divergence_table.py) keeps the false verdicts at the nominal rate.
 TAIL = 5
 
+FAMILY = ("model", "task", "numerics")  # labels of the runs that are compared with each other
 EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
 
 
@@ -65,19 +66,24 @@ class PerExample:
 
 
 def divergence_table(
-    folders: Iterable[Folder], epsilon_kl: float | None = None, epsilon_top1: float | None = None
+    folders: Iterable[Folder],
+    epsilon_kl: float | None = None,
+    epsilon_top1: float | None = None,
+    first: int | None = None,
 ) -> pd.DataFrame:
-    """Rows for the runs that have lines; verdicts are corrected for the runs of the same model, task and text.
+    """Rows for the runs that have lines; verdicts are corrected for the runs of one model, task, NUMERICS and text.
 
-    epsilon_kl, epsilon_top1: None takes what each run was asked for with (`epsilon_kl` of its configuration).
+    epsilon_kl, epsilon_top1: None takes what each run was asked for with (`epsilon_kl` of its configuration). first: of
+    the task's first examples alone.
     """
     families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
     for folder in folders:
         lines = list(read(folder.run).values()) if folder.run.baseline is not None else []
+        lines = [line for line in lines if first is None or line["index"] < first]
         for text in TEXTS:
             found = PerExample.of([line for line in lines if line["text"] == text])
             if found is not None:
-                names = repr([folder.labels.get("model"), folder.labels.get("task")])
+                names = repr([folder.labels.get(name) for name in FAMILY])
                 families[names, text].append((folder, found))
     rows = []
     for (_, text), family in families.items():
@@ -172,12 +178,12 @@ def decide(interval: tuple[float, float], epsilon: float) -> str:
 
 
 def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
-    """`compared_means` of every two runs of one model and task.
+    """`compared_means` of every two runs of one model, task and NUMERICS.
 
     folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`.
     """
     found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
-    labels = {name: [folder.labels.get(k) for k in ("model", "task", *alike)] for name, folder in folders.items()}
+    labels = {name: [folder.labels.get(k) for k in (*FAMILY, *alike)] for name, folder in folders.items()}
     return compared_means(found, lambda one, other: labels[one] == labels[other])
 
 

@@ -17,7 +17,7 @@ from kvexp.articles import assistants, assistants_digest
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, chosen, folders, size_or_words
 from kvexp.results.render import print_blocks
@@ -28,7 +28,16 @@ from kvexp.results.units import TOO_FEW, absent, fixed
 
 TASK, LEAK = "instructions", "instructions_leak"
 NO_KEEP = "none"  # the value of the column keep where marked spans are evicted like all else
-ORDER = ("model", "question", "method", "kv_ratio", "tokens", "setting", "keep")  # of rows, the full cache's first
+ORDER = (
+    "numerics",
+    "model",
+    "question",
+    "method",
+    "kv_ratio",
+    "tokens",
+    "setting",
+    "keep",
+)  # of rows, the full cache's first
 LEGEND = (
     "followed: share of the three things asked for that the answer says, in percent; all: answers with all three; "
     "rule: answers that have the system prompt's form; % of full: of followed, with its 95 % interval; n: examples of "
@@ -108,12 +117,13 @@ def _told_when_asked(folder: Folder | None) -> dict[str, float]:
 
 def instruction_blocks(frame: pd.DataFrame) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per model of a frame of `instructions_table`."""
-    for model, part in frame.groupby("model", sort=False, dropna=False):
+    for title, _, part in parts(frame):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
-        title = titled(f"{model} / {TASK}: followed and told, by what is spared", (row["question"] for row in rows))
+        title = titled(f"{title}: followed and told, by what is spared", (row["question"] for row in rows))
         columns = _columns(rows)
-        yield ", ".join([title, *shared]), rows, columns, 3
+        names = next(place for place, column in enumerate(columns, 1) if column.head == "n")
+        yield ", ".join([title, *shared]), rows, columns, names
 
 
 def print_instructions(frame: pd.DataFrame, console: Console) -> None:

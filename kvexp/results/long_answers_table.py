@@ -17,7 +17,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, read
-from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_tokens
+from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_tokens
 from kvexp.results.divergence_table import by_position
 from kvexp.results.read import Folder, chosen, folders, in_order
 from kvexp.results.render import print_blocks
@@ -85,10 +85,10 @@ def _by_bin(folder: Folder) -> dict[str, float]:
 
 def long_blocks(frame: pd.DataFrame) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per model and task of a frame of `long_table`."""
-    for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
+    for title, _, part in parts(frame):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(made)
-        yield ", ".join([f"{model} / {task}: long answers", *shared]), rows, _columns(rows), 2
+        yield ", ".join([f"{title}: long answers", *shared]), rows, _columns(rows), 3
 
 
 def print_long(frame: pd.DataFrame, console: Console) -> None:

@@ -16,8 +16,10 @@ from rich.table import Table
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.results.columns import n_words
 from kvexp.results.table import table
 from kvexp.results.units import fixed
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 PREFIX = "longbench/"
@@ -32,11 +34,12 @@ KEYS = ("model", "question", "method", "kv_ratio", "tokens", "setting", "numeric
 def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFrame:
     """`kvexp.results.table`'s rows of LongBench -> one row per model, method, budget and setting.
 
-    Columns: those, one per data set, `average`, its percentage of full attention's `of_full`, `missing`. The average is
+    Columns: those, one per data set, `average`, its percentage of full attention's `of_full`, `missing`, `n` (examples
+    per data set, "10 to 60" where they differ). The average is
     the plain mean over the data sets named, whatever their sizes, as papers take it; NaN while one of them is missing
     or unfinished. Other data sets have a column and no part in it.
     """
-    empty = pd.DataFrame(columns=[*KEYS, *names, "average", "of_full", "missing"])
+    empty = pd.DataFrame(columns=[*KEYS, *names, "average", "of_full", "missing", "n"])
     if frame.empty or "score" not in frame:
         return empty
     done = frame[(frame["status"] == "done") & frame["task"].astype(str).str.startswith(PREFIX)]
@@ -50,10 +53,11 @@ def averages(frame: pd.DataFrame, names: Sequence[str] = FOURTEEN) -> pd.DataFra
     groups: Any = done.groupby(keys, dropna=False, sort=False)
     rows = [_row(dict(zip(keys, values, strict=True)), group, names) for values, group in groups]
     others = sorted(set(done["name"]) - set(names))
-    wide = pd.DataFrame(rows, columns=[*keys, *names, *others, "average", "of_full", "missing"])
+    wide = pd.DataFrame(rows, columns=[*keys, *names, *others, "average", "of_full", "missing", "n"])
     wide["_later"] = wide["method"] != "full"
     order = [key for key in ("model", "_later", "method", "kv_ratio", "tokens", "setting") if key in wide]
-    return wide.sort_values(order, ignore_index=True).drop(columns="_later")
+    wide["_older"] = -wide["numerics"] if "numerics" in wide else 0  # the newest first
+    return wide.sort_values(["_older", *order], ignore_index=True).drop(columns=["_later", "_older"])
 
 
 def _of_one_setting(done: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -82,6 +86,7 @@ def _row(row: dict[str, Any], group: pd.DataFrame, names: Sequence[str]) -> dict
         row
         | scores
         | {"average": average, "of_full": 100 * average / of if of else np.nan, "missing": ", ".join(missing)}
+        | {"n": n_words(group).removeprefix("n = ") if "n" in group else ""}
     )
 
 
@@ -89,10 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if not, 2 if the request cannot work."""
     parser = argparse.ArgumentParser(prog="kvexp longbench", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    add_choice(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     args = parser.parse_args(argv)
     try:
-        frame = averages(table(args.outputs))
+        frame = averages(table(args.outputs, chosen_by(args)))
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
@@ -109,8 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def shown(frame: pd.DataFrame) -> Table:
     """For a terminal: a line per run, scores with two digits as published."""
-    labels = [key for key in KEYS if key in frame and key != "numerics" and frame[key].notna().any()]
-    scores = [str(name) for name in frame if name not in (*KEYS, "missing")]
+    labels = [key for key in KEYS if key in frame and frame[key].notna().any()]
+    labels = [key for key in labels if key != "numerics" or frame[key].nunique() > 1]
+    scores = [str(name) for name in frame if name not in (*KEYS, "missing", "n")]
+    labels += ["n"] if frame["n"].nunique() > 1 else []
     lines = Table()
     for name in (*labels, *scores):
         lines.add_column(name.replace("_", "\n"), justify="left" if name in labels else "right")

@@ -20,7 +20,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
-from kvexp.results.columns import Column, method_and_setting, plain, shared_settings, without_question
+from kvexp.results.columns import Column, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, Row, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
@@ -149,12 +149,13 @@ def _interval(top: Floats, bottom: Floats, metric: str) -> tuple[float, float]:
 
 def question_blocks(frame: pd.DataFrame) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per model and task of a frame of `questions_table`."""
-    for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
+    for title, _, part in parts(frame):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
-        words = f"{model} / {task}: {short(str(rows[0]['metric']))} by number of questions asked of one evicted cache"
+        metric = short(str(rows[0]["metric"]), rows[0].get("task"))
+        words = f"{title}: {metric} by number of questions asked of one evicted cache"
         title = titled(words, (row["question"] for row in rows))
-        yield ", ".join([title, *shared]), rows, _columns(rows), 3
+        yield ", ".join([title, *shared]), rows, _columns(rows), 4
 
 
 def print_questions(frame: pd.DataFrame, console: Console) -> None:

@@ -37,7 +37,7 @@ class Measured:
 
 
 def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = None) -> pd.DataFrame:
-    """A row per model and task with three runs or more that have both; `contradicted` names pairs of runs.
+    """A row per model, task and NUMERICS with three runs or more that have both; `contradicted` names pairs of runs.
 
     folders: runs and their baselines. tau, low, high: Kendall's tau-b, 1 where less KL is always the better score, and
     the middle 95 % of it over resampled examples (which add their own noise: it lies nearer to 0 than tau does).
@@ -48,19 +48,28 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     """
     found = list(folders)
     by_hash = {folder.run.hash: folder for folder in found}
-    families: dict[tuple[str, str], list[Folder]] = defaultdict(list)
+    families: dict[tuple[str, str, int], list[Folder]] = defaultdict(list)
     for folder in found:
         if folder.run.baseline is not None and not folder.refused:
-            families[str(folder.labels.get("model")), str(folder.labels.get("task"))].append(folder)
+            labels = folder.labels
+            families[str(labels.get("model")), str(labels.get("task")), folder.run.numerics].append(folder)
     rows = []
-    for (model, task), family in families.items():
+    for (model, task, numerics), family in families.items():
         name = metric or _metric_of(family)
         pairs = [(folder, by_hash.get(folder.run.baseline or "")) for folder in family]
         counted = [(folder.of_answered(full), full) for folder, full in pairs]
         measured = [one for pair in counted if (one := _measured(*pair, name)) is not None]
         shared = sorted(set.intersection(*(set(one.kl) & set(one.score) for one in measured))) if measured else []
         if len(measured) > 2 and shared:
-            rows.append({"model": model, "task": task, "metric": name, **_row(measured, shared, name, epsilon)})
+            rows.append(
+                {
+                    "numerics": numerics,
+                    "model": model,
+                    "task": task,
+                    "metric": name,
+                    **_row(measured, shared, name, epsilon),
+                }
+            )
     return pd.DataFrame(rows)
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
-from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
 from kvexp.results.read import chosen, folders, size_or_words
@@ -58,7 +58,7 @@ def chunks_table(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame
         row |= {"peak_kv_bytes": made["peak_kv_bytes"], "full_peak_kv_bytes": full.get("peak_kv_bytes")}
         row |= {name: far.get(name) for name in ("kl", "kl_low", "kl_high")} | {"kl_tokens": far.get("tokens")}
         rows.append(row)
-    alike = ("model", "task", "question", "method", "kv_ratio", "tokens", "setting")
+    alike = ("numerics", "model", "task", "question", "method", "kv_ratio", "tokens", "setting")
     bounded = {repr([row.get(name) for name in alike]) for row in rows if row["chunk"]}
     rows = [row for row in rows if repr([row.get(name) for name in alike]) in bounded]
     rows.sort(key=lambda row: (*(size_or_words(row.get(name)) for name in alike), row["chunk"] or 0))
@@ -67,12 +67,13 @@ def chunks_table(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame
 
 def chunk_blocks(frame: pd.DataFrame) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per model and task of a frame of `chunks_table`."""
-    for (model, task), part in frame.groupby(["model", "task"], sort=False, dropna=False):
+    for title, _, part in parts(frame):
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(without_question(made))
-        words = f"{model} / {task}: {short(str(rows[0]['metric']))} and peak of keys and values by tokens per chunk"
+        metric = short(str(rows[0]["metric"]), rows[0].get("task"))
+        words = f"{title}: {metric} and peak of keys and values by tokens per chunk"
         title = titled(words, (row["question"] for row in rows))
-        yield ", ".join([title, *shared]), rows, _columns(rows), 3
+        yield ", ".join([title, *shared]), rows, _columns(rows), 4
 
 
 def print_chunks(frame: pd.DataFrame, console: Console) -> None:

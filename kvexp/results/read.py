@@ -1,7 +1,10 @@
 """What the table needs of a run folder, and which folders it is asked for."""
 
+import difflib
+import hashlib
+import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,12 +16,14 @@ from kvexp.errors import ConfigError
 from kvexp.record import Refusal, Run, refusals, runs
 from kvexp.record.baseline_check import check_of
 from kvexp.results.question_place import question_of
+from kvexp.source_files import code_digest, place_of, source_files
 
 Row = dict[str, Any]
 
 BASELINE, EXPERIMENT = "full", "experiment"
 ORDER = ("model", "task", "method", "kv_ratio", "tokens", "setting")  # labels by which runs stand in a table
 LISTED = 24  # values of a label that an error names
+ALL_VERSIONS = "all_versions"  # in `where`: with runs of older code, and refused jobs that a later run made up for
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,9 @@ class Folder:
 
     asked: every set of labels it was asked for under; labels: the one shown, the latest unless another was chosen.
     questions: of a task whose examples count only where the full cache answers them, how many were asked; None for any
-    other task, and where the full cache's answers are not known.
+    other task, and where the full cache's answers are not known. made: when its last row, or its refusal, was written,
+    in seconds since 1970. code: digest of the code of a user's method, of its files where the run is from before codes
+    were recorded. apart: what of the setting shown is there because no label tells the run from another.
     """
 
     run: Run
@@ -37,6 +44,9 @@ class Folder:
     asked: list[dict[str, Any]]
     labels: dict[str, Any]
     questions: int | None = None
+    made: float = 0.0
+    code: str | None = None
+    apart: str = ""
 
     def of_first(self, number: int | None) -> "Folder":
         """With the rows of the task's first examples alone; None: with all."""
@@ -59,6 +69,11 @@ class Folder:
     def answers(self) -> dict[str, bool]:
         """Example -> whether its answer is right by the task's rule; empty for tasks that count all examples."""
         return {name: row["answered"] for name, row in self.scored.items() if row.get("answered") is not None}
+
+    @property
+    def source(self) -> dict[str, Any] | None:
+        """What its identity says of a user's method; None of kvexp's own."""
+        return _source(self.run)
 
     @property
     def is_baseline(self) -> bool:
@@ -87,8 +102,9 @@ class Folder:
     @property
     def also(self) -> str:
         """The other names of this run, by the labels in which they differ from the one shown."""
+        own = {**self.labels, "setting": str(self.labels.get("setting") or "").removesuffix(self.apart).strip()}
         names = [
-            ", ".join(f"{key}={value}" for key, value in other.items() if value != self.labels.get(key))
+            ", ".join(f"{key}={value}" for key, value in other.items() if value != own.get(key))
             for other in ({k: v for k, v in labels.items() if k != EXPERIMENT} for labels in self.asked)
         ]
         return "; ".join(dict.fromkeys(name for name in names if name))
@@ -147,7 +163,18 @@ def folders(outputs_dir: str | Path) -> list[Folder]:
     """Every run, then every job that was refused one."""
     if not Path(outputs_dir).is_dir():
         raise ConfigError(f"no folder {outputs_dir}; name the outputs_dir of your runs, or run: kvexp run")
-    return [*map(_folder, runs(outputs_dir)), *map(_refused, refusals(outputs_dir))]
+    found = [_folder(run) for run in runs(outputs_dir)]
+    code_of = {_short(folder.source): folder.code for folder in found if _recorded_code(folder.run)}
+    found = [
+        _labelled(replace(folder, code=code_of.get(_short(folder.source), folder.code)), folder.asked[-1])
+        for folder in found
+    ]
+    return [*found, *map(_refused, refusals(outputs_dir))]
+
+
+def _recorded_code(run: Run) -> str | None:
+    code = (run.command or {}).get("method_code")
+    return code if isinstance(code, str) else None
 
 
 def _folder(run: Run) -> Folder:
@@ -156,7 +183,7 @@ def _folder(run: Run) -> Folder:
         # Shards write their rows as they come; what is drawn from rows (a bootstrap) must not depend on that.
         rows = sorted(run.rows(), key=lambda row: row.get("index", 0))
     except ConfigError as error:  # shown without a number: its other rows would give another one
-        return Folder(run, [], "failed", f"failed: {error}", asked, _shown(asked, asked[-1]))
+        return Folder(run, [], "failed", f"failed: {error}", asked, {}, made=_written(*_files(run)), code=_code(run))
     finished, failure = run.finished, run.failure()
     status, problem = "partial", f"partial: {len(rows)} rows so far; run it again to go on"
     if finished:
@@ -165,43 +192,224 @@ def _folder(run: Run) -> Folder:
         problem = "no answers (divergence=only): divergence=true adds them"
     elif failure is not None:
         status, problem = "failed", f"failed: {failure.get('error', 'error')}: {_first_line(failure.get('message'))}"
-    return Folder(run, rows, status, problem, asked, _shown(asked, asked[-1]))
+    return Folder(run, rows, status, problem, asked, {}, made=_written(*_files(run)), code=_code(run))
+
+
+def _files(run: Run) -> list[Path]:
+    """Of its rows, and of its beginning."""
+    return [run.path / "examples.jsonl", run.path / "config.json"]
+
+
+def _code(run: Run) -> str | None:
+    source = _source(run)
+    return None if source is None else _recorded_code(run) or _short(source)
+
+
+def _source(run: Run) -> dict[str, Any] | None:
+    """What an identity says of a user's method: class, and digests of files or cells; None of kvexp's own."""
+    method = run.config.get("method")
+    source = method.get("source") if isinstance(method, Mapping) else None
+    return source if isinstance(source, dict) else None
+
+
+def _written(*files: Path) -> float:
+    """When the first of these files that is there was last written, in seconds since 1970."""
+    for file in files:
+        try:
+            return file.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
 
 
 def _refused(refusal: Refusal) -> Folder:
     """As a run without a folder; `hash` is the name of its file."""
     run = Run(refusal.path, refusal.path.stem, kvexp.NUMERICS, {}, refusal.labels, None)
     problem = f"refused: {refusal.error}: {_first_line(refusal.message)}"
-    return Folder(run, [], "refused", problem, [refusal.labels], refusal.labels)
+    made = _written(refusal.path)
+    return Folder(
+        run, [], "refused", problem, [refusal.labels], {**refusal.labels, "numerics": run.numerics}, made=made
+    )
 
 
 def _first_line(message: Any) -> str:
     return str(message or "").strip().split("\n")[0]
 
 
-def _shown(asked: list[dict[str, Any]], labels: dict[str, Any]) -> dict[str, Any]:
-    """These labels, with every experiment that asked for the run: a baseline belongs to all of them."""
-    names = dict.fromkeys(str(each[EXPERIMENT]) for each in asked if each.get(EXPERIMENT) is not None)
-    return labels | ({EXPERIMENT: ", ".join(names)} if names else {})
+def _labelled(folder: Folder, labels: dict[str, Any]) -> Folder:
+    """With these labels, NUMERICS, the code of a user's method and every experiment that asked for the run: a baseline
+    belongs to all of them.
+    """
+    names = dict.fromkeys(str(each[EXPERIMENT]) for each in folder.asked if each.get(EXPERIMENT) is not None)
+    more: dict[str, Any] = {EXPERIMENT: ", ".join(names)} if names else {}
+    more |= {"code": folder.code[:6]} if folder.code else {}
+    return replace(folder, labels=labels | {"numerics": folder.run.numerics} | more)
 
 
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
     """Those whose labels, hash or status have the values asked for; a list of values means any of them.
 
-    A run that was asked for under several names is found, and shown, under each.
+    A run that was asked for under several names is found, and shown, under each. Runs of older code of a user's method,
+    and refused jobs that a later run made up for, are left out unless where has ALL_VERSIONS or names hashes, of the
+    latter also where it names a status. Runs that no label tells apart get what does in their setting.
     """
-    names = {name for folder in folders for labels in folder.asked for name in labels}
+    return chosen_and_left_out(folders, where)[0]
+
+
+def chosen_and_left_out(folders: list[Folder], where: Mapping[str, Any]) -> tuple[list[Folder], list[str]]:
+    """`chosen`, and a line for each method of which versions were left out."""
+    found = _matching(folders, {name: value for name, value in where.items() if name != ALL_VERSIONS})
+    said: list[str] = []
+    if ALL_VERSIONS not in where and "hash" not in where:
+        found, said = _current(found, folders)
+        if "status" not in where:
+            found = [folder for folder in found if not (folder.refused and _made_up_for(folder, folders))]
+            never = [folder.labels for folder in folders if folder.refused]
+            found = [folder for folder in found if not (_is_empty(folder) and folder.labels in never)]
+    return _told_apart(found), said
+
+
+def _matching(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:
+    names = {name for folder in folders for labels in (folder.labels, *folder.asked) for name in labels}
     names |= {name for folder in folders for name in folder.own}
     for name in where:
         if folders and name not in names:
             raise ConfigError(f"cannot choose runs by {name}; their labels are {', '.join(sorted(names))}")
     found = []
     for folder in folders:
+        own = folder.own | {name: folder.labels[name] for name in ("numerics", "code") if name in folder.labels}
         for labels in reversed(folder.asked):
-            if all(_matches(labels | folder.own, *item) for item in where.items()):
-                found.append(replace(folder, labels=_shown(folder.asked, labels)))
+            if all(_matches(labels | own, *item) for item in where.items()):
+                found.append(folder if folder.refused else _labelled(folder, labels))
                 break
     return found
+
+
+def _current(found: list[Folder], everything: list[Folder]) -> tuple[list[Folder], list[str]]:
+    """Without runs of a user's method by other code than it has now, and runs that a correction of kvexp replaced.
+
+    The code it has now is what its file holds; where that cannot be found, or has not run, what ran last. everything:
+    all runs of the folder, for whichever ran last may be hidden by a `where`.
+    """
+    versions: dict[str, list[Folder]] = defaultdict(list)
+    for folder in everything:
+        if folder.source is not None:
+            versions[_method_of(folder)].append(folder)
+    newest = {name: _newest(each) for name, each in versions.items()}
+    replaced = _replaced(found)
+    kept, older, said = [], defaultdict[str, set[str]](set), []
+    for folder in found:
+        if folder.run.hash in replaced:
+            older["an older kvexp"].add(folder.run.hash)
+        elif folder.source is not None and folder.code != newest[_method_of(folder)].code:
+            older[f"older code of {folder.labels.get('method')}"].add(folder.run.hash)
+        else:
+            kept.append(folder)
+    for name, hashes in older.items():
+        said.append(f"left out: {len(hashes)} run{'s' * (len(hashes) != 1)} of {name}; --all-versions shows them too.")
+    return kept, said
+
+
+def _method_of(folder: Folder) -> str:
+    """What the versions of a user's method have in common: the class, and the file that it was found in."""
+    reference = (folder.run.command or {}).get("method_found_as")
+    place = place_of(reference) if isinstance(reference, str) else None
+    return f"{(folder.source or {}).get('class')} {place.file if place is not None else None}"
+
+
+def _newest(versions: list[Folder]) -> Folder:
+    """A run by the code that the method has now."""
+    latest = max(versions, key=lambda folder: folder.made)
+    reference = (latest.run.command or {}).get("method_found_as")
+    try:
+        place = place_of(reference) if isinstance(reference, str) else None
+        if place is None:
+            return latest
+        files = source_files(place)
+        code = code_digest(place.root, files)
+    except (OSError, ConfigError):
+        return latest
+    return next((one for one in versions if code == one.code or files == (one.source or {}).get("files")), latest)
+
+
+def _replaced(found: Iterable[Folder]) -> set[str]:
+    """Hashes of the runs of which another differs only by more corrections of kvexp (`corrected` of the identity)."""
+    alike: dict[str, list[Folder]] = defaultdict(list)
+    for folder in found:
+        plain = {name: value for name, value in folder.run.config.items() if name != "corrected"}
+        alike[_short([plain, folder.run.numerics, folder.run.hash if folder.refused else None])].append(folder)
+    gone = set()
+    for each in alike.values():
+        names = {folder.run.hash: set(folder.run.config.get("corrected") or ()) for folder in each}
+        gone |= {key for key, own in names.items() if any(own < other for other in names.values())}
+    return gone
+
+
+def _made_up_for(refused: Folder, everything: Iterable[Folder]) -> bool:
+    """Whether a later run of the same model, task and method has rows, or of one of them spelt nearly so."""
+    return any(
+        folder.scored and folder.made > refused.made and _of_that_kind(refused.labels, folder.labels)
+        for folder in everything
+    )
+
+
+def _is_empty(folder: Folder) -> bool:
+    """Whether a run has a folder and nothing in it: older kvexp left one beside the refusal of a job of a sweep."""
+    return folder.status == "partial" and not folder.rows and folder.problem.startswith("partial")
+
+
+def _of_that_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pairs = [(str(one.get(name)), str(other.get(name))) for name in ORDER[:3]]
+    return all(difflib.get_close_matches(wrong, [right], 1, cutoff=0.75) for wrong, right in pairs) and (
+        sum(wrong != right for wrong, right in pairs) <= 1
+    )
+
+
+def _told_apart(found: list[Folder]) -> list[Folder]:
+    """With what differs in the settings of runs that have all labels in common, and the code of methods with several.
+
+    Where one run of a model and task needs it said (its data, say), all of them have it said.
+    """
+    families: dict[str, list[Folder]] = defaultdict(list)
+    for folder in found:
+        if not folder.refused:
+            families[repr([folder.labels.get(name) for name in ("model", "task", "numerics")])].append(folder)
+    words: dict[str, list[str]] = defaultdict(list)
+    for family in families.values():
+        same: dict[str, list[Folder]] = defaultdict(list)
+        codes: dict[str, set[str | None]] = defaultdict(set)
+        for folder in family:
+            own = {name: value for name, value in folder.labels.items() if name != EXPERIMENT}
+            same[_short([own, folder.question])].append(folder)
+            codes[str(folder.labels.get("method"))].add(folder.code)
+        keys = sorted({key for alike in same.values() for key in _differing(alike)})
+        for folder in family:
+            said = words[folder.run.hash]
+            said += [f"{key}={_said(folder.run.config[key])}" for key in keys if key in folder.run.config]
+            said += [f"code={folder.labels['code']}"] if len(codes[str(folder.labels.get("method"))]) > 1 else []
+    return [_with_setting(folder, " ".join(words[folder.run.hash])) for folder in found]
+
+
+def _with_setting(folder: Folder, more: str) -> Folder:
+    if not more:
+        return folder
+    setting = f"{folder.labels.get('setting') or ''} {more}".strip()
+    return replace(folder, labels={**folder.labels, "setting": setting}, apart=more)
+
+
+def _differing(alike: list[Folder]) -> list[str]:
+    """The keys of their configurations in which runs differ."""
+    keys = {key for folder in alike for key in folder.run.config}
+    return [key for key in keys if len({_short(folder.run.config.get(key)) for folder in alike}) > 1]
+
+
+def _said(value: Any) -> str:
+    """A plain value as it is, else six digits that stand for it."""
+    return str(value) if isinstance(value, str | int | float) and len(str(value)) <= 12 else _short(value)[:6]
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def size_or_words(value: Any) -> tuple[int, float, str]:
@@ -226,7 +434,7 @@ def unmatched(outputs_dir: str | Path, where: Mapping[str, Any]) -> str:
         return f"no run under {outputs_dir}; run: kvexp run"
     lines = []
     for name, wanted in where.items():
-        if not chosen(found, {name: wanted}):
+        if name != ALL_VERSIONS and not chosen(found, {name: wanted}):
             there = sorted({str(value) for folder in found for value in _values(folder, name) if value is not None})
             some = ",".join(there[:LISTED]) + (",..." if len(there) > LISTED else "")
             asked = ",".join(map(str, wanted)) if isinstance(wanted, list | tuple | set) else wanted

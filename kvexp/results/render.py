@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
+from kvexp.record.run_name import run_name
 from kvexp.results import stats
 from kvexp.results.columns import (
     MOVING,
@@ -20,8 +21,10 @@ from kvexp.results.columns import (
     keys_of,
     marks_of,
     partly_timed,
+    parts,
     plain,
     shared_settings,
+    without_code,
     without_question,
 )
 from kvexp.results.other_tables import other_tables
@@ -37,7 +40,7 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 
 
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
-    """One table per (model, task), in several parts where the console is too narrow. x: order by kv_ratio or bytes."""
+    """A table per NUMERICS, model and task, in parts where the console is narrow. x: order by kv_ratio or bytes."""
     console = console or Console(markup=False)
     print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console)
 
@@ -84,9 +87,9 @@ def notes(df: pd.DataFrame) -> list[str]:
     """What a reader must know to trust the table, then every run that has something missing."""
     if df.empty:
         return ["no runs"]
-    lines = []
+    lines = list(df.attrs.get("left_out", ()))
     if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
-        lines = [
+        lines += [
             "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
             "scored (paired); all other numbers: over the n examples of the run itself.",
             f"99 %, 99.9 % (MLPerf): every metric at that share of full, and {stats.LENGTH_MARK:g} % of its generated "
@@ -105,7 +108,9 @@ def notes(df: pd.DataFrame) -> list[str]:
         for title, share in _shares(df)
     ]
     if df.loc[df["status"] != "refused", "numerics"].nunique() > 1:
-        lines += ["NUMERICS differ between these runs: compare numbers only within the same value (see --csv)."]
+        lines += [
+            "NUMERICS differ between these runs: a table each, the newest first; compare numbers only within one."
+        ]
     if (df["batch_size"] > 1).any():
         lines += [
             "batch: prompts per forward. TTFT and TPOT are the batch's; slots, bytes and tokens/s are one row's, bytes "
@@ -124,11 +129,31 @@ def notes(df: pd.DataFrame) -> list[str]:
         ]
     lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
     lines += other_tables(df)
+    if any(len(set(part["n"]) - {0}) > 1 for _, _, part in parts(df[df["status"] != "refused"])):
+        lines += [
+            "n differs between runs of one table, which are of other examples: compare % of full (paired), or run them "
+            "with one limit."
+        ]
+    lines += refused_line(df)
     named: dict[tuple[str, str], list[str]] = {}
     for row in _records(df):
-        for note in _own_notes(row):
+        for note in () if row["status"] == "refused" and not only_refused(df) else _own_notes(row):
             named.setdefault((_title(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+
+
+def only_refused(df: pd.DataFrame) -> bool:
+    """Whether nothing but refused jobs was chosen, which then are listed like runs."""
+    return bool(df["status"].eq("refused").all())
+
+
+def refused_line(df: pd.DataFrame) -> list[str]:
+    """A line that names the jobs that were refused before they had rows; none where they have tables of their own."""
+    jobs = [row for row in _records(df) if row["status"] == "refused"]
+    if not jobs or only_refused(df):
+        return []
+    names = dict.fromkeys(f"{_title(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
+    return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
 
 
 def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
@@ -184,15 +209,17 @@ def _records(df: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]], list[Column], int]]:
-    """(title, rows, columns, how many of them name the row) per model and task."""
+    """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
+    if not only_refused(df):
+        df = df[df["status"] != "refused"]
     rows = _records(df)
     if x == "bytes":
         rows.sort(key=lambda row: (math.isnan(row["kv_bytes"]), row["kv_bytes"]))
-    titles = dict.fromkeys(_title(row) for row in _records(df))
-    for title in titles:
-        inside = [row for row in rows if _title(row) == title]
+    for title, _, part in parts(df):
+        hashes = set(part["hash"])
+        inside = [without_code(row) for row in rows if row["hash"] in hashes]
         shared, inside = shared_settings(without_question(inside))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])

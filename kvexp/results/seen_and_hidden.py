@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvexp.results.columns import Column, Record, Row, few, plain, shared_settings, without_question
+from kvexp.results.columns import Column, Record, Row, few, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import AFTER_EVICTION, IN_PROMPT
 from kvexp.results.units import TOO_FEW, absent, fixed, short
 
@@ -29,12 +29,12 @@ def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
     if "question" not in df or not {IN_PROMPT, AFTER_EVICTION} <= set(df["question"]):
         return
     ran = df[df["status"].ne("refused") & df["verdict99"].ne("baseline") & df["question"].isin(HEADS)]
-    for (model, task), part in ran.groupby(["model", "task"], sort=False, dropna=False):
+    for title, _, part in parts(ran):
         rows = _pairs([{str(name): value for name, value in row.items()} for row in part.to_dict("records")])
         if rows:
             shared, rows = shared_settings(rows)
             metric = str(rows[0]["headline"])
-            words = f"{model} / {task}: {short(metric)} in percent of full by place of the question"
+            words = f"{title}: {short(metric, rows[0].get('task'))} in percent of full by place of the question"
             keys = _keys(rows)
             yield ", ".join([words, *shared]), rows, [*keys, *_columns(metric)], len(keys)
 

@@ -1,6 +1,7 @@
 """Percentages of a baseline over paired examples, their bootstrap intervals, and what an interval decides."""
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import TypeAlias
 
@@ -70,17 +71,23 @@ def resampled_means(columns: Floats, resamples: int) -> Floats:
     """Means of (n, C) columns under resampling of the n examples: (resamples, C).
 
     All columns share every draw, which keeps pairs together. The draws are a function of n alone, so a rerun, another
-    metric or another run of the same size sees the same ones.
+    metric or another run of the same size sees the same ones; more of them begin with those that fewer are.
     """
-    n = len(columns)
+    return resampled_blocks([columns], resamples)[0]
+
+
+def resampled_blocks(blocks: Sequence[Floats], resamples: int) -> list[Floats]:
+    """`resampled_means` of each block (n, C), to the last digit what it is alone; all share the draws."""
+    n = len(blocks[0])
     rng = np.random.default_rng([SEED, n])
-    means = np.empty((resamples, columns.shape[1]))
-    step = max(1, 1_000_000 // n)
+    means = [np.empty((resamples, block.shape[1])) for block in blocks]
+    step = max(1, min(RESAMPLES, 1_000_000 // n))
     for start in range(0, resamples, step):
+        draws = rng.integers(n, size=(step, n)) + n * np.arange(step)[:, None]
+        counts = np.bincount(draws.ravel(), minlength=step * n).reshape(step, n).astype(np.float64)
         rows = min(step, resamples - start)
-        draws = rng.integers(n, size=(rows, n)) + n * np.arange(rows)[:, None]
-        counts = np.bincount(draws.ravel(), minlength=rows * n).reshape(rows, n)
-        means[start : start + rows] = counts @ columns / n
+        for mean, block in zip(means, blocks, strict=True):
+            mean[start : start + rows] = (counts @ block / n)[:rows]
     return means
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from kvexp.results import retrieval_columns, stats
 from kvexp.results.bytes_share import bytes_share
 from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
-from kvexp.results.read import Folder, Row, chosen, evicted, folders, number
+from kvexp.results.read import Folder, Row, chosen_and_left_out, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
 COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
@@ -50,30 +50,32 @@ def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first
     first: of the task's examples, only so many: a run that was asked for with a higher limit since has more.
 
     A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs of the
-    same model and task in this table: choosing runs by their results, with a narrower `where`, takes that protection
-    away.
+    same model, task and NUMERICS in this table: choosing runs by their results, with a narrower `where`, takes that
+    protection away. `attrs["left_out"]`: lines that say which versions of methods are not in it (`read.chosen`).
     """
     found = [folder.of_first(first) for folder in folders(outputs_dir)]
     known = {folder.run.hash: folder for folder in found}
-    shown = chosen(found, where or {})
+    shown, left_out = chosen_and_left_out(found, where or {})
     rows = [row for family in _families(shown) for row in _judged(family, known)]
     metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
     labels = {"question", *(name for folder in shown for name in folder.labels)}
-    return _tidy(rows, labels, metrics)
+    frame = _tidy(rows, labels, metrics)
+    frame.attrs["left_out"] = left_out
+    return frame
 
 
 def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
-    """The runs of each model and task: those that one printed table holds beside each other."""
+    """The runs of each model, task and NUMERICS: those that one printed table holds beside each other."""
     found: dict[str, list[Folder]] = {}
     for folder in shown:
-        found.setdefault(repr([folder.labels.get(name) for name in ("model", "task")]), []).append(folder)
+        found.setdefault(repr([folder.labels.get(name) for name in ("model", "task", "numerics")]), []).append(folder)
     return list(found.values())
 
 
 def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
     sides = [_counted(folder, known.get(folder.run.baseline or "")) for folder in family]
-    number_compared = sum(not (folder.is_baseline or folder.void or folder.refused) for folder, _ in sides)
+    number_compared = sum(bool(folder.scored) and not (folder.is_baseline or folder.void) for folder, _ in sides)
     level = stats.corrected_level(number_compared)
     pairs = [compare(*side) for side in sides]
     resample([pair for pair in pairs if pair], level)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.results.where import where
+from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say
 
 
@@ -20,7 +20,7 @@ def parser_of(doc: str, prog: str) -> argparse.ArgumentParser:
     """The parser of such a command: folder, --where, --csv. doc: of the module, whose first line describes it."""
     parser = argparse.ArgumentParser(prog=prog, description=doc.splitlines()[0])
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    parser.add_argument("--where", "-w", nargs="+", action="extend", default=[], metavar="LABEL=VALUE")
+    add_choice(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     return parser
 
@@ -40,7 +40,7 @@ def run_command(
     args = parser.parse_args(argv)
     more: dict[str, Any] = {name: getattr(args, name) for name in options}
     try:
-        frame = read(args.outputs, where(args.where), **more)
+        frame = read(args.outputs, chosen_by(args), **more)
         if args.csv is not None:
             frame.to_csv(args.csv, index=False)
         show(frame, console=Console(markup=False), **more)

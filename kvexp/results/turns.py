@@ -18,7 +18,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
-from kvexp.results.columns import Column, Row, method_and_setting, plain, shared_settings
+from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings
 from kvexp.results.read import Folder, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
@@ -119,15 +119,16 @@ def _divergence(infos: Sequence[Row]) -> dict[str, float]:
 
 def turn_blocks(frame: pd.DataFrame, by: str) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per model, task and history of a frame of `turns_table`."""
-    for (model, task, history), part in frame.groupby(["model", "task", "history"], sort=False, dropna=False):
+    for title, labels, part in parts(frame, "history"):
+        history = labels["history"]
         made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
         shared, rows = shared_settings(made)
         what = "turn" if by == "turn" else "turns since the fact asked for"
-        words = [f"{model} / {task}: {short(str(rows[0]['metric']))} by {what}"]
+        words = [f"{title}: {short(str(rows[0]['metric']), rows[0].get('task'))} by {what}"]
         if not absent(history):
             words.append(HISTORY.get(str(history), str(history)))
         shared = [word for word in shared if not word.startswith("task.history=")]
-        yield ", ".join(words + shared), rows, _columns(rows, by), 3
+        yield ", ".join(words + shared), rows, _columns(rows, by), 4
 
 
 def print_turns(frame: pd.DataFrame, by: str, console: Console) -> None:
@@ -147,7 +148,7 @@ def _columns(rows: Sequence[Row], by: str) -> list[Column]:
         Column("% of\nfull", lambda row: fixed(row["of_full"], 1)),
         Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:.1f}..{row['high']:.1f}"),
         Column("KL", lambda row: fixed(row["kl"], 4)),
-        Column("top-1", lambda row: fixed(row["top1"], 3)),
+        Column("top-1\n%", lambda row: fixed(100 * row["top1"], 1)),
         Column("tokens", lambda row: str(row["kl_tokens"])),
     ]
 

@@ -115,7 +115,7 @@ def run_job(job: HydraJob, session: Session) -> float | None:
             return objective(made, job.config.get("objective"))
         except Exception as error:
             report_failure(job, error, session)
-            if settings is None or not _recorded(settings):
+            if settings is None or not _recorded(settings, error):
                 _refuse(job, settings, error)
     return None
 
@@ -185,11 +185,19 @@ def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
         raise
 
 
-def _recorded(settings: Settings) -> bool:
-    """Whether the run's own folder says that it failed."""
+def _recorded(settings: Settings, error: Exception) -> bool:
+    """Whether the run's own folder says that it failed; one that a shared prefill made is told here.
+
+    A job is a failed run or a refused one, never both.
+    """
+    path = settings.outputs_dir / identity(settings.identity)
     try:
-        return (settings.outputs_dir / identity(settings.identity) / "failure.json").exists()
-    except OSError:  # a folder that may not even be looked into
+        if not (path / "config.json").exists():
+            return False
+        if not (path / "failure.json").exists():
+            Run.load(path).fail(error)
+        return True
+    except (OSError, ConfigError):  # a folder that may not even be looked into
         return False
 
 

@@ -24,8 +24,11 @@ SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
 
 
-def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False) -> None:
-    """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed."""
+def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False, limit: int | None = None) -> None:
+    """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed.
+
+    limit: of the task's examples only so many, as was asked of all runs; some may have more.
+    """
     from kvexp.console import Console
 
     console = Console(markup=False)
@@ -34,7 +37,10 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
         from kvexp.results.divergence_print import divergence_frames, print_choices, print_divergence
 
         made = {"hash": session.hashes}
-        frame, (divergence, choices) = table(outputs_dir, made), divergence_frames(outputs_dir, made)
+        frame, (divergence, choices) = (
+            table(outputs_dir, made, limit),
+            divergence_frames(outputs_dir, made, first=limit),
+        )
         if frame["n"].sum() or divergence.empty:  # divergence=only makes no rows
             print_table(frame, console)
         print_divergence(divergence, console)
@@ -77,7 +83,9 @@ class SweepTable(Callback):
     def _end(self, config: Any, *, jobs: bool) -> None:
         session = current()
         try:
-            print_summary(config.outputs_dir, session, jobs=jobs)
+            swept = any(word.startswith("limit=") for words in session.overrides_of_jobs for word in words)
+            limit = None if swept else config.get("limit")
+            print_summary(config.outputs_dir, session, jobs=jobs, limit=limit if isinstance(limit, int) else None)
             self._publish(config, session)
         except Exception as error:  # Hydra would turn it into a warning and exit code 0
             say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)

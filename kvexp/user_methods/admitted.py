@@ -14,7 +14,8 @@ class AdmittedMethod:
 
     option: what `method=` calls the class. target: the class's dotted name, the `_target_` of its configuration.
     source: what of a run's identity stands for the code: the class's name and the SHA-256 of each file (of the
-    notebook's cells, for a class in one). reference: how another process finds the class, None for a notebook's.
+    notebook's cells, for a class in one). reference: how another process finds the class, None for a notebook's. code:
+    digest of the same code without comments, layout and docstrings.
     """
 
     option: str
@@ -22,6 +23,7 @@ class AdmittedMethod:
     cls: type[Any]
     source: dict[str, Any]
     reference: str | None
+    code: str
 
 
 _ADMITTED: dict[str, AdmittedMethod] = {}

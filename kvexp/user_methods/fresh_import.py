@@ -15,7 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from kvexp.errors import ConfigError
-from kvexp.user_methods.source_files import ModulePlace, source_files
+from kvexp.source_files import ModulePlace, source_files
 
 
 def fresh_module(place: ModulePlace) -> tuple[ModuleType, dict[str, str]]:

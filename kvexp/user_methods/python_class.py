@@ -14,10 +14,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from kvexp.errors import ConfigError
+from kvexp.source_files import INSTALLED, ModulePlace, code_digest, source_files, texts_digest
 from kvexp.user_methods.admitted import AdmittedMethod
 from kvexp.user_methods.method_class import check_class
 from kvexp.user_methods.reference import load_from
-from kvexp.user_methods.source_files import INSTALLED, ModulePlace, source_files
 
 # What dataclasses compile from texts of their own.
 MADE = (
@@ -49,11 +49,15 @@ def class_method(cls: type[Any]) -> AdmittedMethod:
             return load_from(place, cls.__name__)
         # A script that runs: importing it would run it again.
         check_class(cls)
-        known = {"class": f"{place.name}.{cls.__name__}", "files": source_files(place)}
-        return AdmittedMethod(f"{place.name}.{cls.__name__}", _target(cls), cls, known, None)
+        files = source_files(place)
+        known = {"class": f"{place.name}.{cls.__name__}", "files": files}
+        code = code_digest(place.root, files)
+        return AdmittedMethod(f"{place.name}.{cls.__name__}", _target(cls), cls, known, None, code)
     check_class(cls)
-    digest = hashlib.sha256("\n".join(_cell_texts(cls)).encode()).hexdigest()
-    return AdmittedMethod(cls.__name__, _target(cls), cls, {"class": cls.__qualname__, "cells": digest}, None)
+    texts, codes = _cell_texts(cls)
+    digest = hashlib.sha256("\n".join(f"{name}:\n{text}" for name, text in texts.items()).encode()).hexdigest()
+    source = {"class": cls.__qualname__, "cells": digest}
+    return AdmittedMethod(cls.__name__, _target(cls), cls, source, None, texts_digest(codes))
 
 
 def _target(cls: type[Any]) -> str:
@@ -84,16 +88,22 @@ def _functions(cls: type[Any]) -> Iterator[FunctionType]:
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
-def _cell_texts(cls: type[Any]) -> list[str]:
-    """The source of a notebook's class, and of all that it uses of the notebook; plain values as they are now."""
+def _cell_texts(cls: type[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """The source of a notebook's class and of all that it uses of the notebook, by name; plain values as they are now.
+
+    Twice: a module that is used stands for its files in the first, for their code in the second.
+    """
     found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     todo: list[tuple[str, Any]] = [(cls.__qualname__, cls), *((base.__qualname__, base) for base in cls.__mro__[1:])]
     while todo:
         name, item = todo.pop()
         if name in found or _is_of_a_library(item):
             continue
         if isinstance(item, ModuleType):
-            found[name] = repr(source_files(_place(item, Path(str(item.__file__)))))
+            place = _place(item, Path(str(item.__file__)))
+            files = source_files(place)
+            found[name], codes[name] = repr(files), code_digest(place.root, files)
             continue
         if not isinstance(item, type | FunctionType):
             found[name] = _plain_text(name, item, cls)
@@ -101,7 +111,7 @@ def _cell_texts(cls: type[Any]) -> list[str]:
         text, known = _text(item, cls)
         found[name] = text
         todo += [(each, known[each]) for each in sorted(_names(text)) if each in known]
-    return [f"{name}:\n{text}" for name, text in sorted(found.items())]
+    return dict(sorted(found.items())), found | codes
 
 
 def _is_of_a_library(item: Any) -> bool:

@@ -15,11 +15,11 @@ from typing import Any
 
 from kvexp.errors import ConfigError
 from kvexp.paths import path_of
+from kvexp.source_files import ModulePlace, code_digest
 from kvexp.user_methods.admitted import AdmittedMethod
 from kvexp.user_methods.fresh_import import fresh_module, is_ours, user_line
 from kvexp.user_methods.installed import installed_methods
 from kvexp.user_methods.method_class import check_class, methods_in
-from kvexp.user_methods.source_files import ModulePlace
 
 FILE = re.compile(r"(?P<file>.+\.py)(?::(?P<name>\w+))?")
 
@@ -33,28 +33,33 @@ def load_method(words: str) -> AdmittedMethod | None:
     if found := FILE.fullmatch(words):
         place = _place_of_file(found["file"])
         cls = _class_of(place, found["name"], words)
-        return _described(cls[0], f"{place.name}.{cls[0].__name__}", f"{place.file}:{cls[0].__name__}", cls[1])
+        return _described(cls[0], f"{place.name}.{cls[0].__name__}", f"{place.file}:{cls[0].__name__}", cls[1], place)
     if "." in words:
         module, _, name = words.rpartition(".")
-        cls = _class_of(_place_of_module(module, words), name, words)
-        return _described(cls[0], words, words, cls[1])
+        place = _place_of_module(module, words)
+        cls = _class_of(place, name, words)
+        return _described(cls[0], words, words, cls[1], place)
     point = installed_methods().get(words)
     if point is None:
         return None
-    cls = _class_of(_place_of_module(point.module, words), point.attr, f"{words} ({point.value})")
-    return _described(cls[0], words, words, cls[1])
+    place = _place_of_module(point.module, words)
+    cls = _class_of(place, point.attr, f"{words} ({point.value})")
+    return _described(cls[0], words, words, cls[1], place)
 
 
 def load_from(place: ModulePlace, name: str) -> AdmittedMethod:
     """Import the class of this name, of a module that is known."""
     words = f"{place.name}.{name}"
     cls = _class_of(place, name, words)
-    return _described(cls[0], words, f"{place.file}:{name}" if "." not in place.name else words, cls[1])
+    return _described(cls[0], words, f"{place.file}:{name}" if "." not in place.name else words, cls[1], place)
 
 
-def _described(cls: type[Any], option: str, reference: str, files: dict[str, str]) -> AdmittedMethod:
+def _described(
+    cls: type[Any], option: str, reference: str, files: dict[str, str], place: ModulePlace
+) -> AdmittedMethod:
     target = f"{cls.__module__}.{cls.__qualname__}"
-    return AdmittedMethod(option, target, cls, {"class": target, "files": files}, reference)
+    source = {"class": target, "files": files}
+    return AdmittedMethod(option, target, cls, source, reference, code_digest(place.root, files))
 
 
 def _class_of(place: ModulePlace, name: str | None, words: str) -> tuple[type[Any], dict[str, str]]:

@@ -11,7 +11,8 @@ kvexp.filters = (() => {
     const metrics = distinct(runs.flatMap((run) => Object.keys(run.of)));
     const methods = distinct(runs.filter((run) => !run.full).map((run) => run.method));
     const crowded = distinct(runs.map((run) => JSON.stringify([run.model, run.task]))).length > MANY;
-    const state = { model: crowded ? models[0] : "", task: "", metric: "", hidden: new Set() };
+    const first = (runs.find((run) => run.n > 0) ?? runs[0])?.model; // never one without anything to show
+    const state = { model: crowded ? first : "", task: "", metric: "", hidden: new Set() };
 
     const set = (name) => (value) => {
       state[name] = value;

@@ -41,7 +41,7 @@ kvexp.panels = (() => {
   function byTask(runs) {
     const groups = new Map();
     for (const run of runs) {
-      const key = JSON.stringify([run.model, run.task]);
+      const key = run.panel; // model, task and NUMERICS
       groups.set(key, [...(groups.get(key) ?? []), run]);
     }
     return [...groups.values()];

@@ -7,15 +7,14 @@
   const page = { runs, state: null };
 
   function notices() {
-    const real = runs.filter((run) => run.status !== "refused");
-    const numerics = distinct(real.map((run) => run.numerics));
-    const commits = distinct(real.map((run) => run.commit || "unknown"));
+    const numerics = distinct(runs.map((run) => run.numerics));
+    const commits = distinct(runs.map((run) => run.commit || "unknown"));
     const found = [];
     if (numerics.length > 1) {
-      found.push(`These runs were computed with NUMERICS ${numerics.join(" and ")}: numbers of different NUMERICS are not comparable, and are separate lines in every chart.`);
+      found.push(`These runs were computed with NUMERICS ${numerics.join(" and ")}: numbers of different NUMERICS are not comparable, and have tables and charts of their own, the newest first.`);
     }
     if (commits.length > 1) found.push(`These runs were made by ${commits.length} commits of kvexp: ${commits.join(", ")}.`);
-    const open = ["partial", "failed", "refused"].map((status) => [status, runs.filter((run) => run.status === status).length]);
+    const open = ["partial", "failed"].map((status) => [status, runs.filter((run) => run.status === status).length]);
     const unfinished = open.filter(([, count]) => count).map(([status, count]) => `${count} ${status}`);
     if (unfinished.length) found.push(`Not finished: ${unfinished.join(", ")}. The reasons are in the last section.`);
     return found.map((text) => el("p", { class: "notice" }, text));

@@ -16,7 +16,7 @@ def data(source: ReportSource) -> dict[str, Any]:
     for env, numerics in zip(envs, real["numerics"], strict=True):
         key = (str(numerics), *(str(env.get(name, "-")) for name in names))
         made[key] = made.get(key, 0) + 1
-    problems = source.frame[source.frame["status"] != "done"].to_dict("records")
+    problems = source.frame[source.frame["status"] != "done"].to_dict("records")  # refused jobs too: here alone
     said = ("status", "model", "task", "method", "kv_ratio", "n", "note", "hash")
     return {
         "outputs": source.outputs.name,

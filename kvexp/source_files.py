@@ -1,9 +1,13 @@
-"""The files that a user's module is made of: its own, its packages' and those beside it that it imports."""
+"""The files that a user's module is made of: its own, its packages', those beside it that it imports; their code."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import hashlib
+import importlib.machinery
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +70,65 @@ def source_files(place: ModulePlace) -> dict[str, str]:
             if place.is_near(each.partition(".")[0]) and (path := _file(place.root, each)) is not None:
                 todo += [(each, path), *_packages(place, each)]
     return {path.relative_to(place.root).as_posix(): digest for path, digest in sorted(found.items())}
+
+
+def code_digest(root: Path, files: Mapping[str, str]) -> str:
+    """SHA-256 of the code in these `source_files`: comments, blank lines, layout and docstrings do not count."""
+    return texts_digest({name: (root / name).read_bytes() for name in files})
+
+
+def texts_digest(texts: Mapping[str, str | bytes]) -> str:
+    """`code_digest` of sources by name."""
+    each = [f"{name}:{_bare(text)}" for name, text in sorted(texts.items())]
+    return hashlib.sha256("\n".join(each).encode(errors="backslashreplace")).hexdigest()
+
+
+def _bare(text: str | bytes) -> str:
+    """The syntax tree in words; a text that is no Python as it stands. Docstrings stay where code may read them."""
+    plain = text if isinstance(text, str) else text.decode(errors="backslashreplace")
+    try:
+        tree = ast.parse(textwrap.dedent(text) if isinstance(text, str) else text)
+    except (SyntaxError, ValueError):
+        return plain
+    if "__doc__" in plain or "inspect" in plain:
+        return ast.dump(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
+
+
+def place_of(reference: str) -> ModulePlace | None:
+    """Where FILE.py:CLASS or MODULE.CLASS lies now, the current folder searched first; None where it is not found.
+
+    Nothing is imported: a reference that stands in a run's folder is data.
+    """
+    if (path := reference.rpartition(":")[0]).endswith(".py"):
+        plain = Path(path)
+        return ModulePlace(plain.stem, plain, plain.parent) if plain.is_file() else None
+    name = reference.rpartition(".")[0]
+    file = _found(name) if name else None
+    if file is None:
+        return None
+    return ModulePlace(name, file, file.parents[name.count(".") + (file.name == "__init__.py")])
+
+
+def _found(name: str) -> Path | None:
+    """The file of a dotted name."""
+    path = [str(Path.cwd()), *sys.path]
+    spec = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:count]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    origin = spec.origin if spec is not None else None
+    if origin is None or not origin.endswith(".py"):
+        return None
+    return Path(origin).absolute()
 
 
 def _imported(tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
