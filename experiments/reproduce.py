@@ -22,6 +22,7 @@ from experiments.lib.runner import Asked, markdown, results
 from experiments.lib.titles import exhibit_title
 from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
+from kvexp.sweep.signals import INTERRUPTED, KEPT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not."""
+    """0 if all were made, whether or not claims hold; 1 if one could not be made; 2 for a name there is not; 130 for an
+    interrupt.
+    """
     args = parser().parse_args(arguments)
     try:
         args.data = args.data or None  # --data "$DATA" of a script where it is not set
@@ -58,9 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    outputs, failed = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve(), []
+    outputs = (args.outputs or Path("outputs/smoke" if args.smoke else "outputs")).resolve()
     fresh = not outputs.exists() or not any(outputs.iterdir())
     asked = Asked(args.scale, outputs, args.smoke, tuple(args.given), args.data)
+    try:
+        failed = _made(args, wanted, asked, fresh)
+    except KeyboardInterrupt as error:
+        print(f"\ninterrupted: {error or KEPT}", file=sys.stderr)
+        return INTERRUPTED
+    if failed:
+        print(f"\n{len(failed)} of {len(wanted)} could not be made: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: bool) -> list[str]:
+    """Make and print each exhibit; returns those that could not be made. fresh: outputs were empty before."""
+    failed = []
     if len(wanted) == 1:
         print(_title(wanted[0], asked), flush=True)
     for name, made in results(wanted, asked, args.workers):
@@ -80,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record_real(made)
         elif args.record:
             record(made.name, args.scale, made.holds, made.words, made.seconds if fresh else None)
-    if failed:
-        print(f"\n{len(failed)} of {len(wanted)} could not be made: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return failed
 
 
 def _title(name: str, asked: Asked) -> str:

@@ -82,22 +82,20 @@ def compare(
     methods: Sequence[Method | type[Method] | str],
     kv_ratio: float | Sequence[float] = (0.2, 0.5),
     *,
-    model: str = "testbed_rope",
-    task: str = "testbed_summary",
     outputs_dir: str = "outputs",
     **settings: Any,
 ) -> Curves:
     """Run methods at every kv_ratio beside full attention, and give their curves. What was run before is not run again.
 
     methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
-    classes, also of a notebook's cell. settings: any other setting of `kvexp run`, as in limit=50; a dot in its name is
-    written `__` (task__max_new_tokens=8). Runs share their prefills. ConfigError for what cannot be run, a job that
-    failed included.
+    classes, also of a notebook's cell. settings: any other setting of `kvexp run`, as in model="testbed_rope", limit=9;
+    a dot in its name is written `__` (task__max_new_tokens=8); what is not given is as `kvexp run` has it. Runs share
+    their prefills. ConfigError for what cannot be run, a job that failed included.
     """
     if isinstance(methods, str | Method | type) or not methods:
         raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
     ratios = [kv_ratio] if isinstance(kv_ratio, int | float) else list(kv_ratio)
-    given = {"model": model, "task": task, "outputs_dir": outputs_dir, "divergence": True, **settings}
+    given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
     common = [_override(key.replace("__", "."), value) for key, value in given.items()]
     jobs = [
         _job([*words, *common, _override("kv_ratio", ratio)])

@@ -522,3 +522,34 @@ def test_names_that_no_file_can_have_are_one_line(folder, tmp_path, monkeypatch,
     assert code == 1
     assert_one_line(out, "\n".join(line for line in err.splitlines() if "could not be recorded" not in line), "error: ")
     assert option == "outputs_dir" or f"{option}={name[:20]}" in err
+
+
+def test_a_folder_is_shown_by_its_own_name_under_whatever_option(folder, tmp_path, monkeypatch, capsys):
+    """What is in it says nothing of the option's model: the default's and a hub model's too."""
+    for option in ("model=local", "model=smollm2_135m", "model=llama_7b"):
+        words = (*FEW[1:], f"model.path={folder}", "model.chat=false", "model.dtype=float32", option)
+        code, said, wrong = run_py(monkeypatch, capsys, *words, f"outputs_dir={tmp_path / 'out'}")
+        assert code == 0, wrong
+        assert f"{folder.name} / sample" in said and "smollm2_135m" not in said and "llama_7b" not in said
+    shown = {labels["model"] for run in runs(tmp_path / "out") for labels in run.asked}
+    assert shown == {folder.name}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("method=knorm", "method._target_=kvexp.methods.Random"), "makes it another method than method=knorm"),
+        (("task=xsum", "task._target_=kvexp.tasks.CNNDailyMail"), "makes it another task than task=xsum"),
+    ],
+)
+def test_no_class_stands_in_for_another_under_its_name(monkeypatch, capsys, tmp_path, words, why):
+    code, _, wrong = run_py(monkeypatch, capsys, "model=tiny", "limit=1", f"outputs_dir={tmp_path / 'out'}", *words)
+    assert code == 1 and why in wrong
+
+
+def test_a_yardstick_of_a_folder_is_nobodys_published_numbers(folder, capsys):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.yardstick.__main__ import main
+
+    assert main([f"model.path={folder}", "limit=1"]) == 2
+    assert f"no published number is known for model={folder.name}" in capsys.readouterr().err

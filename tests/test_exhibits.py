@@ -123,6 +123,24 @@ def test_the_written_table_leaves_out_what_nobody_filled():
     assert text.splitlines() == ["| a | b |", "| --- | --- |", "| 1.235 | x\\|y |", "|  | z |"]
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_an_interrupt_says_what_is_kept_and_begins_no_other_exhibit(tmp_path, capsys, monkeypatch, code):
+    begun = []
+
+    def interrupted(session):
+        begun.append(1)
+        session.begun, session.rows_written = True, 75
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sweep, "main", interrupted)
+    sweep._hashes.cache_clear()
+    asked = ["keyformer_fig7", "keyformer_fig8", "--scale", "testbed", "--outputs", str(tmp_path)]
+    assert reproduce.main(asked) == 130 and len(begun) == 1
+    said = capsys.readouterr().err
+    assert "interrupted: 75 rows were written" in said and "the same command goes on" in said
+    assert "did not begin" not in said
+
+
 @pytest.mark.slow
 def test_a_smoke_run_writes_table_figure_and_judgement(tmp_path, capsys):
     """The real thing: a sweep of two examples, its table, its picture, resumed the second time."""

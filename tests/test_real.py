@@ -5,6 +5,8 @@ they fail.
 """
 
 import json
+import signal
+import time
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from kvexp.evaluate.tokenized_examples import in_template
 from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill
 from kvexp.methods import H2O, Full, Window
 from kvexp.models import load_model, load_tokenizer
+from kvexp.record import runs
+from kvexp.record.divergence_lines import read
 
 pytestmark = pytest.mark.real
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -89,3 +93,34 @@ def test_a_run_says_what_the_model_is_and_how_answers_ended(smollm2, tmp_path, m
     for row in rows:
         assert row["chat_template"] is True and row["weights"]["quantisation"] == "Q4_1"
         assert len(row["output"].split()) > 4
+
+
+def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, stage, tmp_path):
+    """Rows and divergences to the bit, although what decodes together is another."""
+
+    def words(name):
+        asked = ("method=h2o,keyformer", "kv_ratio=0.2,0.5", "limit=2", "task.max_new_tokens=24")
+        return ("-m", *asked, f"outputs_dir={tmp_path / name}")
+
+    def rows(name):
+        found = {
+            (run.hash, row["example"]): {key: value for key, value in row.items() if key not in ("seconds", "halved")}
+            for run in runs(tmp_path / name)
+            for row in run.rows()
+        }
+        return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in read(run).items()}
+
+    every = "import kvexp.evaluate.limits as limits\nlimits.WRITE_EVERY_S = {}\n"
+    child = stage.start(words("killed"), tmp_path / "log", every.format(1.0))
+    end = time.monotonic() + 240
+    while not (tmp_path / "killed").is_dir() or not rows("killed")[0]:
+        assert child.poll() is None and time.monotonic() < end, child.said
+        time.sleep(0.1)
+    child.send(signal.SIGKILL)
+    child.wait()
+    kept = len(rows("killed")[0])
+    assert 0 < kept < 10
+    for name, seconds in (("killed", 1.0), ("whole", None)):
+        code, said = stage.run(words(name), tmp_path / "log2", every.format(seconds))
+        assert code == 0, said
+    assert rows("killed") == rows("whole") and len(rows("whole")[0]) == 10 and len(rows("whole")[1]) == 8

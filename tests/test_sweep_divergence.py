@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import kvexp.evaluate.limits as limits
 import kvexp.sweep.group_batch as batch
 from kvexp.config.divergence_options import DivergenceOptions, decided
 from kvexp.config.settings import settings_of
@@ -170,6 +171,40 @@ def test_halved_where_memory_is_short(tmp_path, monkeypatch):
     run_group(group(tmp_path / "small", *ONE_BY_ONE), Session())
     assert sizes[:5] == [4, 2, 3, 2, 2], "full and h2o; then keyformer and window, each beside the full cache"
     assert_alike(lines_of(tmp_path / "small"), lines_of(tmp_path / "large"))
+
+
+@pytest.mark.parametrize("task", [ONE_BY_ONE, (*SUMMARY, "batch_size=3")], ids=["single", "batch"])
+def test_what_is_decoded_is_written_before_the_next_is_where_time_is_short(tmp_path, prefills, monkeypatch, task):
+    """Each run by itself, each text by itself: rows and lines are those of all together."""
+    words = (*task, "divergence_text=both")
+    run_group(group(tmp_path / "whole", *words), Session())
+    monkeypatch.setattr("kvexp.sweep.prefill_groups.WRITE_EVERY_S", 1e-9)
+    monkeypatch.setattr("kvexp.evaluate.limits.WORTH_TRYING", 0)
+    there, original = [], limits.Pace.take
+
+    def take(pace, kind, sizes, steps):
+        there.append((len(prefills), sum(len(run.rows()) for run in runs(tmp_path / "parts"))))
+        return original(pace, kind, sizes, steps)
+
+    monkeypatch.setattr(limits.Pace, "take", take)
+    prefills.clear()
+    run_group(group(tmp_path / "parts", *words), Session())
+    batches, size = (4, 1) if task is ONE_BY_ONE else (2, 3)
+    assert len(prefills) == batches, "no prompt is read twice"
+    assert [rows for _, rows in there][:4] == [0, size, 2 * size, 3 * size] and there[0][0] == 1
+    assert_alike(lines_of(tmp_path / "whole"), lines_of(tmp_path / "parts"))
+
+    def rows(folder):
+        left = ("seconds", "halved")
+        return {
+            (run.hash, row["example"]): {k: v for k, v in row.items() if k not in left}
+            for run in runs(folder)
+            for row in run.rows()
+        }
+
+    assert {key: row["output"] for key, row in rows(tmp_path / "whole").items()} == {
+        key: row["output"] for key, row in rows(tmp_path / "parts").items()
+    }
 
 
 def test_an_example_without_a_row_is_forced_nothing(tmp_path, prefills):

@@ -702,11 +702,29 @@ def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
 
 @pytest.mark.slow
 def test_a_curve_is_drawn_where_there_are_examples_enough(folder):
-    made = kvexp.compare(["window", "keydiff.py"], 0.5, task__max_new_tokens=3, limit=20)
+    few = {"model": "testbed_rope", "task": "testbed_summary", "task__max_new_tokens": 3, "limit": 20}
+    made = kvexp.compare(["window", "keydiff.py"], 0.5, **few)
     assert set(made.table["method"]) == {"full", "window", "keydiff.KeyDiff"}
     _, labels = made.figure().axes[0].get_legend_handles_labels()
     assert {"window", "keydiff.KeyDiff"} <= set(labels)
     assert made._repr_html_().startswith("<img") and "<table" in made._repr_html_()
+
+
+def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
+    seen = []
+
+    def taken(jobs, session):
+        seen.extend(jobs)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("kvexp.curves.run_jobs", taken)
+    with pytest.raises(ConfigError, match="enough"):
+        kvexp.compare(["h2o"], 0.5)
+    plain = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    defaults = {key: value for one in plain["defaults"] if isinstance(one, dict) for key, value in one.items()}
+    for group in ("model", "task", "generation", "budget", "prefill"):
+        assert seen[0].choices[group] == defaults[group]
+    assert all(seen[0].config[key] == plain[key] for key in ("limit", "seed", "questions", "keep"))
 
 
 DIGESTS = {  # an edit of the cell: whether it is another method

@@ -180,8 +180,12 @@ def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
     with ProcessPoolExecutor(workers, spawn, initializer=_share, initargs=(workers,)) as pool:
         waiting = {pool.submit(attempt, name, asked): name for name in longest_first(names, asked.scale)}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:  # interrupted: those that have not begun do not
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def attempt(name: str, asked: Asked) -> Made | str:

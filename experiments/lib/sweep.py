@@ -16,6 +16,7 @@ from kvexp.config.settings import Settings, settings_of
 from kvexp.errors import ConfigError
 from kvexp.run import main
 from kvexp.session import Session
+from kvexp.sweep.signals import INTERRUPTED, KEPT, TERMINATED, summary
 
 QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 
@@ -98,6 +99,8 @@ def _command(overrides: list[str], session: Session) -> None:
     try:
         main(session)
     except SystemExit as end:
+        if end.code in (INTERRUPTED, TERMINATED):
+            raise KeyboardInterrupt(f"{summary(session)}{KEPT}") from end
         if end.code and not session.failures:
             raise ConfigError(
                 f"python run.py -m {' '.join(overrides)} did not begin: its message is in sweep.log"

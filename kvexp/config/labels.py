@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+
+from kvexp.paths import CONF
 
 GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
 # Overrides that say how a job is carried out, and nothing of what is asked for.
@@ -17,13 +22,30 @@ EXECUTION_KEYS = (
 # Overrides that have a label of their own or change no number.
 NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
 IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
-FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir")  # shown by name, wherever they lie
+# Shown by name, wherever they lie.
+FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir", "model.tokenizer")
 DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
 # Overrides that the full cache does not know.
 OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "prefill", "keep=", "seed=")
 QUOTES = "\"'"
 FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
 MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
+
+
+@functools.cache
+def of_option(group: str, choice: str, key: str) -> Any:
+    """What conf/GROUP/CHOICE.yaml says of this key; None where there is no such file, or it says nothing."""
+    file = CONF / group / f"{choice}.yaml"
+    plain: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    return plain.get(key)
+
+
+def model_label(choice: str, path: str | None) -> str:
+    """The name of a model: its configuration's; the name of its folder or file where another path was given."""
+    known = of_option("model", choice, "path")
+    if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
+        return choice
+    return Path(path).name
 
 
 def override_label(overrides: Sequence[str]) -> str:
@@ -81,8 +103,8 @@ def labels_from_overrides(
     number = isinstance(kv_ratio, int | float) and not isinstance(kv_ratio, bool) and math.isfinite(kv_ratio)
     words = [override_label(overrides), "" if number or kv_ratio is None else f"kv_ratio={kv_ratio}"]
     labels: dict[str, Any] = {group: choices.get(group) for group in ("model", "task", "method")}
-    if labels["model"] == "local" and isinstance(path, str):
-        labels["model"] = Path(path).name
+    if isinstance(path, str):
+        labels["model"] = model_label(str(labels["model"] or ""), path)
     labels |= {"kv_ratio": kv_ratio if number else None, "setting": " ".join(word for word in words if word)}
     return labels | _experiment(choices)
 

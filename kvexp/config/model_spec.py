@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvexp.build import CACHE_KEYS, keys_named, typed
-from kvexp.config.labels import MOVING
+from kvexp.config.labels import MOVING, model_label
 from kvexp.digests import file_digest
 from kvexp.errors import ConfigError
 from kvexp.paths import path_of
@@ -148,8 +148,8 @@ class ModelSpec:
         return known
 
     def label(self, choice: str) -> str:
-        """The configuration's name for it, or the folder's for `local`."""
-        return path_of(self.path, "model.path").name if choice in ("local", "") and self.path else choice
+        """Its name in tables (`model_label`)."""
+        return model_label(choice, self.path)
 
     def shown_revision(self) -> str | None:
         """The revision of a hub model as the configuration gives it; None where there is no hub."""

@@ -17,7 +17,7 @@ from kvexp.config.calibration_of_model import calibration_for, head_scores_for
 from kvexp.config.corrections import corrections_of, writes_text
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
-from kvexp.config.labels import MOVING, labels_of, labels_of_baseline
+from kvexp.config.labels import MOVING, labels_of, labels_of_baseline, of_option
 from kvexp.config.model_spec import ModelSpec, generation_config_of, moving_rope, rows_alone
 from kvexp.config.prefill_options import bounded_chunk, check_prefill
 from kvexp.config.root_values import Shard, check_values
@@ -163,6 +163,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     task: Task = build(
         {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
     )
+    _check_targets_of_options(config, choices)
     if config.get("questions") == "all":
         task = with_shared_context(task, choices.get("task", task.name))
     model = ModelSpec.of(_located(config["model"], "model.path"))
@@ -198,6 +199,17 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
     _check(settings)
     settings = settings.identified(_labels(settings, choices, overrides))
     return settings.baseline() if settings.is_baseline else settings
+
+
+def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -> None:
+    """ConfigError for a method or task that another class stands in for: it would be shown under the option's name."""
+    for group in ("method", "task"):
+        choice, target = choices.get(group, ""), config[group]["_target_"]
+        if of_option(group, choice, "_target_") not in (None, target):
+            raise ConfigError(
+                f"{group}._target_={target} makes it another {group} than {group}={choice}, under whose name its rows "
+                f"would be shown: leave it out and choose {group}=NAME"
+            )
 
 
 def _located(node: dict[str, Any], option: str) -> dict[str, Any]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_cache
 from kvexp.config.model_spec import moving_rope
 from kvexp.config.settings import Settings
+from kvexp.evaluate.limits import Pace
 from kvexp.evaluate.model_output import ModelOutput
-from kvexp.evaluate.outputs import noise_seed, outputs_of, sampling_seed
+from kvexp.evaluate.outputs import SharedOutputs, noise_seed, outputs_of, sampling_seed
 from kvexp.evaluate.tokenized_examples import TokenizedExample
 
 if TYPE_CHECKING:
@@ -30,20 +31,22 @@ def outputs_from_context(
     Prompts of equal tokens share a prefill. An answer is the one it would be alone: noise inside methods goes by the
     context (`noise_seed`), sampling by the example.
     """
-    return outputs_from_context_shared([settings], model, tokenizer, batch)[0]
+    made: dict[int, ModelOutput] = {}
+    for part in outputs_from_context_shared([settings], model, tokenizer, batch, None, Pace(None)):
+        made |= part.answers
+    return made
 
 
 def outputs_from_context_shared(
-    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Items, forced: ForcedTexts | None = None
-) -> list[dict[int, ModelOutput]]:
+    runs: Sequence[Settings], model: Model, tokenizer: Tokenizer, batch: Items, forced: ForcedTexts | None, pace: Pace
+) -> Iterator[SharedOutputs]:
     """`outputs_from_context`, for several runs that differ in method and budget: they share every prefill.
 
-    forced: as of `generate_outputs_shared`; where there are choices nothing is forced.
+    forced, pace: as of `generate_outputs_shared`; where there are choices nothing is forced.
     """
     from kvexp.evaluate.forced_texts import force_texts
 
     answering = list(range(len(runs))) if forced is None else forced.answering
-    made: list[dict[int, ModelOutput]] = [{} for _ in runs]
     first = runs[0]
     for part in _parts(first, batch):
         each, place_of = _prefilled(runs, model, tokenizer, part)
@@ -53,25 +56,28 @@ def outputs_from_context_shared(
                 groups[len(prompt.question_ids)].append((index, prompt))
                 continue
             for place in answering:
-                made[place][index] = _pick_choice(runs[place], model, prompt, each[place], place_of[index])
+                chosen = _pick_choice(runs[place], model, prompt, each[place], place_of[index])
+                yield SharedOutputs(0, place, {index: chosen})
         for group in groups.values():
             for start in range(0, len(group), first.batch_size):
                 some = group[start : start + first.batch_size]
                 rows = [place_of[i] for i, _ in some]
                 copies = forced.copies(each, rows, keep=True) if forced is not None else []
+                full: dict[int, ModelOutput] = {}
                 if answering:
                     before = time.perf_counter()
                     forks = [each[place].fork(rows) for place in answering]
                     copying = (time.perf_counter() - before) / len(answering)
                     for place, more in zip(answering, _answered(first, model, tokenizer, some, forks), strict=True):
                         shared = {"prefill": each[place].seconds, "copy": copying}
-                        made[place] |= _with_shared_times(more, some, shared)
+                        answers = _with_shared_times(more, some, shared)
+                        full = answers if forced is not None and place == forced.full else full
+                        yield SharedOutputs(0, place, answers)
                 if forced is not None:
                     seeds = [sampling_seed(first, prompt.example) for _, prompt in some]
-                    answers = made[forced.full]
-                    texts = forced.prepare(first, model, tokenizer, copies, some, answers, seeds)
-                    force_texts(first, model, texts)
-    return made
+                    texts = forced.prepare(first, model, tokenizer, copies, some, full, seeds)
+                    for _, lines in force_texts(first, model, texts, pace):
+                        yield from (SharedOutputs(0, place, lines=own) for place, own in lines.items())
 
 
 def shares_score_across_batch(settings: Settings) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.settings import Settings
+from kvexp.evaluate.limits import TRIED_ROWS, TRIED_STEPS, Pace
 from kvexp.evaluate.model_output import ModelOutput
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
 from kvexp.record.divergence_lines import OWN, Line
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from kvexp.models.types import Model, Tokenizer
 
 Items = Sequence[tuple[int, TokenizedExample]]
+ANSWERS, TEXTS = "answers", "texts"  # kinds of work whose steps a `Pace` knows
 
 
 @dataclass
@@ -22,13 +25,12 @@ class ForcedTexts:
     """What a batch's shared prefill is used for, runs being named by their place among those that share it.
 
     answering: places of the runs that generate their own answers; full: the full cache's place; texts: kind of text ->
-    places of the runs that are forced it. lines: what came out, by place.
+    places of the runs that are forced it.
     """
 
     answering: list[int]
     full: int
     texts: dict[str, list[int]]
-    lines: dict[int, list[Line]] = field(default_factory=dict)
 
     def copies(self, contexts: Sequence[Any], rows: Sequence[int], *, keep: bool) -> list[dict[int, Any]]:
         """For each kind of text the contexts it uses up, by place: these rows of contexts of all runs.
@@ -67,9 +69,9 @@ class ForcedTexts:
 
 @dataclass(frozen=True)
 class ForcedText:
-    """One kind of text of a batch, ready to be forced: into: where its lines go; batch: prompts that have such a text.
+    """One kind of text of a batch, ready to be forced: into: what it is part of; batch: prompts that have such a text.
 
-    contexts: the full cache's and those of the places that are forced it, by place.
+    places: of the runs that are forced it; contexts: theirs and the full cache's, by place.
     """
 
     into: ForcedTexts
@@ -77,42 +79,97 @@ class ForcedText:
     batch: Items
     contexts: Mapping[int, Any]
     texts: Sequence[Sequence[int]] | None
+    places: Sequence[int]
 
     @property
-    def bounded(self) -> set[int]:
-        """Places whose prompts were evicted between chunks."""
-        return {place for place, one in self.contexts.items() if one.cache.config.bounded_chunk is not None}
+    def full(self) -> Any:
+        """The full cache's context."""
+        return self.contexts[self.into.full]
 
-    def add_lines(self, found: Sequence[Sequence[Any]]) -> None:
-        """Of `divergence_of_batches`: one list of rows per place."""
-        for place, rows in zip(self.into.texts[self.kind], found, strict=True):
+    def split(self, count: int) -> tuple[ForcedText, ForcedText]:
+        """The text for the first `count` runs and for the others, each with the full cache beside it."""
+        copy = {**self.contexts, self.into.full: self.full.fork(range(len(self.batch)))}
+        first = replace(self, contexts=copy, places=self.places[:count])
+        return first, replace(self, places=self.places[count:])
+
+    def lines(self, found: Sequence[Sequence[Any]]) -> dict[int, list[Line]]:
+        """Of `divergence_of_batches`, one list of rows per place: lines by place."""
+        made: dict[int, list[Line]] = {}
+        for place, rows in zip(self.places, found, strict=True):
+            # Nothing was evicted yet, unless the prompt was evicted between chunks.
+            unevicted = self.contexts[place].cache.config.bounded_chunk is None
             for (index, prompt), one in zip(self.batch, rows, strict=True):
-                # Nothing was evicted yet, unless the prompt was evicted between chunks.
-                by_prefill = not prompt.question_ids and place not in self.bounded
+                by_prefill = not prompt.question_ids and unevicted
                 line = {"example": prompt.example.id, "index": index, "text": self.kind, "first_by_prefill": by_prefill}
                 line |= asdict(one) | {"same_top1": [int(same) for same in one.same_top1]}
-                self.into.lines.setdefault(place, []).append(line)
+                made.setdefault(place, []).append(line)
+        return made
 
 
-def force_texts(settings: Settings, model: Model, texts: Sequence[ForcedText]) -> None:
-    """Force all these texts in the same steps and fill in the lines; settings: any of the runs'."""
+def force_texts(
+    settings: Settings, model: Model, texts: Sequence[ForcedText], pace: Pace
+) -> Iterator[tuple[ForcedTexts, dict[int, list[Line]]]]:
+    """Force the texts, as many in the same steps as `pace` allows, and yield lines by place.
+
+    settings: any of the runs'.
+    """
     from kvexp.generate import ForcedBatch, divergence_of_batches
     from kvexp.generate.inputs import eos_ids
 
-    if not texts:
-        return
-    decoding = settings.decoding
-    batches = [
-        ForcedBatch(
-            text.contexts[text.into.full], [text.contexts[place] for place in text.into.texts[text.kind]], text.texts
+    decoding, left = settings.decoding, list(texts)
+    while left:
+        steps = max(decoding.max_new_tokens if text.texts is None else max(map(len, text.texts)) for text in left)
+        learn_step(
+            model, TEXTS, [(text.contexts[place], text.batch) for text in left for place in text.places], steps, pace
         )
-        for text in texts
-    ]
-    found = divergence_of_batches(
-        model, batches, max_new_tokens=decoding.max_new_tokens, eos=eos_ids(model, decoding.eos)
-    )
-    for text, rows in zip(texts, found, strict=True):
-        text.add_lines(rows)
+        count = pace.take(TEXTS, [len(text.batch) for text in left for _ in text.places], steps)
+        some, left = _first_places(left, count)
+        start = time.perf_counter()
+        found = divergence_of_batches(
+            model,
+            [ForcedBatch(text.full, [text.contexts[place] for place in text.places], text.texts) for text in some],
+            max_new_tokens=decoding.max_new_tokens,
+            eos=eos_ids(model, decoding.eos),
+        )
+        fed = max(len(row.tokens) for each in found for rows in each for row in rows)
+        pace.measured(TEXTS, sum(len(text.batch) * len(text.places) for text in some), fed, time.perf_counter() - start)
+        for text, rows in zip(some, found, strict=True):
+            yield text.into, text.lines(rows)
+        pace.written()
+
+
+def _first_places(texts: Sequence[ForcedText], count: int) -> tuple[list[ForcedText], list[ForcedText]]:
+    """The texts for the first `count` of all their runs, and what is left."""
+    taken: list[ForcedText] = []
+    for place, text in enumerate(texts):
+        if count < len(text.places):
+            if not count:
+                return taken, [*texts[place:]]
+            first, rest = text.split(count)
+            return [*taken, first], [rest, *texts[place + 1 :]]
+        taken.append(text)
+        count -= len(text.places)
+    return taken, []
+
+
+def learn_step(model: Model, kind: str, contexts: Sequence[tuple[Any, Items]], steps: int, pace: Pace) -> None:
+    """Tell the pace what a step of this kind takes, where it does not know: by a few steps of copies of some contexts.
+
+    contexts: each with its prompts; steps: that a row may take.
+    """
+    from kvexp.generate.divergence import read_questions
+
+    if pace.knows(kind, steps):
+        return
+    batch = contexts[0][1]
+    same = [context for context, prompts in contexts if prompts is batch]
+    copies = [context.fork(range(len(batch))) for context in same[: max(1, TRIED_ROWS // len(batch))]]
+    start = 0.0
+    for tokens in (1, TRIED_STEPS):  # the first makes what later ones find
+        start = time.perf_counter()
+        read_questions(model, copies, [list(prompt.ids[:1]) * tokens for _, prompt in batch])
+    float(copies[0].logits[0, 0])  # waits for the device
+    pace.measured(kind, len(copies) * len(batch), TRIED_STEPS, time.perf_counter() - start, ended=False)
 
 
 def _one_text(
@@ -150,7 +207,7 @@ def _one_text(
     if texts is None and not is_plain_greedy(model, decoding):
         context = contexts[into.full].fork(list(range(len(batch))))
         texts = decode(model, [context], decoding, list(seeds), tokenizer, start=0.0)[0].tokens
-    return ForcedText(into, kind, batch, contexts, texts)
+    return ForcedText(into, kind, batch, contexts, texts, into.texts[kind])
 
 
 def reference_tokens(prompt: TokenizedExample, tokenizer: Tokenizer, most: int, *, chat: bool) -> list[int]:

@@ -7,10 +7,12 @@ import ctypes
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +35,10 @@ Items = Sequence[tuple[int, TokenizedExample]]
 Rows = dict[int, dict[str, Any]]
 MEMORY, TIME = "memory", "time"  # the values of a row's `failed`
 SHARE = 0.6  # of the memory that is free: the rest is for what a prefill makes on its way
+WRITE_EVERY_S = 55.0  # aimed at between two writes
+TRIED_STEPS, WORTH_TRYING = 3, 16  # tokens fed to learn a step's time, where an answer may have more than so many
+TRIED_ROWS = 16
+WORTH_ROWS = 16  # fewer make steps costly (docs/decisions/speed.md): taken together even where that takes twice as long
 
 
 class TimeLimitExceeded(BaseException):
@@ -70,6 +76,53 @@ def time_limit(seconds: float | None, stuck: Callable[[], None]) -> Iterator[Non
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         watchdog.cancel()
+
+
+class Pace:
+    """How much of a sweep's work a process takes before it writes, by the time that the last such work took.
+
+    every_s: seconds aimed at between two writes, None for no limit. The first step of each kind of work is measured by
+    the caller (`knows`, `measured`). Rows and divergences do not depend on what they are taken together with, so the
+    clock decides nothing but when they are written.
+    """
+
+    def __init__(self, every_s: float | None) -> None:
+        self.every_s = every_s
+        self._since, self._row_s, self._longest = time.perf_counter(), dict[str, float](), dict[str, int]()
+
+    def written(self) -> None:
+        """Everything made so far is on disk."""
+        self._since = time.perf_counter()
+
+    def may_prefill(self, done: int) -> bool:
+        """Whether another batch may be prefilled behind so many that nothing was written of: a third of the time."""
+        if self.every_s is None or not done:
+            return True
+        return (time.perf_counter() - self._since) * (done + 1) / done <= self.every_s / 3
+
+    def knows(self, kind: str, steps: int) -> bool:
+        """Whether it is known how long such steps take, or they are too few to matter."""
+        return self.every_s is None or steps <= WORTH_TRYING or kind in self._row_s
+
+    def measured(self, kind: str, rows: int, steps: int, seconds: float, *, ended: bool = True) -> None:
+        """So many rows took so many steps in this time; ended: with them they were complete."""
+        if rows and steps:
+            self._row_s[kind] = seconds / (rows * steps)
+            self._longest[kind] = max(steps, self._longest.get(kind, 0)) if ended else 0
+
+    def take(self, kind: str, sizes: Sequence[int], steps: int) -> int:
+        """How many of the first pieces of work to do together, in as even parts as they go; at least 1.
+
+        sizes: rows of each piece; steps: that a row may take. Expected are as many as the longest row took so far.
+        """
+        if self.every_s is None or kind not in self._row_s:
+            return len(sizes)
+        room = max(self.every_s - (time.perf_counter() - self._since), self.every_s / 2)
+        rows, each = sum(sizes), min(steps, self._longest.get(kind) or steps) * self._row_s[kind]
+        fewest = max(1, min(WORTH_ROWS, int(2 * self.every_s / each)))
+        parts = max(1, min(math.ceil(rows * each / room), rows // fewest))
+        ends = itertools.accumulate(sizes)
+        return next((place for place, end in enumerate(ends, 1) if end * parts >= rows), len(sizes))
 
 
 def restart_process() -> None:

@@ -6,15 +6,17 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.group_checks import batch_cache
 from kvexp.config.settings import Settings
-from kvexp.evaluate.forced_texts import ForcedText, ForcedTexts, force_texts
+from kvexp.evaluate.forced_texts import ANSWERS, ForcedText, ForcedTexts, force_texts, learn_step
+from kvexp.evaluate.limits import Pace
 from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation
+from kvexp.record.divergence_lines import Line
 from kvexp.tasks import Example
 
 if TYPE_CHECKING:
@@ -50,20 +52,6 @@ def generate_outputs(
     return dict(zip((index for index, _ in batch), outputs_of(result, tokenizer), strict=True))
 
 
-def generate_outputs_shared(
-    runs: Sequence[Settings],
-    model: Model,
-    tokenizer: Tokenizer,
-    batch: Sequence[tuple[int, TokenizedExample]],
-    forced: ForcedTexts | None = None,
-) -> list[dict[int, ModelOutput]]:
-    """`generate_outputs`, for several runs that differ in method and budget: one prefill, and all decode together.
-
-    forced: texts that some of them are forced, after the same prefill, and which of them answer; None: all answer.
-    """
-    return generate_outputs_of_batches(model, tokenizer, [SharedBatch(runs, batch, forced)])[0]
-
-
 @dataclass(frozen=True)
 class SharedBatch:
     """A batch of prompts, the runs that share its prefill, and what they are forced (`generate_outputs_shared`)."""
@@ -83,57 +71,126 @@ class SharedBatch:
         return [sampling_seed(self.runs[0], prompt.example) for _, prompt in self.prompts]
 
 
+@dataclass(frozen=True)
+class SharedOutputs:
+    """What one run made of a batch. batch, run: their places; answers: by index; lines: divergences."""
+
+    batch: int
+    run: int
+    answers: dict[int, ModelOutput] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+
+
+def generate_outputs_shared(
+    runs: Sequence[Settings],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Sequence[tuple[int, TokenizedExample]],
+    forced: ForcedTexts | None,
+    pace: Pace,
+) -> Iterator[SharedOutputs]:
+    """`generate_outputs`, for several runs that differ in method and budget: one prefill, then they decode together.
+
+    forced: texts that some of them are forced, after the same prefill, and which of them answer; None: all answer.
+    """
+    return generate_outputs_of_batches(model, tokenizer, [SharedBatch(runs, batch, forced)], pace)
+
+
 def generate_outputs_of_batches(
-    model: Model, tokenizer: Tokenizer, batches: Sequence[SharedBatch]
-) -> list[list[dict[int, ModelOutput]]]:
+    model: Model, tokenizer: Tokenizer, batches: Sequence[SharedBatch], pace: Pace
+) -> Iterator[SharedOutputs]:
     """`generate_outputs_shared` for several batches: prefilled one after the other, decoded and forced together.
 
-    A step then reads the model's weights once for the rows of all of them.
+    A step then reads the model's weights once for the rows of all of them, as many as `pace` allows. What is yielded is
+    to be written before the next is asked for.
     """
-    from kvexp.generate import decode_batches, prefill_together
+    left = list(enumerate(batches))
+    while left:
+        pace.written()
+        some: list[_Prefilled] = []
+        while left and pace.may_prefill(len(some)):
+            some.append(_prefilled(model, tokenizer, *left.pop(0)))
+        full: dict[int, dict[int, ModelOutput]] = {}
+        for made in _answers(model, tokenizer, some, pace):
+            forced = batches[made.batch].forced
+            if forced is not None and made.run == forced.full:
+                full[made.batch] = made.answers
+            yield made
+        texts: list[ForcedText] = []
+        place_of = {}
+        for one in some:
+            if (forced := one.batch.forced) is not None:
+                place_of[id(forced)] = one.place
+                lead, own = one.batch.runs[0], full.get(one.place, {})
+                texts += forced.prepare(lead, model, tokenizer, one.copies, one.batch.prompts, own, one.batch.seeds)
+        del some  # the texts hold what of the contexts they need
+        for into, lines in force_texts(batches[0].runs[0], model, texts, pace):
+            yield from (SharedOutputs(place_of[id(into)], run, lines=each) for run, each in lines.items())
 
-    decoding, start = batches[0].runs[0].decoding, time.perf_counter()
-    prefilled, copied = [], []
-    for batch in batches:
-        prompts = [prompt.ids for _, prompt in batch.prompts]
-        configs = [batch_cache(settings, [len(ids) for ids in prompts]) for settings in batch.runs]
-        contexts = prefill_together(
+
+@dataclass
+class _Prefilled:
+    """A batch that was prefilled: the contexts that answer, by place of the run, and copies for each kind of text."""
+
+    place: int
+    batch: SharedBatch
+    contexts: dict[int, Any]
+    copies: list[dict[int, Any]]
+
+
+def _prefilled(model: Model, tokenizer: Tokenizer, place: int, batch: SharedBatch) -> _Prefilled:
+    from kvexp.generate import prefill_together
+
+    prompts = [prompt.ids for _, prompt in batch.prompts]
+    contexts = prefill_together(
+        model,
+        prompts,
+        [batch_cache(settings, [len(ids) for ids in prompts]) for settings in batch.runs],
+        max_new_tokens=batch.runs[0].decoding.max_new_tokens,
+        tokenizer=tokenizer,
+        seeds=batch.seeds,
+        spans=[prompt.spans for _, prompt in batch.prompts],
+    )
+    forced = batch.forced
+    copies = forced.copies(contexts, range(len(prompts)), keep=False) if forced is not None else []
+    return _Prefilled(place, batch, {run: contexts[run] for run in batch.answering}, copies)
+
+
+def _answers(model: Model, tokenizer: Tokenizer, some: Sequence[_Prefilled], pace: Pace) -> Iterator[SharedOutputs]:
+    """The answers of all runs to several batches; uses their contexts up."""
+    from kvexp.generate import decode_batches
+
+    decoding = some[0].batch.runs[0].decoding
+    left = [(one, run) for one in some for run in one.contexts]
+    while left:
+        each = [(one.contexts[run], one.batch.prompts) for one, run in left]
+        learn_step(model, ANSWERS, each, decoding.max_new_tokens, pace)
+        del each
+        count = pace.take(ANSWERS, [len(one.batch.prompts) for one, _ in left], decoding.max_new_tokens)
+        now, left = left[:count], left[count:]
+        runs = [(one, [run for other, run in now if other is one]) for one in some]
+        runs = [(one, places) for one, places in runs if places]
+        start = time.perf_counter()
+        results = decode_batches(
             model,
-            prompts,
-            configs,
-            max_new_tokens=decoding.max_new_tokens,
-            tokenizer=tokenizer,
-            seeds=batch.seeds,
-            spans=[prompt.spans for _, prompt in batch.prompts],
-        )
-        forced = batch.forced
-        copied.append(forced.copies(contexts, range(len(prompts)), keep=False) if forced is not None else [])
-        prefilled.append([contexts[place] for place in batch.answering])
-    answering = [batch for batch in batches if batch.answering]
-    results = iter(
-        decode_batches(
-            model,
-            [contexts for contexts in prefilled if contexts],
+            [[one.contexts.pop(run) for run in places] for one, places in runs],
             decoding,
-            [batch.seeds for batch in answering],
+            [one.batch.seeds for one, _ in runs],
             tokenizer,
             start=start,
         )
-        if answering
-        else []
-    )
-    made: list[list[dict[int, ModelOutput]]] = []
-    texts: list[ForcedText] = []
-    for batch, copies in zip(batches, copied, strict=True):
-        each: list[dict[int, ModelOutput]] = [{} for _ in batch.runs]
-        for place, result in zip(batch.answering, next(results) if batch.answering else (), strict=True):
-            each[place] = dict(zip((index for index, _ in batch.prompts), outputs_of(result, tokenizer), strict=True))
-        if batch.forced is not None:
-            lead, answers = batch.runs[0], each[batch.forced.full]
-            texts += batch.forced.prepare(lead, model, tokenizer, copies, batch.prompts, answers, batch.seeds)
-        made.append(each)
-    force_texts(batches[0].runs[0], model, texts)
-    return made
+        seconds, steps = time.perf_counter() - start, 0
+        made = []
+        for (one, places), generations in zip(runs, results, strict=True):
+            for run, generation in zip(places, generations, strict=True):
+                steps = max(steps, *map(len, generation.tokens))
+                outputs = outputs_of(generation, tokenizer)
+                answers = dict(zip((index for index, _ in one.batch.prompts), outputs, strict=True))
+                made.append(SharedOutputs(one.place, run, answers))
+        del results
+        pace.measured(ANSWERS, sum(len(one.batch.prompts) for one, _ in now), steps, seconds)
+        yield from made
+        pace.written()
 
 
 def outputs_of(result: Any, tokenizer: Tokenizer) -> list[ModelOutput]:

@@ -133,6 +133,7 @@ def _send_next(pipe: Connection, left: list[Any]) -> bool:
 def _work(task: Callable[[Any], Iterable[Any]], pipe: Connection, parent: int) -> None:
     """In the forked process: items come, rows and ends are told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_KILL_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvexp.config.settings import Settings
@@ -17,7 +17,7 @@ from kvexp.evaluate.example_prompts import answerable, prompts_of
 from kvexp.evaluate.forced_texts import ForcedTexts
 from kvexp.evaluate.limits import (
     Items,
-    Rows,
+    Pace,
     TimeLimit,
     TimeLimitExceeded,
     failure_kind,
@@ -25,8 +25,8 @@ from kvexp.evaluate.limits import (
     free_memory,
     partition_by_memory,
 )
-from kvexp.evaluate.model_output import NO_TIMES
-from kvexp.evaluate.outputs import SharedBatch, generate_outputs_of_batches, generate_outputs_shared
+from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
+from kvexp.evaluate.outputs import SharedBatch, SharedOutputs, generate_outputs_of_batches, generate_outputs_shared
 from kvexp.evaluate.rows import row_of, skipped_row
 from kvexp.record.divergence_lines import Line
 from kvexp.record.run_name import run_name
@@ -35,6 +35,8 @@ from kvexp.terminal import say
 
 if TYPE_CHECKING:
     from kvexp.models.types import Model, Tokenizer
+
+Part = tuple[GroupRun, list[dict[str, Any]], list[Line]]  # of what a run makes of a batch: rows, divergences
 
 
 def held_beside(members: Sequence[GroupRun], batch: Numbered) -> dict[str, Any]:
@@ -47,8 +49,14 @@ def held_beside(members: Sequence[GroupRun], batch: Numbered) -> dict[str, Any]:
 
 
 def rows_and_lines(
-    members: list[GroupRun], model: Model, tokenizer: Tokenizer, batch: Numbered, time_limit: TimeLimit, processes: int
-) -> Iterable[tuple[GroupRun, list[dict[str, Any]], list[Line]]]:
+    members: list[GroupRun],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Numbered,
+    time_limit: TimeLimit,
+    processes: int,
+    pace: Pace,
+) -> Iterator[Part]:
     """Rows and divergences of a batch, for every member that is not left to its own turn."""
     if not members:
         return
@@ -60,9 +68,8 @@ def rows_and_lines(
         held[member], runnable = answerable(member.settings, model, tokenizer, prompts)
         alike.setdefault(tuple(index for index, _ in runnable), ([], runnable))[0].append(member)
     for together, runnable in alike.values():
-        for member, made, lines in _shared(together, model, tokenizer, runnable, time_limit, processes):
-            rows = [made.get(index) or skipped_row(member.settings, index, prompt) for index, prompt in held[member]]
-            yield member, rows, lines
+        parts = _shared(together, model, tokenizer, runnable, time_limit, processes, pace)
+        yield from _with_skipped(parts, held)
 
 
 def rows_and_lines_of_batches(
@@ -71,24 +78,29 @@ def rows_and_lines_of_batches(
     tokenizer: Tokenizer,
     time_limit: TimeLimit,
     processes: int,
-) -> Iterable[tuple[GroupRun, list[dict[str, Any]], list[Line]]]:
+    pace: Pace,
+) -> Iterator[Part]:
     """`rows_and_lines` of several batches, each with the members that lack some of it.
 
     They are decoded in the same steps where memory holds them all and nothing goes wrong; else one after the other.
+    What is yielded is to be written before the next is asked for.
     """
-    made = _decoded_together(batches, model, tokenizer, processes) if len(batches) > 1 else None
-    if made is not None:
-        yield from made
+    if len(batches) > 1 and (yield from _decoded_together(batches, model, tokenizer, processes, pace)):
         return
     for members, batch in batches:
-        going = [member for member in members if not member.failed]  # one may have failed at a batch before
-        yield from rows_and_lines(going, model, tokenizer, batch, time_limit, processes)
+        # One may have failed at a batch before, or have been written before the batches were parted.
+        going = [member for member in members if not member.failed and member.has_pending(batch)]
+        yield from rows_and_lines(going, model, tokenizer, batch, time_limit, processes, pace)
 
 
 def _decoded_together(
-    batches: Sequence[tuple[list[GroupRun], Numbered]], model: Model, tokenizer: Tokenizer, processes: int
-) -> list[tuple[GroupRun, list[dict[str, Any]], list[Line]]] | None:
-    """None where the batches have to be taken one after the other."""
+    batches: Sequence[tuple[list[GroupRun], Numbered]],
+    model: Model,
+    tokenizer: Tokenizer,
+    processes: int,
+    pace: Pace,
+) -> Generator[Part, None, bool]:
+    """Returns False where what is left of the batches has to be taken one after the other."""
     parts = []
     for members, batch in batches:
         prompts = prompts_of(members[0].settings, model, tokenizer, batch)
@@ -96,40 +108,50 @@ def _decoded_together(
         runnable = each[0][1]
         same = all([index for index, _ in other] == [index for index, _ in runnable] for _, other in each)
         if not runnable or not same or any(prompt.question_ids or prompt.choices for _, prompt in runnable):
-            return None
-        parts.append((members, [held for held, _ in each], runnable))
+            return False
+        parts.append((members, dict(zip(members, (held for held, _ in each), strict=True)), runnable))
     needs = [([m.settings for m in ms], some, held_beside(ms, _numbered(some))) for ms, _, some in parts]
     if not fit_together(needs, model, processes):
-        return None
+        return False
     forced = [_forced(members, some) for members, _, some in parts]
     shared = [SharedBatch(runs, some, texts) for (runs, texts), (_, _, some) in zip(forced, parts, strict=True)]
     try:
-        outputs = generate_outputs_of_batches(model, tokenizer, shared)
+        for made in generate_outputs_of_batches(model, tokenizer, shared, pace):
+            members, held, some = parts[made.batch]
+            yield from _with_skipped(_parts_of(members, model, tokenizer, some, [made], 0), held)
     except Exception:  # one after the other finds whose it is
-        outputs = None
-    if outputs is None:
+        failed = True
+    else:
+        failed = False
+    if failed:
         free_memory()  # outside of the handler, as in `_answers`
-        return None
-    found = []
-    for (members, held, some), (_, texts), answers in zip(parts, forced, outputs, strict=True):
-        made = _rows_of(members, model, tokenizer, some, texts, _untimed(answers), 0)
-        for member, prompts, (rows, lines) in zip(members, held, made, strict=True):
-            found.append(
-                (member, [rows.get(i) or skipped_row(member.settings, i, prompt) for i, prompt in prompts], lines)
-            )
-    return found
+    return not failed
+
+
+def _with_skipped(parts: Iterable[Part], held: dict[GroupRun, Prompts]) -> Iterator[Part]:
+    """The parts, the first of each run with rows for the prompts that its budget cannot hold; empties `held`."""
+    for member, rows, lines in parts:
+        skipped = [one for one in held.pop(member, ()) if one[1].skipped is not None]
+        more = [skipped_row(member.settings, *one) for one in skipped]
+        yield member, sorted([*rows, *more], key=lambda row: int(row["index"])), lines
 
 
 def _shared(
-    members: list[GroupRun], model: Model, tokenizer: Tokenizer, batch: Prompts, time_limit: TimeLimit, processes: int
-) -> Iterable[tuple[GroupRun, Rows, list[Line]]]:
+    members: list[GroupRun],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Prompts,
+    time_limit: TimeLimit,
+    processes: int,
+    pace: Pace,
+) -> Iterator[Part]:
     """The answers of members to the same prompts, as many members at a time as memory allows."""
     if not batch:
-        yield from ((member, {}, []) for member in members)
+        yield from ((member, [], []) for member in members)
         return
     held = held_beside(members, _numbered(batch))
     for part in partition_by_memory([member.settings for member in members], model, batch, processes, **held):
-        yield from _answers([members[place] for place in part], model, tokenizer, batch, time_limit)
+        yield from _answers([members[place] for place in part], model, tokenizer, batch, time_limit, pace)
 
 
 def _numbered(batch: Items) -> Numbered:
@@ -137,63 +159,67 @@ def _numbered(batch: Items) -> Numbered:
 
 
 def _answers(
-    members: list[GroupRun], model: Model, tokenizer: Tokenizer, batch: Items, time_limit: TimeLimit, halved: int = 0
-) -> Iterable[tuple[GroupRun, Rows, list[Line]]]:
-    """Each member with its rows; half as many at a time where memory or time is short, or to find one that fails.
+    members: list[GroupRun],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Items,
+    time_limit: TimeLimit,
+    pace: Pace,
+    halved: int = 0,
+) -> Iterator[Part]:
+    """Each member's rows and lines; half as many at a time where memory or time is short, or to find one that fails.
 
     One that fails is named on stderr and has no rows.
     """
-    made: list[tuple[Rows, list[Line]]] | None = None
-    passes = sum(m.answers(_numbered(batch)) + len(m.to_force(p.example.id for _, p in batch)) for m in members)
+    numbered, done, limited = _numbered(batch), False, time_limit.timeout_s is not None
+    passes = sum(m.answers(numbered) + len(m.to_force(p.example.id for _, p in batch)) for m in members)
+    settings, forced = _forced(members, batch)
+    parts = _parts_of(
+        members, model, tokenizer, batch, _together(settings, model, tokenizer, batch, forced, pace), halved
+    )
     try:
         with time_limit.of(batch, max(passes, 1)):
-            made = _made(members, model, tokenizer, batch, halved)
+            # An alarm must not ring while rows are written: where it may, all of them are made before.
+            parts = iter(list(parts)) if limited else parts
+            if not limited:
+                yield from parts
+        done = True
     except (Exception, TimeLimitExceeded) as error:
         if len(members) == 1 and failure_kind(error) is None:
             members[0].fail(error)
             # Its own turn, which says more, comes when the group is done, and that can be hours from now.
             name = run_name(members[0].settings.labels)
             say(f"{name} failed beside the other runs, which go on: {members[0].error}", file=sys.stderr)
-    if made is not None:
-        yield from ((member, *each) for member, each in zip(members, made, strict=True))
+    if done:
+        yield from parts
         return
     free_memory()  # outside of the handler, where the traceback no longer holds what the failed attempt had allocated
     if len(members) > 1:  # one alone is left to its own turn
         half = len(members) // 2
-        yield from _answers(members[:half], model, tokenizer, batch, time_limit, halved + 1)
-        yield from _answers(members[half:], model, tokenizer, batch, time_limit, halved + 1)
+        for some in (members[:half], members[half:]):
+            some = [member for member in some if member.has_pending(numbered)]
+            if some:
+                yield from _answers(some, model, tokenizer, batch, time_limit, pace, halved + 1)
 
 
-def _made(
-    members: list[GroupRun], model: Model, tokenizer: Tokenizer, batch: Items, halved: int
-) -> list[tuple[Rows, list[Line]]]:
-    """Rows by index and divergences, for each member."""
-    settings, forced = _forced(members, batch)
-    each = _together(settings, model, tokenizer, batch, forced)
-    return _rows_of(members, model, tokenizer, batch, forced, each, halved)
-
-
-def _rows_of(
+def _parts_of(
     members: list[GroupRun],
     model: Model,
     tokenizer: Tokenizer,
     batch: Items,
-    forced: ForcedTexts | None,
-    each: list[dict[int, Any]],
+    made: Iterable[SharedOutputs],
     halved: int,
-) -> list[tuple[Rows, list[Line]]]:
-    """Rows by index and divergences, for each member; each: the answers of each run, the full cache's too if added."""
-    return [
-        (
-            {
-                i: {**row_of(member.settings, model, tokenizer, i, prompt, answers[i]), "halved": halved}
+) -> Iterator[Part]:
+    """What members made of a batch as rows and lines; that of the full cache's run is left out where it was added."""
+    for one in made:
+        if one.run < len(members):
+            member = members[one.run]
+            rows = [
+                {**row_of(member.settings, model, tokenizer, i, prompt, _untimed(one.answers[i])), "halved": halved}
                 for i, prompt in batch
-                if i in answers
-            },
-            forced.lines.get(place, []) if forced is not None else [],
-        )
-        for place, (member, answers) in enumerate(zip(members, each[: len(members)], strict=True))
-    ]
+                if i in one.answers
+            ]
+            yield member, rows, one.lines
 
 
 def _forced(members: Sequence[GroupRun], batch: Items) -> tuple[list[Settings], ForcedTexts | None]:
@@ -213,21 +239,21 @@ def _forced(members: Sequence[GroupRun], batch: Items) -> tuple[list[Settings], 
 
 
 def _together(
-    runs: list[Settings], model: Model, tokenizer: Tokenizer, batch: Items, forced: ForcedTexts | None
-) -> list[dict[int, Any]]:
-    """Index -> answer, for each run."""
+    runs: list[Settings],
+    model: Model,
+    tokenizer: Tokenizer,
+    batch: Items,
+    forced: ForcedTexts | None,
+    pace: Pace,
+) -> Iterator[SharedOutputs]:
     straight = [(i, prompt) for i, prompt in batch if not prompt.question_ids and not prompt.choices]
     others = [(i, prompt) for i, prompt in batch if prompt.question_ids or prompt.choices]
-    made: list[dict[int, Any]] = [{} for _ in runs]
     if straight:
-        for mine, more in zip(made, generate_outputs_shared(runs, model, tokenizer, straight, forced), strict=True):
-            mine |= more
+        yield from generate_outputs_shared(runs, model, tokenizer, straight, forced, pace)
     if others:
-        for mine, more in zip(made, outputs_from_context_shared(runs, model, tokenizer, others, forced), strict=True):
-            mine |= more
-    return _untimed(made)
+        yield from outputs_from_context_shared(runs, model, tokenizer, others, forced, pace)
 
 
-def _untimed(made: list[dict[int, Any]]) -> list[dict[int, Any]]:
-    """The answers without times: a step taken in company says nothing about the time of one taken alone."""
-    return [{i: dataclasses.replace(answer, seconds=NO_TIMES.copy()) for i, answer in mine.items()} for mine in made]
+def _untimed(answer: ModelOutput) -> ModelOutput:
+    """The answer without times: a step taken in company says nothing about the time of one taken alone."""
+    return dataclasses.replace(answer, seconds=NO_TIMES.copy())

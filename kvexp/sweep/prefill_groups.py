@@ -27,7 +27,9 @@ from kvexp.evaluate.example_prompts import (
 from kvexp.evaluate.limits import (
     EXIT_HUNG,
     TIME,
+    WRITE_EVERY_S,
     Items,
+    Pace,
     TimeLimit,
     free_memory,
     partition_by_memory,
@@ -35,7 +37,7 @@ from kvexp.evaluate.limits import (
 )
 from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
 from kvexp.evaluate.rows import check_commit, environment, failed_row
-from kvexp.models.half_precision import one_row_per_forward
+from kvexp.models.half_precision import FULL, one_row_per_forward
 from kvexp.record import Run, identity
 from kvexp.session import Session
 from kvexp.sweep.fork_pool import ForkPool, num_workers
@@ -161,10 +163,13 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
         say(f"{title}: a call did not come back within timeout_s; the command starts anew", file=sys.stderr)
         restart_process()
 
+    # In half precision a row's numbers go by what it is decoded together with, which the clock must not decide.
+    pace = Pace(WRITE_EVERY_S if lead.model.dtype == FULL and lead.timeout_s is None else None)
+
     def make(some: Sequence[Numbered]) -> Iterator[bool]:  # whether it is a row, or else a text, that was written
         pairs = [([m for m in members if m.has_pending(batch)], batch) for batch in some]
         each, limit = [pair for pair in pairs if pair[0]], TimeLimit(lead.timeout_s, stuck)
-        for member, rows, lines in rows_and_lines_of_batches(each, model, tokenizer, limit, size):
+        for member, rows, lines in rows_and_lines_of_batches(each, model, tokenizer, limit, size, pace):
             yield from (True for _ in member.write(rows, commit))
             yield from (False for _ in member.write_lines(lines))
 

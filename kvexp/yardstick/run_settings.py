@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from kvexp.config.labels import QUOTES, model_label
 from kvexp.config.settings import Settings
 from kvexp.config.target_allowlist import guard
 from kvexp.errors import ConfigError
@@ -27,6 +28,8 @@ def composed_settings(words: Sequence[str], benchmarks: Callable[[str], tuple[st
     chosen = [word.partition("=")[2] for word in words if word.partition("=")[0] == "model"]
     with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
         name = chosen[-1] if chosen else str(compose("config", return_hydra_config=True).hydra.runtime.choices["model"])
+        paths = [word.partition("=")[2] for word in words if word.lstrip("+").partition("=")[0] == "model.path"]
+        name = model_label(name, paths[-1].strip(QUOTES)) if paths else name
         own = ["task=lm_eval", f"task.tasks=[{','.join(benchmarks(name))}]", "method=full"]
         if not any(word.partition("=")[0] == "batch_size" for word in words):
             own.append(f"batch_size={BATCH}")

@@ -26,6 +26,19 @@ def slow(self, *rows):
 slow.made = 0
 Run.append = slow
 """
+SLOW_TEXT = """
+import time
+from kvexp.record import divergence_lines
+append = divergence_lines.append
+def slow(*given):
+    append(*given)
+    slow.made += 1
+    if slow.made == 2:
+        print("HERE", flush=True)
+        time.sleep(60)
+slow.made = 0
+divergence_lines.append = slow
+"""
 SLOW_LOAD = """
 import time
 import kvexp.models
@@ -44,13 +57,35 @@ def test_between_rows(stage, tmp_path, launcher):
     child.send(signal.SIGINT)
     assert child.wait() == 130
     assert "interrupted: 2 rows were written, " in child.said, "the third one was not done with"
-    assert ("1 texts were measured, " in child.said) == (launcher == "shared_prefill"), "of the second one, not a row"
+    assert "texts were measured" not in child.said, "answers are written before texts are forced"
     assert "of 2 jobs are complete; all rows written so far are kept; the same command goes on" in child.said
     assert "Traceback" not in child.said
     assert len(lines_of(out)) == 3
     code, said = stage.run(sweep(out, launcher=launcher), tmp_path / "log2")
     assert code == 0, said
     assert sorted(len(rows) for rows in rows_of(out).values()) == [3, 3, 3] and len(lines_of(out)) == 9
+
+
+def test_between_texts(stage, tmp_path):
+    """They are no rows."""
+    child = stage.start(sweep(tmp_path / "out", launcher="shared_prefill"), tmp_path / "log", SLOW_TEXT)
+    child.until("HERE")
+    child.send(signal.SIGINT)
+    assert child.wait() == 130
+    assert "interrupted: 9 rows were written, 1 texts were measured, 0 of 2 jobs are complete; " in child.said
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [("SIGTERM", 143, "terminated: 2 rows were written, "), ("SIGHUP", 129, "hung up: all")],
+)
+def test_terminated_by_a_cluster_or_with_its_terminal(stage, tmp_path, number, code, words):
+    child = stage.start(sweep(tmp_path / "out", launcher="shared_prefill"), tmp_path / "log", SLOW_ROW)
+    child.until("HERE")
+    child.send(getattr(signal, number))
+    assert child.wait() == code
+    assert words in child.said and "all rows written so far are kept; the same command goes on" in child.said
+    assert "Traceback" not in child.said and len(lines_of(tmp_path / "out")) == 3
 
 
 def test_processes_side_by_side(stage, tmp_path):
