@@ -14,6 +14,7 @@ from experiments.lib.exhibits import HERE
 from experiments.lib.stats import mean_interval, paired_difference
 from kvexp.config.labels import override_label as setting_of
 from kvexp.record import Run
+from kvexp.record.sent_prompts import check_same_prompts
 from kvexp.results import table
 
 Columns = dict[str, list[float]]
@@ -39,7 +40,8 @@ def frame_of(
     baselines = frame["baseline"].where(frame["baseline"].notna(), frame["hash"]) if len(frame) else []
     pairs = zip(frame["hash"], baselines, strict=True) if len(frame) else ()
     scores = [_scores(outputs / name, outputs / str(base), first) for name, base in pairs]
-    return frame.assign(setting=setting, scores=scores)
+    sent = [{row["example"]: row for row in Run.load(outputs / name).rows()} for name in frame["hash"]]
+    return frame.assign(setting=setting, scores=scores, sent=sent)
 
 
 def spelled(setting: str | None) -> str:
@@ -136,6 +138,7 @@ def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metri
         found = found[found["setting"].eq(setting)]
     if run["method"] == "full" or found.empty or found.iloc[0]["hash"] == run["hash"]:
         return math.nan, math.nan, math.nan
+    check_same_prompts(run["hash"], run.get("sent", {}), found.iloc[0]["hash"], found.iloc[0].get("sent", {}))
     return paired_difference(run["scores"], found.iloc[0]["scores"], metric)[:3]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvexp.config.divergence_options import generates
-from kvexp.config.model_spec import generation_config_of, moving_rope, stretches_context
+from kvexp.config.model_spec import facts_of_template, generation_config_of, moving_rope, stretches_context
 from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
 from kvexp.tasks import LMEval
 from kvexp.tasks.lm_eval.definition import written_after
@@ -73,6 +73,10 @@ CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "generation_config": _model_changes_logits,
     "moving_rope": _moving_rope,
     "rope_context": _rope_context,
+    # Chat templates that wrote the day's date are given one date for ever.
+    "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
+    # Answers are scored without the thinking before them, where the chat template has tags for it.
+    "thinking": lambda settings: settings.thinking is not None,
 }
 
 

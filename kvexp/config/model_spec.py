@@ -19,6 +19,7 @@ from kvexp.paths import path_of
 
 if TYPE_CHECKING:
     from kvexp.core import CacheConfig
+    from kvexp.models.chat_template import TemplateFacts
     from kvexp.models.moving_rope import MovingRope
     from kvexp.models.types import Model, Tokenizer
 
@@ -28,14 +29,16 @@ READ = (
     "additional_chat_templates/*.jinja",
 )
 CODE = ("**/*.py",)  # run with trust_remote_code alone
-AUTO = "auto"  # of model.chat: as the tokenizer has a chat template or has none
+AUTO = "auto"  # of model.chat and model.strip_thinking: as the tokenizer's chat template has it
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The `model` node. kind: pretrained (path) or random (family, seed, config).
 
-    chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". pack_linear: whether linear
+    chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". template_args: JSON of the
+    arguments it is given; strip_thinking: whether answers are scored without the thinking in front of them
+    (`Settings.thinking`). pack_linear: whether linear
     layers are packed for oneDNN after loading (`kvexp.models.pack_linear`). weights: what they are rounded to after
     loading (`kvexp.models.rounded_weights`), None for nothing. contents: digests of the folders or GGUF files that path
     and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation of the GGUF file
@@ -55,6 +58,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     chat: bool = False
+    template_args: str = "{}"
+    strip_thinking: bool | str = AUTO
     pack_linear: bool = True
     weights: str | None = None
     contents: tuple[str | None, str | None] = (None, None)
@@ -74,7 +79,10 @@ class ModelSpec:
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
         kind = node.get("kind")
         allowed = {
-            "pretrained": {"path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"},
+            "pretrained": {
+                *("path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"),
+                *("template_args", "strip_thinking"),
+            },
             "random": {"family", "seed", "config"},
         }
         if not isinstance(kind, str) or kind not in allowed:
@@ -87,12 +95,20 @@ class ModelSpec:
                 raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
             node["config"] = json.dumps(node["config"], sort_keys=True)
         chat = node.pop("chat", False)
-        if chat != AUTO and not isinstance(chat, bool):
-            raise ConfigError(f"model.chat must be true, false or auto, got {chat!r}")
+        for name, value in (("chat", chat), ("strip_thinking", node.get("strip_thinking", AUTO))):
+            if value != AUTO and not isinstance(value, bool):
+                raise ConfigError(f"model.{name} must be true, false or auto, got {value!r}")
+        given = node.pop("template_args", None) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"model.template_args must be arguments of the chat template, as in {{enable_thinking: false}}, got "
+                f"{given!r}"
+            )
+        node["template_args"] = json.dumps(given, sort_keys=True)
         flags = ("trust_remote_code", "allow_pickle", "pack_linear")
-        kinds: dict[str, Any] = {"seed": int, **dict.fromkeys(flags, bool)}
+        kinds: dict[str, Any] = {"seed": int, "strip_thinking": bool | str, **dict.fromkeys(flags, bool)}
         for name, value in node.items():
-            wanted = kinds.get(name, str if name in ("kind", "config", "dtype") else str | None)
+            wanted = kinds.get(name, str if name in ("kind", "config", "dtype", "template_args") else str | None)
             node[name] = typed(value, wanted, f"model.{name}")
         spec = cls(**node)
         if kind == "pretrained" and not spec.path:
@@ -110,7 +126,22 @@ class ModelSpec:
                 spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
         same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
         spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
-        return replace(spec, chat=spec._templated() if chat == AUTO else chat)
+        spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
+        if given:
+            spec._check_arguments(given)
+        if spec.strip_thinking is True and facts_of_template(spec).thinking is None:
+            raise ConfigError(
+                "model.strip_thinking=true, but the model's chat template has no tags of thinking: leave it at auto"
+            )
+        return spec
+
+    def _check_arguments(self, given: dict[str, Any]) -> None:
+        """ConfigError for arguments of a chat template that would do nothing."""
+        from kvexp.models.chat_template import check_arguments
+
+        if not self.chat:
+            raise ConfigError("model.template_args is given, but no chat template is used: set model.chat=true")
+        check_arguments(tokenizer_of(replace(self, template_args="{}")), given)
 
     def contents_now(self) -> tuple[str | None, str | None]:
         return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
@@ -143,6 +174,11 @@ class ModelSpec:
             del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
         if self.weights is None:
             del known["weights"]  # the same
+        known["template_args"] = json.loads(self.template_args)
+        if not known["template_args"]:
+            del known["template_args"]  # the same
+        if self.strip_thinking == AUTO or (self.strip_thinking is False and facts_of_template(self).thinking is None):
+            del known["strip_thinking"]  # the same; and where there is nothing to leave in
         for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
             known[name] = digest or known[name]
         return known
@@ -205,23 +241,43 @@ def prepare_for_fork(model: Model) -> None:
 
 def tokenizer_of(spec: ModelSpec) -> Tokenizer:
     """The tokenizer alone, for what can be known before weights load."""
-    return _tokenizer(replace(spec, chat=False))  # the same with and without its template
+    return _tokenizer(replace(spec, chat=False, strip_thinking=AUTO))  # the same with and without its template
+
+
+def facts_of_template(spec: ModelSpec) -> TemplateFacts:
+    """What the tokenizer's chat template tells of itself; nothing where it cannot be loaded, which is told later."""
+    from kvexp.models.chat_template import TemplateFacts
+
+    try:
+        return _facts(replace(spec, chat=False, strip_thinking=AUTO))
+    except ConfigError:
+        return TemplateFacts(False, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(spec: ModelSpec) -> TemplateFacts:
+    from kvexp.models.chat_template import TemplateFacts, facts_of
+
+    return facts_of(tokenizer_of(spec)) if spec.kind == "pretrained" else TemplateFacts(False, None)
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(spec: ModelSpec) -> Tokenizer:
     from kvexp.models import load_tokenizer
     from kvexp.models.byte_tokenizer import byte_tokenizer
+    from kvexp.models.chat_template import with_arguments
 
     if spec.kind == "random":
         return byte_tokenizer()
     assert spec.path is not None
     own = spec.tokenizer is None  # else it is of another repository, which does not know this revision
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         spec.tokenizer or spec.path,
         revision=spec.revision if own else None,
         trust_remote_code=spec.trust_remote_code,
     )
+    made: Tokenizer = with_arguments(tokenizer, json.loads(spec.template_args))
+    return made
 
 
 def max_positions(spec: ModelSpec) -> int:

@@ -18,7 +18,7 @@ from kvexp.config.corrections import corrections_of, writes_text
 from kvexp.config.divergence_options import DivergenceOptions, refusal
 from kvexp.config.group_checks import check_chat, check_keep, check_padding, check_turns
 from kvexp.config.labels import MOVING, labels_of, labels_of_baseline, of_option
-from kvexp.config.model_spec import ModelSpec, generation_config_of, moving_rope, rows_alone
+from kvexp.config.model_spec import ModelSpec, facts_of_template, generation_config_of, moving_rope, rows_alone
 from kvexp.config.prefill_options import bounded_chunk, check_prefill
 from kvexp.config.root_values import Shard, check_values
 from kvexp.config.surrogate_of_model import surrogate_for
@@ -28,6 +28,7 @@ from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams
 from kvexp.generate.generation_params import check_generation_config
 from kvexp.methods import Full
+from kvexp.models.chat_template import Thinking
 from kvexp.models.half_precision import batch_size_identifies_run
 from kvexp.models.moving_rope import check_rope
 from kvexp.paths import path_of
@@ -80,6 +81,20 @@ class Settings:
         return self.cache.budget
 
     @property
+    def templated(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return self.model.chat and self.task.uses_chat_template and self.task.frame is None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """Tags of the thinking that is no part of a scored answer; None where answers are scored as they are."""
+        asked = self.model.strip_thinking
+        if asked is False or self.task.only_nll or not (self.templated or asked is True):
+            return None
+        found = facts_of_template(self.model).thinking
+        return found if found is None or self.templated else dataclasses.replace(found, opened=False)
+
+    @property
     def is_baseline(self) -> bool:
         return not self.method.evicts and self.cache.quantization is None
 
@@ -107,11 +122,13 @@ class Settings:
                 **_plain(self.task, without=(*_NOT_THE_TASK, *self.task.not_identifying())),
             },
             "data": self.task.pinned,
-            "generation": _plain(self.decoding),
+            "generation": _plain(self.decoding, without=("thinking",)),
             "method": {"name": self.method.name, **_plain(self.method)},
             "beyond_context": self.cache.beyond_context,
             "positions": self.cache.positions,
         }
+        if self.model.strip_thinking is True and self.templated:
+            del identity["model"]["strip_thinking"]  # as auto does
         if (source := _source_of_run(self.method, self.outputs_dir)) is not None:
             identity["method"]["source"] = source
         if self.cache.calibration is not None:

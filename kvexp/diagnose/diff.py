@@ -17,6 +17,7 @@ from kvexp.diagnose.needed import ensure_diagnosed
 from kvexp.errors import ConfigError
 from kvexp.evictions.eviction_files import EVICTIONS, ExampleLog, has, read_table, require_example_log
 from kvexp.record import Run
+from kvexp.record.sent_prompts import check_same_prompts
 
 DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))
 WORDS = 12  # tokens that are named one by one
@@ -64,6 +65,8 @@ def outcome(a: Run, b: Run) -> PairedOutcome:
             "task and generation"
         )
     full, rows_a, rows_b = (rows_of(run) for run in (baseline_of(a), a, b))
+    check_same_prompts(a.path, rows_a, b.path, rows_b)
+    check_same_prompts(a.path, rows_a, baseline_of(a).path, full)
     result = PairedOutcome([], [], [], [])
     for name in (name for name in rows_a if name in rows_b and name in full):
         if not _solvable(full[name]):

@@ -18,6 +18,7 @@ from kvexp.diagnose.undo import Replay
 from kvexp.errors import CacheError
 from kvexp.evictions.eviction_files import EVICTIONS, has, read_table
 from kvexp.record import Run
+from kvexp.record.sent_prompts import check_same_prompts
 
 NOTHING = "not even with every eviction undone does the full cache's answer come back"
 
@@ -37,6 +38,7 @@ class Options:
 def lost(run: Run) -> list[Row]:
     """The rows that score less than the full cache's of the same example, in the order of the task."""
     full, rows = rows_of(baseline_of(run)), rows_of(run)
+    check_same_prompts(run.path, rows, baseline_of(run).path, full)
     worse = [row for name, row in rows.items() if name in full and headline(row) < headline(full[name])]
     return sorted(worse, key=lambda row: row["index"])
 

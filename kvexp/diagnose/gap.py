@@ -15,7 +15,7 @@ from kvexp.console import Console
 from kvexp.errors import ConfigError
 from kvexp.results import intervals, stats
 from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, chosen, folders, number
+from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
 from kvexp.results.units import TOO_FEW, absent
 
 IDEAL = "ideal"
@@ -37,9 +37,11 @@ def gaps(outputs: str | Path, where: Mapping[str, Any] | None = None, metric: st
     runs = [folder for folder in chosen(known, where or {}) if not folder.is_baseline and not folder.refused]
     rows, missing = [], []
     for folder in runs:
-        full, ideal = by_hash.get(folder.run.baseline or ""), ideals.get(_budget(folder))
+        full, ideal = baseline_of(folder, by_hash), ideals.get(_budget(folder))
         if folder.labels.get("method") == IDEAL or full is None or not folder.scored:
             continue
+        if ideal is not None:
+            check_pair(folder, ideal)
         row = None if ideal is None else _row(folder, ideal, full, metric)
         if row is None:
             missing.append(folder)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvexp.diagnose.case import Case
 from kvexp.diagnose.causal.search_order import search_order
 from kvexp.diagnose.folders import Row
 from kvexp.diagnose.search import Cause, cause
@@ -62,7 +63,7 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, u
             f"example {row['example']} is answered otherwise here ({output(answer)!r}) than in its row "
             f"({row['output']!r}): sums round otherwise in another batch or mode, and nothing can be concluded"
         )
-    right = _right(output, full, task, example, until)
+    right = _right(case, output, full, task, example, until)
     order = search_order(run, row["example"], replay.everything.positions)
     found = Cause(None, 0, True) if output(answer) == output(full) else cause(replay, right, trials, order)
     back = [] if found.undone is None else replay.answers([found.undone])[0]
@@ -77,14 +78,16 @@ def replayed(run: Run, row: Row, replay: Replay, example: Example, task: Task, u
 
 
 def _right(
-    output: Callable[[list[int]], str], full: list[int], task: Task, example: Example, until: str
+    case: Case, output: Callable[[list[int]], str], full: list[int], task: Task, example: Example, until: str
 ) -> Callable[[list[int]], bool]:
     """A function that tells whether new tokens are the full cache's output, or score as much (`until`)."""
     if until == "output":
         return lambda tokens: output(tokens) == output(full)
 
     def score(tokens: list[int]) -> float:
-        return task.score(output(tokens), example.reference, example)[task.metrics[0]]
+        thinking = case.decoding.thinking
+        words = output(tokens) if thinking is None else thinking.part(tokens, case.tokenizer).text
+        return task.score(words, example.reference, example)[task.metrics[0]]
 
     wanted = score(full)
     return lambda tokens: score(tokens) >= wanted

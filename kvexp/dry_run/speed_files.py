@@ -17,6 +17,7 @@ from kvexp.dry_run.speed_model import Speed
 from kvexp.errors import ConfigError
 
 FORMAT = 1  # of the file
+_NO_SPEED = ("chat", "tokenizer", "template_args", "strip_thinking")  # what of a model changes no speed
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def surroundings(spec: ModelSpec, device: str) -> dict[str, Any]:
     """
     import torch
 
-    model = {name: value for name, value in spec.identity().items() if name not in ("chat", "tokenizer")}
+    model = {name: value for name, value in spec.identity().items() if name not in _NO_SPEED}
     return {
         "format": FORMAT,
         "model": model,

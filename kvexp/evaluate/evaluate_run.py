@@ -39,7 +39,16 @@ from kvexp.evaluate.limits import (
 from kvexp.evaluate.lm_eval_items import item_answers
 from kvexp.evaluate.outputs import generate_outputs
 from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
-from kvexp.evaluate.rows import check_commit, check_threads, environment, failed_row, row_of, skipped_row, validated_row
+from kvexp.evaluate.rows import (
+    check_commit,
+    check_prompts,
+    check_threads,
+    environment,
+    failed_row,
+    row_of,
+    skipped_row,
+    validated_row,
+)
 from kvexp.methods import Full
 from kvexp.record import Run, identity
 from kvexp.session import Session
@@ -128,6 +137,7 @@ def _run_shard(settings: Settings, record: Run, examples: list[Example], session
         return
     check_threads(record, settings.model, environment()["threads"])
     tokenizer = tokenizer_of(settings.model)
+    check_prompts(settings, record, tokenizer, examples)
     work = [fit_examples(settings, tokenizer, batch) for batch in work]
     model, tokenizer = load(settings.model)
     settings = with_stop_tokens(settings, model, tokenizer)

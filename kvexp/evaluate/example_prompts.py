@@ -124,8 +124,7 @@ def _with_spans(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExamp
     """The prompt with the tokens of its marked texts, of those that are not skipped."""
     if prompt.skipped:
         return prompt
-    templated = settings.model.chat and settings.task.uses_chat_template and settings.task.frame is None
-    spans = token_spans(prompt.example, prompt.text, len(prompt.ids), tokenizer, templated=templated)
+    spans = token_spans(prompt.example, prompt.text, len(prompt.ids), tokenizer, templated=settings.templated)
     return dataclasses.replace(prompt, spans=spans)
 
 

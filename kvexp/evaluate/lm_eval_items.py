@@ -37,7 +37,7 @@ def bench_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Bench:
     from kvexp.lm_eval import Bench
 
     assert isinstance(settings.task, LMEval)
-    return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size)
+    return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking)
 
 
 def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
@@ -135,4 +135,5 @@ def _generated(settings: Settings, bench: Bench, tokenizer: Tokenizer, prompt: T
     seed = settings.seed + item.number
     (text,), result = bench.generate([prompt.ids], [prompt.question_ids], item.generation, [seed])
     answer = outputs_of(result, tokenizer)[0]
-    return ItemAnswer(**{**vars(answer), "output": text}, results=[text])
+    output = text if settings.thinking is None else answer.output  # the text with its thinking stays in the row
+    return ItemAnswer(**{**vars(answer), "output": output}, results=[text])

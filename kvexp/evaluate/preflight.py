@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvexp.config.corrections import corrections_of
 from kvexp.config.group_checks import batch_budget
 from kvexp.config.model_spec import max_positions
 from kvexp.config.settings import Settings
@@ -15,6 +16,7 @@ from kvexp.core.span_room import check_spans
 from kvexp.errors import ConfigError
 from kvexp.evaluate.context_outputs import tokens_to_come
 from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, in_template, tokenize
+from kvexp.models.chat_template import render
 from kvexp.models.families import max_positions as positions_of
 from kvexp.models.families import num_layers
 from kvexp.models.repeated_prompt import check_second_pass
@@ -28,8 +30,7 @@ _TRIAL = "Hello there"
 
 def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
     """ConfigError where prompts of this task go through a chat template that is not there or does not hold them."""
-    task = settings.task
-    if not settings.model.chat or not task.uses_chat_template or task.frame is not None:
+    if not settings.templated:
         return
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
@@ -38,6 +39,13 @@ def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
             "the tokenizer's chat template leaves out what the user says: correct chat_template in the model's folder, "
             "or set model.chat=false"
         )
+    if in_template(tokenizer, _TRIAL) != in_template(tokenizer, _TRIAL):
+        raise ConfigError(
+            "the tokenizer's chat template writes another text every time, so no two runs would have the same prompts: "
+            "correct chat_template in the model's folder, or set model.chat=false"
+        )
+    if corrections_of(settings) != settings.identity.get("corrected", []):
+        raise ConfigError("the model's tokenizer could not be read when this run was set up: start it again")
 
 
 def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) -> None:
@@ -79,15 +87,16 @@ def end_of_turn(tokenizer: Tokenizer) -> list[int]:
     """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
     words = "An answer."
     turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
-    _, found, after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(words)
+    _, found, after = render(tokenizer, turns).rpartition(words)
     ids = tokenizer(after, add_special_tokens=False).input_ids if found else []
     first = [token for token in ids if tokenizer.decode([token]).strip()][:1]
     return [token for token in first if token in tokenizer.added_tokens_decoder]
 
 
 def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> Settings:
-    """The settings with the end tokens that task and chat template add to the model's; a text of no token adds none.
+    """The settings with what task and chat template add to the model's: end tokens, and the tags of thinking.
 
+    A text of no token adds none.
     Files of a chat model often name the base model's end token alone, and what ends a turn stands in its template.
     """
     from kvexp.generate.inputs import eos_ids
@@ -95,12 +104,12 @@ def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> 
     task = settings.task
     each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.extra_end_texts]
     more = [ids[-1] for ids in each if ids]
-    if settings.model.chat and task.uses_chat_template and task.frame is None and settings.decoding.eos == "model":
+    if settings.templated and settings.decoding.eos == "model":
         more += end_of_turn(tokenizer)
-    if not more:
-        return settings
-    eos = tuple(dict.fromkeys([*eos_ids(model, settings.decoding.eos), *more]))
-    return dataclasses.replace(settings, decoding=dataclasses.replace(settings.decoding, eos=eos))
+    decoding = dataclasses.replace(settings.decoding, thinking=settings.thinking)
+    if more:
+        decoding = dataclasses.replace(decoding, eos=tuple(dict.fromkeys([*eos_ids(model, decoding.eos), *more])))
+    return dataclasses.replace(settings, decoding=decoding)
 
 
 def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:

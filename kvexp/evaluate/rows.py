@@ -5,28 +5,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.config.model_spec import ModelSpec
+from kvexp.config.model_spec import ModelSpec, config_of_spec, load
 from kvexp.config.settings import Settings
 from kvexp.errors import ConfigError
+from kvexp.evaluate.example_prompts import Weightless, prompts_of
 from kvexp.evaluate.limits import TIME
-from kvexp.evaluate.lm_eval_items import ItemAnswer
+from kvexp.evaluate.lm_eval_items import ItemAnswer, ItemPrompt
 from kvexp.evaluate.model_output import NO_TIMES, ModelOutput
 from kvexp.evaluate.outputs import continuation_logprobs
-from kvexp.evaluate.tokenized_examples import TokenizedExample
+from kvexp.evaluate.preflight import fit_examples
+from kvexp.evaluate.tokenized_examples import TokenizedExample, continuation, turn_ids
 from kvexp.models.half_precision import one_row_per_forward
 from kvexp.record import Run
+from kvexp.record.sent_prompts import sent_otherwise
+from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 
 if TYPE_CHECKING:
     from kvexp.models.types import Model, Tokenizer
+
+
+SAMPLE = 16  # rows whose prompts are made again before a run goes on
 
 
 def validated_row(row: Mapping[str, Any], commit: str | None) -> dict[str, Any]:
@@ -54,6 +63,48 @@ def check_commit(record: Run, commit: str | None) -> None:
             f"{record.path} has rows of commit {before.pop()} of the model, the hub's revision is {commit} now: set "
             "model.revision to the commit you want, or remove that folder and its baseline's"
         )
+
+
+def check_prompts(
+    settings: Settings,
+    record: Run,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    known: dict[str, dict[str, Any]] | None = None,
+) -> None:
+    """ConfigError where rows of this run, or of its baseline, were made with other prompts than it would send now.
+
+    SAMPLE rows of each are looked at, from the first to the last; the results look at all of them. known: digests by
+    example of runs with the same prompts, added to.
+    """
+    digests = {} if known is None else known
+    baseline = record.path.parent / str(record.baseline)
+    runs = [record] + ([Run.load(baseline)] if (baseline / "config.json").exists() else [])
+    for run in runs:
+        rows = {row["example"]: row for row in run.rows() if row.get("prompt_digest") is not None}
+        there = [item for item in enumerate(examples) if item[1].id in rows]
+        some = [there[place * len(there) // SAMPLE] for place in range(SAMPLE)] if len(there) > SAMPLE else there
+        missing = [item for item in some if item[1].id not in digests]
+        digests |= _digests(settings, tokenizer, missing) if missing else {}
+        for _, example in some:
+            if why := sent_otherwise(rows[example.id], digests[example.id]):
+                raise ConfigError(
+                    f"{run.path} has rows of other prompts than this run would send: example {example.id} has "
+                    f"{why} now. Chat template, tokenizer or a library has changed: remove that folder, or choose "
+                    "another outputs_dir"
+                )
+
+
+def _digests(settings: Settings, tokenizer: Tokenizer, items: list[tuple[int, Example]]) -> dict[str, dict[str, Any]]:
+    """Example -> the digests of what would be sent now; weights are loaded where lm-eval's items ask for a model."""
+    model: Any = Weightless(config_of_spec(settings.model))
+    if isinstance(settings.task, LMEval):
+        model, tokenizer = load(settings.model)
+    prompts = prompts_of(settings, model, tokenizer, fit_examples(settings, tokenizer, items))
+    return {
+        prompt.example.id: {"prompt_digest": prompt.digest, **continuation_digest(settings, tokenizer, prompt)}
+        for _, prompt in prompts
+    }
 
 
 def check_threads(record: Run, model: ModelSpec, threads: int) -> None:
@@ -90,15 +141,19 @@ def row_of(
     """answer: None where the task wants log-probabilities alone."""
     example, metrics = prompt.example, {}
     head = _row_header(settings, index, prompt)
+    parted, scored = None, "" if answer is None else answer.output
+    if answer is not None and answer.tokens and settings.thinking is not None:
+        parted = settings.thinking.part(answer.tokens, tokenizer)
+        scored = answer.results[0] if isinstance(answer, ItemAnswer) else parted.text
     if isinstance(answer, ItemAnswer):
         assert isinstance(settings.task, LMEval) and isinstance(example, Item)
         metrics = settings.task.score_item(example, answer.results)
     elif answer is not None and example.choices:
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif answer is not None:
-        metrics = settings.task.score(answer.output, example.reference, example)
+        metrics = settings.task.score(scored, example.reference, example)
         if settings.task.only_answered:
-            head["answered"] = settings.task.answered(answer.output, example)
+            head["answered"] = settings.task.answered(scored, example)
     if settings.task.needs_nll:
         logprobs, fed = continuation_logprobs(settings, model, tokenizer, prompt)
         of_nll, info = settings.task.score_nll(logprobs, example)
@@ -108,6 +163,7 @@ def row_of(
     head["info"] |= answer.info
     row = {
         **head,
+        **continuation_digest(settings, tokenizer, prompt),
         "metrics": metrics,
         "new_tokens": answer.new_tokens,
         "finish_reason": answer.finish_reason,
@@ -117,6 +173,8 @@ def row_of(
         "output": answer.output,
         "reference": example.reference,
     }
+    if parted is not None:
+        row |= {"answer": scored, "thinking_tokens": parted.thinking_tokens, "thinking_cut": parted.cut}
     if answer.tokens:
         row["output_tokens"] = answer.tokens
     if answer.logprobs:
@@ -140,6 +198,24 @@ def _row_header(settings: Settings, index: int, prompt: TokenizedExample) -> dic
         "info": dict(prompt.example.info),
         **_context(prompt),
     } | {**({"trust_remote_code": True} if settings.model.trust_remote_code else {}), **_made_of(settings)}
+
+
+def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> dict[str, str]:
+    """The row's digest of token ids that are fed beside prompt and question; empty where there are none.
+
+    These are choices, a continuation, lm-eval's texts, and what the user says in the turns up to this one.
+    """
+    example, chat = prompt.example, settings.model.chat
+    fed: list[Any] = [*prompt.choices]
+    if isinstance(prompt, ItemPrompt):
+        fed += [[each.context, each.question, each.continuation] for each in prompt.asks]
+    if prompt.ids and settings.task.needs_nll:
+        fed.append(continuation(prompt, tokenizer, chat=chat))
+    turns = example.turns[1 : example.number + 1] if prompt.ids else ()
+    fed += [turn_ids(prompt, tokenizer, turn.message, chat=chat) for turn in turns]
+    if not fed:
+        return {}
+    return {"continuation_digest": hashlib.sha256(json.dumps(fed).encode()).hexdigest()[:16]}
 
 
 def _context(prompt: TokenizedExample) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
+from kvexp.models.chat_template import render
 from kvexp.tasks import Example, Task
 
 if TYPE_CHECKING:
     from kvexp.models.types import Tokenizer
 
 SLACK = 4  # tokens
-TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the clock's, and prompts change every day
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,7 @@ def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, ch
         turns = [{"role": role, "content": said} for role, said in (("user", "Hello."), ("assistant", answer))]
         turns.append({"role": "user", "content": message})
         try:
-            text: str = tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, date_string=TODAY
-            )
+            text = render(tokenizer, turns, add_generation_prompt=True)
         except Exception as error:  # as in `in_template`
             raise ConfigError(
                 f"the tokenizer's chat template knows no second turn: set model.chat=false ({error})"
@@ -219,12 +217,9 @@ def in_template(tokenizer: Tokenizer, words: str, system: str = "") -> str:
     """
     turns = [{"role": "system", "content": system.strip()}] if system else []
     try:
-        text: str = tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": words}], tokenize=False, add_generation_prompt=True, date_string=TODAY
-        )
+        return render(tokenizer, [*turns, {"role": "user", "content": words}], add_generation_prompt=True)
     except Exception as error:  # jinja's, and whatever a template does with its values: no common base
         raise ConfigError(
             f"the tokenizer's chat template cannot be used ({type(error).__name__}: {' '.join(str(error).split())}): "
             "correct chat_template in the model's folder, or set model.chat=false"
         ) from error
-    return text

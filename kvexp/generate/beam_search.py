@@ -67,7 +67,7 @@ def beam_search(
     mask: 0 for padding; start: the `time.perf_counter()` from which the times count. Other arguments as of `generate`.
     """
     stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
-    stops = StopStrings(stop_strings_of(model, decoding), tokenizer)
+    stops = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking)
     own = RowProcessors.of(model, decoding, ids, mask, eos)
     criteria: list[StoppingCriteria] = [stamps, *([_StopAtStrings(stops, ids.shape[1])] if stops else [])]
     output: Any = without_generation_defaults(model).generate(

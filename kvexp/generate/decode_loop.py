@@ -62,7 +62,7 @@ def decode_batches(
     batch.
     """
     eos, pad = eos_ids(model, decoding.eos), pad_id(model, tokenizer)
-    stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer), []
+    stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking), []
     for contexts, some in zip(batches, seeds, strict=True):
         own = RowProcessors.of(model, decoding, contexts[0].ids, contexts[0].mask, eos)
         parts.append(_Part(contexts, decoding, some, eos, pad, stops, own))

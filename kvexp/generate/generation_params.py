@@ -25,6 +25,7 @@ from kvexp.core.cache_config import check_keywords
 from kvexp.core.cache_settings import CacheOptions
 from kvexp.errors import ConfigError
 from kvexp.generate.sampling import SeededGumbelSampler
+from kvexp.models.chat_template import Thinking
 
 MOST_BEAMS = 1024  # each is a row of the batch
 # Fields of a generation_config.json that change the logits, and their values that do not (None is one of each).
@@ -61,7 +62,8 @@ class GenerationParams:
 
     num_beams > 1: beam search; sample: draw from softmax with temperature, top_k, top_p (never with beams).
     eos: token id, several, "model" for the model's own, or None for never stopping. prefill_chunk: prompt columns per
-    forward (None: all at once).
+    forward (None: all at once). thinking: tags of what is no part of the answer yet, so that no stop string ends it;
+    kvexp takes them from the chat template.
     """
 
     max_new_tokens: int = 128
@@ -76,6 +78,7 @@ class GenerationParams:
     eos: int | Sequence[int] | str | None = "model"
     stop_strings: tuple[str, ...] = ()
     prefill_chunk: int | None = None
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "num_beams", "top_k"):
@@ -105,6 +108,8 @@ class GenerationParams:
         stops: Any = self.stop_strings
         if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
             raise ConfigError(f"stop_strings must be a list of texts, got {stops!r}")
+        if not isinstance(self.thinking, Thinking | None):
+            raise ConfigError(f"thinking must be the tags of a chat template, got {self.thinking!r}")
         if self.prefill_chunk is not None and self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
 

@@ -20,6 +20,7 @@ from kvexp.user_methods import admitted
 LOADING = (
     *("pretrained", "tokenizer", "dtype", "device", "device_map", "revision", "trust_remote_code", "allow_pickle"),
     *("pack_linear", "seed", "batch_size", "max_batch_size"),
+    *("chat_template_args", "enable_thinking", "think_end_token"),
 )
 FILES = {"calibration": "statistics of the model's queries", "surrogate": "a trained surrogate"}
 CACHE_GROUPS = ("method", "budget", "cache", "select")
@@ -122,7 +123,8 @@ def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         else:
             raise ConfigError(
                 f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
-                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, method.NAME, budget.NAME, "
+                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, chat_template_args, "
+                "enable_thinking, think_end_token, method.NAME, budget.NAME, "
                 f"cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
             )
     return groups

@@ -17,6 +17,7 @@ from kvexp.lm_eval.requests import Ask, Judged, padded
 from kvexp.lm_eval.row_mask_protocol import check_row_mask
 from kvexp.lm_eval.row_mask_requests import Masked
 from kvexp.lm_eval.stepwise import Stepwise, of_whole
+from kvexp.models.chat_template import Thinking
 from kvexp.models.families import check_positions, max_positions, num_layers
 from kvexp.models.repeated_prompt import check_second_pass
 from kvexp.tasks.lm_eval import Protocol
@@ -24,13 +25,17 @@ from kvexp.tasks.lm_eval import Protocol
 
 @dataclass(frozen=True)
 class Bench:
-    """What measures; numbers do not depend on what is asked together, nor on batch_size (rows in a forward)."""
+    """What measures; numbers do not depend on what is asked together, nor on batch_size (rows in a forward).
+
+    thinking: tags of what generated texts are returned without.
+    """
 
     model: Any
     tokenizer: Any
     cache: CacheConfig
     protocol: Protocol = field(default_factory=Protocol)
     batch_size: int = 1
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         if self.masked:
@@ -123,6 +128,7 @@ class Bench:
         asked: lm-eval's generation_kwargs: until, max_gen_toks, do_sample, temperature, top_k, top_p.
         """
         decoding, until = decoding_of(self.model, self.tokenizer, asked)
+        decoding = replace(decoding, thinking=self.thinking)
         result = generate(
             self.model,
             list(contexts),
@@ -133,8 +139,13 @@ class Bench:
             tokenizer=self.tokenizer,
             seeds=seeds,
         )
-        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in result.tokens]
-        return [cut_at(text, until) for text in texts], result
+        return [cut_at(self._answer(tokens), until) for tokens in result.tokens], result
+
+    def _answer(self, tokens: list[int]) -> str:
+        """The text of generated tokens, without the thinking before it."""
+        if self.thinking is not None:
+            return self.thinking.part(tokens, self.tokenizer).text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[GenerationParams, list[str]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -14,6 +17,7 @@ from kvexp.lm_eval.arguments import ModelArguments
 from kvexp.lm_eval.evaluator import Bench
 from kvexp.lm_eval.requests import Ask
 from kvexp.models import cpu_linear, load_model, load_tokenizer
+from kvexp.models.chat_template import Thinking, check_arguments, facts_of, render, with_arguments
 from kvexp.models.half_precision import one_row_per_forward
 from kvexp.models.moving_rope import MovingRope
 
@@ -27,8 +31,10 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     pretrained: a folder, a hub id, or a model that kvexp has loaded (then with its tokenizer). The other arguments are
     run.py's: method, kv_ratio, protocol and its switches, method.recent_ratio, budget.tokens, cache.evict_every and so
     on, seed, dtype, device. The numbers are those of `run.py task=lm_eval` with the same settings: an item's noise goes
-    by seed + its number in its task. batch_size: rows per forward (one in half precision on a CPU), of no
-    effect on any number but in half precision on a GPU.
+    by seed + its number in its task. chat_template_args, enable_thinking, think_end_token: as of lm-eval's own hf
+    model; where its template is applied, answers go without their thinking by the template's own tags too.
+    batch_size: rows per forward (one in half precision on a CPU), of no effect on any number but in half precision on
+    a GPU.
     """
 
     def __init__(
@@ -49,6 +55,9 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         pack_linear: bool = True,
         batch_size: int | str | None = 1,
         max_batch_size: int | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -64,12 +73,18 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
                 cpu_linear.pack_linear(pretrained)
         elif tokenizer is None:
             raise ConfigError("a model that is loaded already needs tokenizer=")
-        self.seed, self.tokenizer = seed, tokenizer
+        given = dict(chat_template_args or {})
+        given |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        if given:
+            check_arguments(tokenizer, given, "chat_template_args")
+        self.seed, self.tokenizer = seed, with_arguments(tokenizer, given)
+        self.think_end = None if think_end_token is None else _end_of(think_end_token, tokenizer)
         weight = pretrained.get_input_embeddings().weight
         by_itself = one_row_per_forward(str(weight.dtype).removeprefix("torch."), weight.device.type)
         by_itself |= MovingRope.of(pretrained.config) is not None
         how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
-        self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows)
+        thinking = None if self.think_end is None else Thinking.ending(self.think_end)
+        self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows, thinking)
 
     @property
     def eot_token_id(self) -> int:
@@ -96,13 +111,19 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         """lm-eval's messages through the tokenizer's template."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("--apply_chat_template, but this tokenizer has no chat template")
-        text: str = self.tokenizer.apply_chat_template(
+        if self.think_end is None:
+            self.bench = replace(self.bench, thinking=self._thinking)
+        return render(
+            self.tokenizer,
             chat_history,
-            tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
+
+    @functools.cached_property
+    def _thinking(self) -> Thinking | None:
+        """The tags of the tokenizer's template."""
+        return facts_of(self.tokenizer).thinking
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, greedy) per request. Requests of one item share what they have in common."""
@@ -166,6 +187,11 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         if not ids:
             raise ConfigError(f"max_gen_toks leaves no room for a prompt: the model holds {self.max_length} tokens")
         return ids
+
+
+def _end_of(token: str | int, tokenizer: Any) -> str:
+    """The text of lm-eval's think_end_token, a text or a token id."""
+    return str(tokenizer.decode([int(token)])) if str(token).isdigit() else str(token)
 
 
 def _items(asks: list[Ask], size: int) -> list[list[Ask]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvexp.core import CacheConfig
 from kvexp.core.second_pass import RepeatedChunk, SecondPass
 from kvexp.errors import ConfigError
+from kvexp.models.chat_template import render
 
 _USER, _MARK = "A context.", "\n##########"  # a user's turn, and what its end is found by
 
@@ -114,7 +115,7 @@ def end_of_user_turn(tokenizer: Any) -> str:
     if not getattr(tokenizer, "chat_template", None):
         return "\n"
     turn = [{"role": "user", "content": _USER + _MARK}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text = render(tokenizer, turn, add_generation_prompt=True)
     _, found, after = text.rpartition(_MARK)
     if not found:
         raise ConfigError(

@@ -13,6 +13,7 @@ ROW: dict[str, Any] = {
     **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
     **dict.fromkeys(("calibration", "surrogate", "question"), TEXT),
     **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
+    **{"answer": TEXT, "thinking_tokens": WHOLE, "thinking_cut": TRUTH, "continuation_digest": TEXT},
     "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
     "context": {"digest": TEXT, "question": WHOLE, "questions": WHOLE},
     "output_tokens": [WHOLE],

@@ -15,7 +15,7 @@ import pandas as pd
 
 from kvexp.results.divergence_table import share_interval
 from kvexp.results.intervals import is_all_or_nothing
-from kvexp.results.read import Folder, Row, number
+from kvexp.results.read import Folder, Row, baseline_of, number
 from kvexp.results.stats import LEVEL, Floats
 
 NO_ANSWERS = {"same_answers": math.nan, "same_tokens": math.nan, "parts_at": math.nan}
@@ -86,7 +86,7 @@ def with_answers(frame: pd.DataFrame, folders: Iterable[Folder], known: Mapping[
     """A frame of `divergence_table` with the columns of `answer_changes`. known: runs by hash, baselines among them."""
     if frame.empty:
         return frame
-    found = {each.run.hash: answer_changes(each, known.get(each.run.baseline or "")) for each in folders}
+    found = {each.run.hash: answer_changes(each, baseline_of(each, known)) for each in folders}
     return frame.assign(**{name: [found[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
 
 
@@ -94,7 +94,7 @@ def choice_table(folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.D
     """A row per run of a task that chooses. known: runs by hash, the baselines among them."""
     rows = []
     for folder in folders:
-        found = choice_changes(folder, known.get(folder.run.baseline or ""))
+        found = choice_changes(folder, baseline_of(folder, known))
         if found:
             rows.append({**folder.labels, "question": folder.question, **found, "hash": folder.run.hash})
     return pd.DataFrame(rows)

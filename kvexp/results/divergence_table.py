@@ -18,7 +18,7 @@ import pandas as pd
 
 from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, TEXTS, Line, read
 from kvexp.results import intervals, stats
-from kvexp.results.read import Folder, number
+from kvexp.results.read import Folder, check_pair, number
 from kvexp.results.stats import Floats
 from kvexp.results.units import FEW_SLOTS
 
@@ -178,13 +178,22 @@ def decide(interval: tuple[float, float], epsilon: float) -> str:
 
 
 def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
-    """`compared_means` of every two runs of one model, task and NUMERICS.
+    """`compared_means` of every two runs of one model, task and NUMERICS with the same baseline, which asks them the same.
 
-    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`.
+    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. ConfigError where two such runs
+    were sent different tokens.
     """
     found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
     labels = {name: [folder.labels.get(k) for k in (*FAMILY, *alike)] for name, folder in folders.items()}
-    return compared_means(found, lambda one, other: labels[one] == labels[other])
+
+    def comparable(one: str, other: str) -> bool:
+        first, second = folders[one], folders[other]
+        if labels[one] != labels[other] or first.run.baseline != second.run.baseline:
+            return False
+        check_pair(first, second)
+        return True
+
+    return compared_means(found, comparable)
 
 
 def example_means(folder: Folder, text: str) -> dict[str, float]:

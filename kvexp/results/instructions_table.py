@@ -19,7 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, chosen, folders, size_or_words
+from kvexp.results.read import Folder, answer_of, chosen, folders, size_or_words
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table import table
@@ -103,7 +103,7 @@ def _told(folder: Folder) -> dict[str, float]:
     if assistants_digest() not in str(folder.run.config.get("data")):
         return {"answers": np.nan, "told": np.nan}
     codes = {one.id: one.code.lower() for one in assistants()}
-    told = [codes[row["info"]["assistant"]] in row["output"].lower() for row in folder.scored.values()]
+    told = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
     return {"answers": len(told), "told": sum(told)}
 
 

@@ -19,7 +19,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, read
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_tokens
 from kvexp.results.divergence_table import by_position
-from kvexp.results.read import Folder, chosen, folders, in_order
+from kvexp.results.read import Folder, answer_of, baseline_of, chosen, folders, in_order
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.table_command import parser_of, run_command
@@ -46,7 +46,7 @@ def long_table(runs: Sequence[Folder], known: Mapping[str, Folder]) -> pd.DataFr
         scored = list(folder.scored.values())
         if folder.refused or not scored or folder.metrics[:2] != ["not_repeated", "loop_free"]:
             continue
-        baseline = known.get(folder.run.baseline or "")
+        baseline = baseline_of(folder, known)
         budget = folder.labels.get("tokens")
         row: dict[str, Any] = {**folder.labels, "budget_tokens": budget, "n": len(scored), **_measures(scored)}
         full = [baseline.scored[name] for name in folder.scored if name in baseline.scored] if baseline else []
@@ -59,7 +59,7 @@ def long_table(runs: Sequence[Folder], known: Mapping[str, Folder]) -> pd.DataFr
 def _measures(rows: Sequence[Row]) -> dict[str, float]:
     """Means over answers, in percent where they are shares."""
     loops = [row for row in rows if row["metrics"]["loop_free"] < 100]
-    begins = [row["metrics"]["loop_free"] / 100 * len(row["output"].split()) for row in loops]
+    begins = [row["metrics"]["loop_free"] / 100 * len(answer_of(row).split()) for row in loops]
     return {
         "tokens": float(np.mean([row["new_tokens"] for row in rows])),
         "ended": 100 * float(np.mean([row.get("finish_reason") == "stop" for row in rows])),

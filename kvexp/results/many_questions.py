@@ -22,7 +22,7 @@ from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, Row, chosen, folders, in_order, number
+from kvexp.results.read import Folder, Row, baseline_of, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
@@ -61,7 +61,7 @@ def questions_table(runs: Sequence[Folder], known: Mapping[str, Folder]) -> pd.D
     """
     rows = []
     for folder in in_order(runs):
-        baseline = known.get(folder.run.baseline or "")
+        baseline = baseline_of(folder, known)
         if folder.is_baseline or folder.refused or baseline is None or not folder.metrics:
             continue
         counted, full = folder.of_answered(baseline), baseline.of_answered(baseline)

@@ -19,7 +19,7 @@ from kvexp.record.divergence_lines import OWN, read
 from kvexp.results import stats
 from kvexp.results.answer_changes import choice_kl
 from kvexp.results.divergence_table import UNDECIDED, PerExample, decide, holm_corrected, share_interval
-from kvexp.results.read import Folder, number
+from kvexp.results.read import Folder, baseline_of, check_pair, number
 from kvexp.results.stats import Floats
 
 PREFERRED = "rouge2"  # where a task has it; else its first metric
@@ -56,9 +56,11 @@ def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = No
     rows = []
     for (model, task, numerics), family in families.items():
         name = metric or _metric_of(family)
-        pairs = [(folder, by_hash.get(folder.run.baseline or "")) for folder in family]
+        pairs = [(folder, baseline_of(folder, by_hash)) for folder in family]
         counted = [(folder.of_answered(full), full) for folder, full in pairs]
         measured = [one for pair in counted if (one := _measured(*pair, name)) is not None]
+        for one in measured[1:]:
+            check_pair(measured[0].folder, one.folder)
         shared = sorted(set.intersection(*(set(one.kl) & set(one.score) for one in measured))) if measured else []
         if len(measured) > 2 and shared:
             rows.append(

@@ -15,6 +15,7 @@ import kvexp
 from kvexp.errors import ConfigError
 from kvexp.record import Refusal, Run, refusals, runs
 from kvexp.record.baseline_check import check_of
+from kvexp.record.sent_prompts import check_same_prompts
 from kvexp.results.question_place import question_of
 from kvexp.source_files import code_digest, place_of, source_files
 
@@ -149,6 +150,11 @@ def evicted(row: Row) -> bool:
     return (row.get("receipt") or {}).get("first_eviction_step") is not None
 
 
+def answer_of(row: Mapping[str, Any]) -> str:
+    """The text that was scored: without the thinking before it, where a row tells them apart."""
+    return str(row.get("answer", row["output"]))
+
+
 def number(value: Any) -> float:
     """A finite number as a float, else NaN."""
     fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -244,6 +250,23 @@ def _labelled(folder: Folder, labels: dict[str, Any]) -> Folder:
     more: dict[str, Any] = {EXPERIMENT: ", ".join(names)} if names else {}
     more |= {"code": folder.code[:6]} if folder.code else {}
     return replace(folder, labels=labels | {"numerics": folder.run.numerics} | more)
+
+
+def baseline_of(folder: Folder, known: Mapping[str, Folder]) -> Folder | None:
+    """The run that a run's rows are paired with, where it is known (by hash).
+
+    ConfigError where any of their examples was sent with different tokens.
+    """
+    found = known.get(folder.run.baseline or "")
+    if found is not None:
+        check_pair(folder, found)
+    return found
+
+
+def check_pair(one: Folder, other: Folder) -> None:
+    """ConfigError where rows of two runs, which are to be paired by example, were sent with different tokens."""
+    if one.run.numerics == other.run.numerics:  # else they are not paired
+        check_same_prompts(one.run.path, one.scored, other.run.path, other.scored)
 
 
 def chosen(folders: list[Folder], where: Mapping[str, Any]) -> list[Folder]:

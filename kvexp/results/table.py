@@ -11,10 +11,10 @@ import pandas as pd
 from kvexp.results import retrieval_columns, stats
 from kvexp.results.bytes_share import bytes_share
 from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
-from kvexp.results.read import Folder, Row, chosen_and_left_out, evicted, folders, number
+from kvexp.results.read import Folder, Row, baseline_of, chosen_and_left_out, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
-COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "evicted", "paired", "changed")
+COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "evicted", "paired", "changed")
 VERDICTS = (
     "verdict99",
     "verdict999",
@@ -74,13 +74,15 @@ def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
 
 def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
-    sides = [_counted(folder, known.get(folder.run.baseline or "")) for folder in family]
+    sides = [_counted(folder, baseline_of(folder, known)) for folder in family]
     number_compared = sum(bool(folder.scored) and not (folder.is_baseline or folder.void) for folder, _ in sides)
     level = stats.corrected_level(number_compared)
     pairs = [compare(*side) for side in sides]
     resample([pair for pair in pairs if pair], level)
     of_all = {"comparisons": number_compared, "confidence": level}
-    return [_row(*side, pair, level) | of_all for side, pair in zip(sides, pairs, strict=True)]
+    # Of all answers: those that count may be few because the full cache's were cut.
+    cut = [{"thinking_cut": sum(bool(row.get("thinking_cut")) for row in folder.scored.values())} for folder in family]
+    return [_row(*side, pair, level) | of_all | more for side, pair, more in zip(sides, pairs, cut, strict=True)]
 
 
 def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | None]:

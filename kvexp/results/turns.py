@@ -19,7 +19,7 @@ from kvexp.errors import ConfigError
 from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings
-from kvexp.results.read import Folder, chosen, folders, in_order, number
+from kvexp.results.read import Folder, baseline_of, chosen, folders, in_order, number
 from kvexp.results.render import print_blocks
 from kvexp.results.seen_and_hidden import Block
 from kvexp.results.stats import Floats
@@ -48,7 +48,7 @@ def turns_table(runs: Sequence[Folder], known: Mapping[str, Folder], by: str = "
     """
     rows = []
     for folder in in_order(runs):
-        baseline = known.get(folder.run.baseline or "")
+        baseline = baseline_of(folder, known)
         if folder.is_baseline or folder.refused or baseline is None or not folder.metrics:
             continue
         if not any("turn" in (row.get("info") or {}) for row in folder.rows):

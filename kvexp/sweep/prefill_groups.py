@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvexp.config.model_spec import hub_commit, load, prepare_for_fork, rows_alone, tokenizer_of
 from kvexp.config.settings import Settings
@@ -36,7 +36,7 @@ from kvexp.evaluate.limits import (
     restart_process,
 )
 from kvexp.evaluate.preflight import fit_examples, with_stop_tokens
-from kvexp.evaluate.rows import check_commit, environment, failed_row
+from kvexp.evaluate.rows import check_commit, check_prompts, environment, failed_row
 from kvexp.models.half_precision import FULL, one_row_per_forward
 from kvexp.record import Run, identity
 from kvexp.session import Session
@@ -140,8 +140,10 @@ def run_missing(members: list[GroupRun], examples: Sequence[Example], session: S
     if sum(m.has_pending(todo) for m in members) < least:
         return
     tokenizer = tokenizer_of(lead.model)
+    digests: dict[str, dict[str, Any]] = {}
     for member in members:
         member.look(tokenizer, examples)
+        check_prompts(member.settings, member.run, tokenizer, examples, digests)
     work = [fit_examples(lead, tokenizer, batch) for batch in work]
     model, tokenizer = load(lead.model)
     commit = hub_commit(model)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvexp.report.section import Section
 from kvexp.report.source import ReportSource
-from kvexp.results.read import Folder, Row, number
+from kvexp.results.read import Folder, Row, baseline_of, number
 from kvexp.results.stats import lower_is_better
 
 LONGEST = 4_000  # letters of one text
@@ -36,7 +36,7 @@ _PARTS = ("output", "reference")
 
 
 def _baseline(source: ReportSource, folder: Folder) -> Folder | None:
-    return source.folders.get(folder.run.baseline or "")
+    return baseline_of(folder, source.folders)
 
 
 def _choose(folder: Folder, baseline: Folder | None, most: int) -> dict[str, list[str]]:
