@@ -248,16 +248,22 @@ def lagkv(past: Past) -> set[int]:
     return top(past, lambda p: places.get(p, 2), sinks=1)
 
 
-def cur(past: Past) -> set[int]:
-    """One sink; the product of key's and value's share of the squared norms in their block of 4."""
-    if past.newest >= past.prompt:
-        return set(past.held)
+def leverages(past: Past) -> Row:
+    """The product of key's and value's share of the squared norms in their block of 4, as shares of the head's sum."""
 
     def share(x: dict[int, list[float]], p: int) -> float:
         block = [i for i in past.held if i // 4 == p // 4]
         return sum(v * v for v in x[p]) / sum(v * v for i in block for v in x[i])
 
-    return top(past, lambda p: share(past.keys, p) * share(past.values, p), sinks=1)
+    row = {p: share(past.keys, p) * share(past.values, p) for p in past.held}
+    return {p: value / sum(row.values()) for p, value in row.items()}
+
+
+def cur(past: Past) -> set[int]:
+    """One sink, and the largest leverages."""
+    if past.newest >= past.prompt:
+        return set(past.held)
+    return top(past, leverages(past).__getitem__, sinks=1)
 
 
 Matrix = list[list[float]]

@@ -36,6 +36,7 @@ from kvexp.generate import (
 from kvexp.methods import (
     A2SF,
     CAOTE,
+    CUR,
     H2O,
     TOVA,
     VATP,
@@ -57,7 +58,13 @@ from kvexp.retrieval import Oracle
 RAGGED = ("adaptive", "global")
 WAYS = ("union", *RAGGED)
 HALF = {how: Budget(kv_ratio=0.5, heads=how) for how in WAYS}
-METHODS: dict[str, Method] = {"key_attention": KeyAttention(), "h2o": H2O(), "tova": TOVA(), "knorm": KNorm()}
+METHODS: dict[str, Method] = {
+    "key_attention": KeyAttention(),
+    "h2o": H2O(),
+    "tova": TOVA(),
+    "knorm": KNorm(),
+    "cur": CUR(n_sinks=1, block=4),
+}
 
 
 def sampled(quick: Sequence[Any], every: Iterable[Any]) -> list[Any]:
@@ -70,6 +77,8 @@ def value(name: str, past: Past, p: int) -> float:
     """What a method ranks position p by, as its oracle does."""
     if name == "tova":  # one score for all heads of a layer
         return sum(rows[-1].get(p, 0.0) for rows in past.heads)
+    if name == "cur":
+        return oracles.leverages(past)[p]
     return -past.norms[p] if name == "knorm" else oracles.total(past.rows, p)
 
 
@@ -78,11 +87,13 @@ class HeadWitness(Witness):
 
     def __init__(self, name: str, how: str, floor: float, row: int) -> None:
         super().__init__("llama", name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row])
-        self.name, self.how, self.floor = name, how, floor
+        self.name, self.how, self.floor, self.end = name, how, floor, len(PROMPTS[row])
         self.rooms: dict[tuple[int, int], int] = {}  # of each layer and head, once they are shared out
         self.waiting: list[Past] = []
 
     def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        if self.name == "cur" and pasts[0].newest >= self.end:  # it chooses once
+            return [list(past.held) for past in pasts]
         values: list[Row] = [{p: value(self.name, past, p) for p in past.held} for past in pasts]
         if self.how == "union":
             stay = oracles.union_of_heads(values, self.must(pasts[0]), self.budget - 1)
@@ -107,7 +118,9 @@ class HeadWitness(Witness):
         return [sorted(stay) for stay in stays[-self.kv_heads :]]
 
     def must(self, past: Past) -> set[int]:
-        """H2O's recent window, less the token to come."""
+        """H2O's recent window, less the token to come; CUR's sink."""
+        if self.name == "cur":
+            return {0}
         return set(past.held[-(self.budget // 2 - 1) :]) if self.name == "h2o" else set()
 
 
@@ -141,7 +154,10 @@ def agree(fed: Fed, name: str, how: str, rows: Sequence[int], floor: float | Non
 
 @pytest.mark.parametrize(
     ("how", "name"),
-    sampled([("union", "h2o"), ("adaptive", "key_attention"), ("global", "knorm")], product(WAYS, METHODS)),
+    sampled(
+        [("union", "h2o"), ("adaptive", "key_attention"), ("global", "knorm"), *((how, "cur") for how in WAYS)],
+        product(WAYS, METHODS),
+    ),
 )
 def test_against_the_oracle(how: str, name: str) -> None:
     """The fast step, in a padded batch whose prompt comes in chunks; every mode of dropping in a row alone."""

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from oracles import keydiff_scores, lag_scores, moved, redundancy
+from test_conf import composed
 from torch import Tensor
 
+from kvexp.config.settings import settings_of
 from kvexp.core import EvictionContext
 from kvexp.core.slots import Slots
 from kvexp.methods import CAOTE, CUR, RKV, VATP, KeyDiff, LagKV
@@ -104,6 +106,21 @@ def test_cur_by_hand() -> None:
     assert got["product"].tolist() == pytest.approx([0.15, 0.2, 1 / 6, 1 / 3])
     assert got["key"].tolist() == pytest.approx([0.2, 0.8, 1 / 3, 2 / 3])
     assert got["mean"].tolist() == pytest.approx([0.475, 0.525, 5 / 12, 7 / 12])
+    compared = CUR(block=2).priority(replace(ctx, compares_heads=True)).flatten()
+    assert compared.tolist() == pytest.approx([each / 0.85 for each in (0.15, 0.2, 1 / 6, 1 / 3)])
+
+
+COMPARES = ("budget.heads=adaptive", "budget.heads=global", "budget.heads=union", "select.by=chunk")
+
+
+@pytest.mark.parametrize("method", ["cur", "knorm"])
+@pytest.mark.parametrize("words", [(word,) for word in COMPARES] + [("budget=threshold", "budget.threshold=0.01"), ()])
+def test_heads_are_compared_where_slots_or_chunks_are_shared(method: str, words: tuple[str, ...]) -> None:
+    """And the identity of each such run of CUR names the correction, that of no other run."""
+    settings = settings_of(*composed(f"method={method}", *words))
+    assert settings.cache.compares_heads == bool(words)
+    named = "cur_heads" in settings.identity.get("corrected", ())
+    assert named == (method == "cur" and bool(words))
 
 
 NEAR = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [1.0, 0.05]])

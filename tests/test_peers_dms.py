@@ -1,4 +1,4 @@
-"""The sets kept after prefill against NVIDIA's DMSPress around two presses (tests/peers/export_dms.py).
+"""The sets kept after prefill against NVIDIA's DMSPress around three presses (tests/peers/export_dms.py).
 
 DMSPress(press, threshold, sliding_window_size) is Budget(threshold, threshold_recent) of the press's method.
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvexp.core import Budget, Method
-from kvexp.methods import KeyDiff, KNorm
+from kvexp.methods import CUR, KeyDiff, KNorm
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -23,7 +23,11 @@ pytestmark = pytest.mark.peers
 ROOT = Path(__file__).resolve().parents[1]
 EXPORT = ROOT / ".peers" / "dms.npz"
 SCRIPT = ROOT / "tests" / "peers" / "export_dms.py"
-METHODS: dict[str, Method] = {"knorm": KNorm(), "keydiff": KeyDiff(protect_recent=0)}
+METHODS: dict[str, Method] = {
+    "knorm": KNorm(),
+    "keydiff": KeyDiff(protect_recent=0),
+    "cur": CUR(n_sinks=4, block=14),
+}
 
 
 @pytest.fixture(scope="module")

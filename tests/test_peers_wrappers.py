@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kvexp.methods.compactor as compactor
 from kvexp.core import Budget, Method, SlotSelection
-from kvexp.methods import Compactor, ExpectedAttention, KeyDiff, KNorm, PyramidKV, SnapKV
+from kvexp.methods import CUR, Compactor, ExpectedAttention, KeyDiff, KNorm, PyramidKV, SnapKV
 from kvexp.models import EvictionCache, random_model
 
 pytestmark = pytest.mark.peers
@@ -34,6 +34,7 @@ PAIRS: dict[str, tuple[Method, SlotSelection]] = {
     "pyramidkv": (PyramidKV(window=7, kernel=5, pool="avg", form="kvpress"), SlotSelection()),
     "knorm_chunks": (KNorm(), CHUNKS),
     "keydiff_chunks": (KeyDiff(protect_recent=0), CHUNKS),
+    "cur_chunks": (CUR(n_sinks=0), CHUNKS),
     "snapkv_critical": (SnapKV(window=7, kernel=5, pool="avg"), CRITICAL),
     "expected_attention_critical": (ExpectedAttention(n_future=31, weight="none"), CRITICAL),
     "compactor": (Compactor(chunk=32, sketch=6), SlotSelection()),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvexp.config.divergence_options import generates
 from kvexp.config.model_spec import facts_of_template, generation_config_of, moving_rope, stretches_context
 from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
+from kvexp.methods import CUR
 from kvexp.tasks import LMEval
 from kvexp.tasks.lm_eval.definition import written_after
 from kvexp.tasks.summarization import SummaryTask
@@ -77,6 +78,8 @@ CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
     # Answers are scored without the thinking before them, where the chat template has tags for it.
     "thinking": lambda settings: settings.thinking is not None,
+    # Its scores were of another scale in every head where heads are compared.
+    "cur_heads": lambda settings: isinstance(settings.method, CUR) and settings.cache.compares_heads,
 }
 
 

@@ -79,6 +79,15 @@ class CacheSettings:
         return self.budget is not None and self.budget.heads == "union"
 
     @property
+    def compares_heads(self) -> bool:
+        """Whether priorities of different kv heads are held against each other, averaged, or held against a threshold.
+
+        With budget.heads=duo they are not: there only the heads' scores say how many slots a head has.
+        """
+        shared = self.budget is not None and self.budget.shares_heads and self.budget.heads != "duo"
+        return shared or self.select.by == "chunk"
+
+    @property
     def is_ragged(self) -> bool:
         """Whether kv heads of a layer may hold different numbers of slots."""
         return self.budget is not None and self.budget.ragged

@@ -251,6 +251,7 @@ class EvictionLayer(BudgetedLayer):
             local_attention=None if self.statistics.local is None else self.statistics.local.sums,
             rope=due.params.rope if due is not None and (self.calibration is not None or needs.rope) else None,
             second_pass_attention=second,
+            compares_heads=self.config.compares_heads,
         )
 
     def _evict(self, slots: Slots, due: DueEviction, second: Tensor | None) -> None:

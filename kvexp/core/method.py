@@ -45,6 +45,7 @@ class EvictionContext:
     do not look; calibration: of this layer; rope: the model's (None: it has none); local_attention [B, H, S]: the sums
     of `LocalAttention`; second_pass_attention [B, H, G, S]: of the queries that repeat the prompt, the largest to
     every slot, 0 for slots that were not repeated. All are None where the method's `needs` do not declare them.
+    compares_heads: whether priorities of different kv heads are held against each other, or against one threshold.
     """
 
     slots: Slots
@@ -61,6 +62,7 @@ class EvictionContext:
     local_attention: Tensor | None = None
     rope: RoPE | None = None
     second_pass_attention: Tensor | None = None
+    compares_heads: bool = False
 
     @property
     def positions(self) -> Tensor:

@@ -8,6 +8,7 @@ every row is attended under its own mask, and the next layer sees the result. Ea
 Sources: A2SF arXiv:2407.20485, H2O arXiv:2306.14048, Keyformer arXiv:2403.09054. Departure of the whole file: equal
 scores are settled in favour of the newer (larger) index and only living tokens compete, where the releases leave ties
 to ``topk`` and may pick a future or dropped token whose score is also zero. In float32 the recorded runs have no ties.
+In float16 they do: `recorded`, a release's mask of the same logits, then says which of equal scores it kept.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ def masked_attention(logits: Tensor, mask: Tensor, v: Tensor) -> Tensor:
 @overload
 def local_mask(
     logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
-    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., return_accumulated: Literal[False] = ...,
+    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., recorded: Tensor | None = ...,
+    return_accumulated: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def local_mask(
     logits: Tensor, heavy: int, recent: int, *, decay: float = ..., scores: Tensor | None = ...,
-    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., return_accumulated: Literal[True],
+    block_scores: Tensor | None = ..., dtype: torch.dtype = ..., recorded: Tensor | None = ...,
+    return_accumulated: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def local_mask(
     logits: Tensor,
@@ -61,6 +64,7 @@ def local_mask(
     scores: Tensor | None = None,
     block_scores: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    recorded: Tensor | None = None,
     return_accumulated: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Greedy causal eviction: A2SF's paper-era code (arXiv:2407.20485 eq. 5).
@@ -78,18 +82,25 @@ def local_mask(
     block_scores  [..., n, n] stands in for rows < heavy of `scores`: Keyformer's release (arXiv:2403.09054) draws noise
                   once for that block and anew for every later row
     dtype         of S, A and the comparison; float16 repeats the A2SF release up to ties and summation order
+    recorded      bool [..., n, n], the release's mask: of equal scores, what it holds stays
     return_accumulated   also A after each row, [..., n, n] in dtype; 0 in rows < heavy - 1, before A exists
     """
     _check(decay, heavy, recent)
     s = (causal_probs(logits) if scores is None else scores).to(dtype)
     block = s if block_scores is None else block_scores.to(dtype)
-    kept, accumulated = _greedy(s, block, min(heavy, s.shape[-1]), decay)
-    mask = (kept | window_mask(s.shape[-1], recent + 1, s.device)) & _causal(s)
+    band = window_mask(s.shape[-1], recent + 1, s.device)
+    # Of what the recent band holds anyway, a recorded mask does not say whether it has won a heavy slot as well.
+    ties = None if recorded is None else recorded.int() + (recorded & ~band)
+    kept, accumulated = _greedy(s, block, min(heavy, s.shape[-1]), decay, ties)
+    mask = (kept | band) & _causal(s)
     return (mask, accumulated) if return_accumulated else mask
 
 
-def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float) -> tuple[Tensor, Tensor]:
-    """Rows s, block [..., n, n] -> the sets K_t (bool) and the accumulators A after each row, both [..., n, n]."""
+def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float, ties: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows s, block [..., n, n] -> the sets K_t (bool) and the accumulators A after each row, both [..., n, n].
+
+    ties: int32 [..., n, n], what decides between equal accumulators in each row, higher stays.
+    """
     n = s.shape[-1]
     kept, accumulated = torch.zeros_like(s, dtype=torch.bool), torch.zeros_like(s)
     if heavy == 0:
@@ -99,7 +110,11 @@ def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float) -> tuple[Tensor,
     acc = (block[..., :heavy, :] * _powers(decay, heavy, s)[:, None]).sum(-2).masked_fill(~alive, 0)
     accumulated[..., heavy - 1, :] = acc
     for t in range(heavy, n):
-        alive = _drop_lowest(acc, alive)
+        alive = _drop_lowest(acc, alive, None if ties is None else ties[..., t, :])
+        if ties is not None:  # with too few scores above 0, dropped and future tokens tie with living ones, at 0
+            many = (acc > 0).sum(-1, keepdim=True) >= heavy - 1
+            told = _top(acc.masked_fill(ties[..., t, :] == 0, -1), heavy - 1) & (ties[..., t, :] > 0)
+            alive = torch.where(many, alive, told | (acc > 0))
         alive[..., t] = True
         acc = (decay * acc + s[..., t, :]).masked_fill(~alive, 0)
         kept[..., t, :], accumulated[..., t, :] = alive, acc
@@ -126,6 +141,8 @@ def evict_one_mask(
     decay: float,
     count_next: bool = False,
     renormalise: bool = True,
+    dtype: torch.dtype = torch.float32,
+    recorded: Tensor | None = None,
 ) -> Tensor:
     """A2SF's later code: after each row drop the survivor with the least accumulated score, for good.
 
@@ -134,37 +151,53 @@ def evict_one_mask(
 
     count_next   (the code between, "gen-2") if recent > 0, start one row earlier and let t + 1 take a place in the
                  recent window: rows attend C keys. With recent == 0 that code too attends C + 1, so nothing changes.
-    renormalise  False adds the full row's probabilities over survivors instead. Float32 throughout.
+    renormalise  False adds the full row's probabilities over survivors instead
+    dtype        of the rows S_t and what they are divided by; A is float32. In float16 rows are, as in the release, not
+                 divided before something can be evicted
+    recorded     bool [..., n, n], the release's mask: of equal scores, what it holds in the next row stays
     Source: releases of arXiv:2407.20485. Departure: those return all-ones above the diagonal, here it is causal.
     """
     _check(decay, sink, heavy, recent)
     lead = int(count_next and recent > 0)
     start = sink + heavy + recent - lead
-    s, mask = causal_probs(logits), _causal(logits).expand_as(logits).clone()
+    n = logits.shape[-1]
+    s, mask = causal_probs(logits).to(dtype), _causal(logits).expand_as(logits).clone()
     alive = torch.ones_like(mask[..., 0, :])
-    acc = torch.zeros_like(s[..., 0, :])
-    for t in range(logits.shape[-1]):
+    acc = torch.zeros_like(s[..., 0, :], dtype=torch.float32)
+    for t in range(n):
         mask[..., t, :] &= alive
         row = s[..., t, :] * alive
-        if renormalise:
+        if renormalise and (t >= start or dtype == torch.float32):
             row = row / row.sum(-1, keepdim=True).clamp_min(torch.finfo(row.dtype).tiny)
         acc = decay * acc + row
         if t >= start:
             end = t + 1 - recent + lead
+            ties = None if recorded is None or t + 1 == n else recorded[..., t + 1, sink:end].int()
             alive = alive.clone()
-            alive[..., sink:end] = _drop_lowest(acc[..., sink:end], alive[..., sink:end])
+            alive[..., sink:end] = _drop_lowest(acc[..., sink:end], alive[..., sink:end], ties)
     return mask
 
 
-def ideal_mask(logits: Tensor, budget: int, *, force_self: bool = True) -> Tensor:
+def ideal_mask(
+    logits: Tensor,
+    budget: int,
+    *,
+    force_self: bool = True,
+    dtype: torch.dtype = torch.float32,
+    recorded: Tensor | None = None,
+) -> Tensor:
     """A2SF's "Ideal" (arXiv:2407.20485 fig. 4): each row keeps the best of its own full row, nothing is evicted.
 
     Rows < budget are full; then top-(budget - 1) of softmax(row) and the row's own token (budget - 1 keys where it is
     among them already). force_self=False is the release's `ideal_llama`: rows <= budget full, then plain top-budget.
+    dtype: of the rows; recorded: bool [..., n, n], the release's mask, of equal scores what it holds stays.
     """
     _check(1.0, budget - 1)
     causal = _causal(logits)
-    best = _top(causal_probs(logits).masked_fill(~causal, -1.0), budget - 1 if force_self else budget)
+    rows = causal_probs(logits).to(dtype).masked_fill(~causal, -1.0)
+    best = _top(rows, budget - 1 if force_self else budget, recorded)
+    if recorded is not None:  # in a release, future tokens tie with those whose share is 0
+        best = best & (recorded | (rows > 0))
     if force_self:
         best = best | window_mask(logits.shape[-1], 1, logits.device)
     best[..., : budget if force_self else budget + 1, :] = True
@@ -204,17 +237,24 @@ def _powers(decay: float, count: int, like: Tensor) -> Tensor:
     return torch.full_like(exponents, decay) ** exponents
 
 
-def _drop_lowest(scores: Tensor, alive: Tensor) -> Tensor:
-    """`alive` without its lowest-scored member; argmin returns the first minimum, so among equals the oldest goes."""
-    lowest = scores.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
+def _drop_lowest(scores: Tensor, alive: Tensor, ties: Tensor | None = None) -> Tensor:
+    """`alive` without its lowest-scored member; among equals the one of least `ties`, else the oldest, goes."""
+    living = scores.masked_fill(~alive, torch.inf)
+    lowest = living.argmin(-1, keepdim=True)  # the first minimum
+    if ties is not None:
+        lowest = ties.masked_fill(living > living.gather(-1, lowest), torch.iinfo(ties.dtype).max).argmin(-1, True)
     return alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
 
 
-def _top(scores: Tensor, count: int) -> Tensor:
-    """Bool mask of the `count` largest along the last axis, newest first among equals."""
-    order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    picked = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, torch.ones_like(order, dtype=torch.bool))
-    return picked.flip(-1)
+def _top(scores: Tensor, count: int, favoured: Tensor | None = None) -> Tensor:
+    """Bool mask of the `count` largest along the last axis; among equals the `favoured` first (bool), then the newest."""
+    newest_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(scores)
+    if favoured is not None:
+        picked = favoured.gather(-1, newest_first).int().sort(dim=-1, descending=True, stable=True).indices
+        newest_first = newest_first.gather(-1, picked)
+    order = scores.gather(-1, newest_first).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    chosen = newest_first.gather(-1, order)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, torch.ones_like(chosen, dtype=torch.bool))
 
 
 def _check(decay: float, *budgets: int) -> None:

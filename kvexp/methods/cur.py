@@ -18,8 +18,10 @@ class CUR(Method):
     decoding.
 
     Source: CurDKV, arXiv:2509.15038, as approximated in kvpress's CURPress, which sets the defaults: a row's squared
-    norm stands for its leverage score. `leverage` takes one of the two, or their mean. Departures: the paper's Gaussian
-    projection, off by default in kvpress, and its adaptive budgets of heads are left out.
+    norm stands for its leverage score. `leverage` takes one of the two, or their mean. Where heads are compared
+    (`budget.heads=adaptive`, `global` or `union`, `budget.threshold`, `select.by=chunk`), s is divided by its sum over
+    the head's slots, sinks included, as in kvpress. Departures: the paper's Gaussian
+    projection, off by default in kvpress, is left out; its adaptive budgets of heads are `budget.heads=adaptive`.
     """
 
     name: ClassVar[str] = "cur"
@@ -42,6 +44,15 @@ class CUR(Method):
         return self.n_sinks
 
     def priority(self, ctx: EvictionContext) -> Tensor:
+        made = self._leverage(ctx)
+        if not ctx.compares_heads:  # the quotient could round two neighbours of one head to a tie
+            return made
+        # In float64, where the order of the summands, which padding changes, does not show in float32.
+        total = made.double().masked_fill(~ctx.held(), 0.0).sum(-1, keepdim=True)
+        return (made / total.clamp_min(torch.finfo(torch.float32).tiny)).float()
+
+    def _leverage(self, ctx: EvictionContext) -> Tensor:
+        """s [B, H, S] before heads are compared."""
         if self.leverage in ("key", "value"):
             return self._share(ctx.slots.keys if self.leverage == "key" else ctx.slots.values, ctx)
         key, value = (self._share(states, ctx) for states in (ctx.slots.keys, ctx.slots.values))

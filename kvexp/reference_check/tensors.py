@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,8 @@ def alpha_of(name: str) -> float:
 def check_rowmask(archive: Recording, report: Report) -> None:
     """Masks, outputs, accumulators and similarities of the three generations of A2SF's mask.
 
-    A file whose outputs are half was recorded in half, whatever its inputs are stored as; so is what is compared.
+    A file whose outputs are half was recorded in half, whatever its inputs are stored as; so is what is compared, and
+    choices between scores that are equal in half are those recorded.
     """
     half = any(archive[name].dtype == np.float16 for name in archive if name == "q" or name.endswith("_out"))
     dtype = torch.float16 if half else torch.float32
@@ -66,9 +68,17 @@ def check_rowmask(archive: Recording, report: Report) -> None:
         # How a product is rounded to half is the machine's choice and decides near-ties: go on from the recorded ones.
         x = archive.tensor("logits") if half else x
     full = causal_probs(x).to(dtype)
+
+    def like(name: str) -> dict[str, Any]:
+        """How the mask of this name was recorded: its dtype, and in half the mask itself, to settle ties by."""
+        return {"dtype": dtype, "recorded": archive.tensor(name) if half and name in archive else None}
+
     _close(report, archive, "probs_full", full)
     budget, share = int(archive["budget"]), int(archive["half_budget"])
-    ideals = {"gen1_ideal": ideal_mask(x, budget), "ideal_llama": ideal_mask(x, budget, force_self=False)}
+    ideals = {
+        "gen1_ideal": ideal_mask(x, budget, **like("gen1_ideal_mask")),
+        "ideal_llama": ideal_mask(x, budget, force_self=False, **like("ideal_llama_mask")),
+    }
     for name, mask in ideals.items():
         _mask(report, archive, f"{name}_mask", mask)
         _close(report, archive, f"{name}_probs", masked_probs(x, mask).to(dtype))
@@ -78,7 +88,8 @@ def check_rowmask(archive: Recording, report: Report) -> None:
     for name in sorted(series - {"ideal"}):
         rules = {"h2o": (share, share, 1.0), "local": (0, budget, 1.0)}
         heavy, recent, alpha = rules[name] if name in rules else (budget, 0, alpha_of(name))
-        mask, accumulated = local_mask(x, heavy, recent, decay=alpha, dtype=dtype, return_accumulated=True)
+        how = like(f"gen1_{name}_mask")
+        mask, accumulated = local_mask(x, heavy, recent, decay=alpha, return_accumulated=True, **how)
         _mask(report, archive, f"gen1_{name}_mask", mask)
         _close(report, archive, f"gen1_{name}_acc", accumulated)
         _close(report, archive, f"gen1_{name}_out", masked_attention(x, mask, v))
@@ -86,7 +97,8 @@ def check_rowmask(archive: Recording, report: Report) -> None:
             ours = _similarity(masked_probs(x, mask).to(dtype), [y.to(dtype) for y in others], budget, name)
             report.close(f"gen1_{name}_cos", ours, archive[f"gen1_{name}_cos"], _UNIT if half else _TIGHT)
         for generation, count_next in (("gen2", True), ("gen3", False)):
-            mask = evict_one_mask(x, 0, heavy, recent, decay=alpha, count_next=count_next)
+            how = like(f"{generation}_{name}_mask")
+            mask = evict_one_mask(x, 0, heavy, recent, decay=alpha, count_next=count_next, **how)
             _mask(report, archive, f"{generation}_{name}_mask", mask)
             _close(report, archive, f"{generation}_{name}_out", masked_attention(x, mask, v))
 

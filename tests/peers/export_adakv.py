@@ -1,15 +1,16 @@
 """What NVIDIA's AdaKVPress keeps of a prompt, for tests/test_peers_adakv.py. Run by `make peers`.
 
-Writes .peers/adakv.npz: a tiny Llama model drawn here (weights, config, prompt) and, per press inside, share that every
-head is sure of and compression ratio, the kept positions as a bool mask [L, B, H, T]. The press leaves the cache whole
-and notes what attention is not to see; that note is what is written. TOVA is left out: it scores all heads of a layer
-alike.
+Writes .peers/adakv.npz: a tiny Llama model drawn here (weights, config, prompt, Compactor's draws, directions for
+Q-Filters) and, per press inside, share that every head is sure of and compression ratio, the kept positions as a bool
+mask [L, B, H, T]. The press leaves the cache whole and notes what attention is not to see; that note is what is written.
+TOVA is left out: it scores all heads of a layer alike; and LagKV, whose ranks tie between heads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import kvpress
 import numpy as np
 import torch
-from export_kvpress import draw
+from export_kvpress import DrawnQFilters, draw, drawn_directions
+from export_wrappers import given_draws
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -28,7 +30,7 @@ FLOORS = (0.0, 0.2)
 # The best score dropped must lie this much (relatively) below the worst one kept, so that rounding does not choose.
 CLEAR = 4e-5
 CASE: dict[str, Any] = {
-    "seed": 2,
+    "seed": 3,
     "shape": (1, 131),
     "config": {
         "num_hidden_layers": 3,
@@ -40,6 +42,9 @@ CASE: dict[str, Any] = {
         "vocab_size": 137,
         "attention_bias": True,
     },
+    "directions": 1,
+    "draws": 11,
+    "sketch": 6,
 }
 PRESSES: dict[str, Any] = {
     "knorm": lambda ratio: kvpress.KnormPress(compression_ratio=ratio),
@@ -47,6 +52,14 @@ PRESSES: dict[str, Any] = {
     "expected_attention": lambda ratio: kvpress.ExpectedAttentionPress(
         compression_ratio=ratio, n_sink=3, epsilon=0.02, use_covariance=False, n_future_positions=3
     ),
+    "cur": lambda ratio: kvpress.CURPress(compression_ratio=ratio, num_sinks=4, local_window_size=14),
+    "cur_mean": lambda ratio: kvpress.CURPress(
+        compression_ratio=ratio, num_sinks=2, local_window_size=10, leverage_type="kv_avg"
+    ),
+    "keydiff": lambda ratio: kvpress.KeyDiffPress(compression_ratio=ratio),
+    "qfilters": lambda ratio: DrawnQFilters(compression_ratio=ratio),
+    # 131 tokens less 8 + 4 at the ends are seven whole chunks.
+    "compactor": lambda ratio: kvpress.CompactorPress(ratio, chunk_size=17, sketch_dimension=6, blending=0.35),
 }
 
 
@@ -97,12 +110,19 @@ def main() -> None:
     model, ids = draw(CASE, attention="sdpa")
     arrays: dict[str, Any] = {"ids": ids.numpy()}
     arrays |= {f"weights/{key}": weight.numpy() for key, weight in model.state_dict().items()}
+    config, directions = CASE["config"], drawn_directions(CASE)
+    shape = (config["num_hidden_layers"], 1, config["num_key_value_heads"], config["head_dim"], CASE["sketch"])
+    draws = torch.randn(*shape, generator=torch.Generator().manual_seed(CASE["draws"]))
+    arrays |= {"directions": directions.numpy(), "draws": draws.numpy() / math.sqrt(CASE["sketch"])}
     for name, make in PRESSES.items():
         for floor in FLOORS:
             for ratio in RATIOS:
                 where = f"{name}/{floor}/{ratio}"
                 press = kvpress.AdaKVPress(make(ratio), alpha_safeguard=floor)
-                arrays[where] = kept_positions(model, ids, press, where).numpy()
+                if name == "qfilters":
+                    press.press.q_filters = -directions.mean(2)  # it stores the filters negative
+                with given_draws(draws):
+                    arrays[where] = kept_positions(model, ids, press, where).numpy()
     about = {
         "script": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
         "versions": {package: version(package) for package in ("kvpress", "transformers", "torch")},

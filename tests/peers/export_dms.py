@@ -38,7 +38,11 @@ CASE: dict[str, Any] = {
         "attention_bias": True,
     },
 }
-PRESSES: dict[str, Any] = {"knorm": kvpress.KnormPress, "keydiff": kvpress.KeyDiffPress}
+PRESSES: dict[str, Any] = {
+    "knorm": kvpress.KnormPress,
+    "keydiff": kvpress.KeyDiffPress,
+    "cur": lambda: kvpress.CURPress(num_sinks=4, local_window_size=14),
+}
 
 
 def kept_positions(model: LlamaForCausalLM, ids: Tensor, make: Any, threshold: float) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,7 @@ def presses(ratio: float) -> dict[str, Any]:
         "pyramidkv": kvpress.PyramidKVPress(**snapkv),
         "knorm_chunks": kvpress.ChunkKVPress(kvpress.KnormPress(ratio), chunk_length=CASE["chunk"]),
         "keydiff_chunks": kvpress.ChunkKVPress(kvpress.KeyDiffPress(ratio), chunk_length=CASE["chunk"]),
+        "cur_chunks": kvpress.ChunkKVPress(kvpress.CURPress(ratio, num_sinks=0), chunk_length=CASE["chunk"]),
         "snapkv_critical": kvpress.CriticalKVPress(kvpress.SnapKVPress(**snapkv)),
         "expected_attention_critical": kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(**expected)),
         "compactor": kvpress.CompactorPress(ratio, chunk_size=CASE["tile"], sketch_dimension=CASE["sketch"]),

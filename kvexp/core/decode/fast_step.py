@@ -253,7 +253,10 @@ class StackedLayer:
             resolved, slots = state.resolved_budget, state.require_slots()
             assert resolved is not None
             seeds = state.sequence.seeds.to(last.device)
-            ctx = EvictionContext(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds)
+            ctx = EvictionContext(
+                *(slots, state.index, resolved.slots_t, resolved.recent_t, last, seeds),
+                compares_heads=state.config.compares_heads,
+            )
             priority = resolved.by_stream(float_priority(state.config.method, ctx), ctx.positions)
             if state.config.is_union:
                 priority = union_priority(priority, logarithmic=state.config.method.priority_kind == "log_share")
