@@ -308,7 +308,7 @@ def stretches_context(spec: ModelSpec) -> bool:
 
     try:
         config = config_of_spec(spec)
-        return families.max_positions(config) != getattr(config, families.family_of(config).limit)
+        return bool(families.max_positions(config) > getattr(config, families.family_of(config).limit))
     except ConfigError:
         return False
 

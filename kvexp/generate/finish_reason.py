@@ -47,7 +47,7 @@ class StopStrings:
         return bool(self.strings)
 
     def found(self, new: Sequence[int]) -> str | None:
-        """The stop string that ends last in the text of a row's newest tokens; None: it holds none. new: all of them."""
+        """The stop string that ends last in the text of a row's new tokens; None: it holds none."""
         if not self.strings:
             return None
         assert self.tokenizer is not None

@@ -122,7 +122,7 @@ def check_forward(moving: MovingRope, width: int, positions: Tensor | None, mask
             f"{moving.why}: rows that end at {min(ends)} to {max(ends)} tokens in one forward would change each other; "
             "give prompts one by one, or those of equal length together"
         )
-    columns = None if sequence is None else sequence.prompt_columns
+    columns: Any = None if sequence is None else sequence.prompt_columns
     parted = columns is not None and past < columns and past + width < columns
     if (past and width > 1 and not moving.same([first + 1, *ends])) or (parted and not moving.same([*ends, columns])):
         raise CacheError(
@@ -136,8 +136,9 @@ def reset_frequencies(model: nn.Module) -> None:
 
     They keep the frequencies of the longest forward so far, by which the next row would be turned.
     """
-    for module in model.modules():
-        if "dynamic" in str(getattr(module, "rope_type", "")) and hasattr(module, "original_inv_freq"):
-            fresh = module.original_inv_freq.to(module.inv_freq.device)
-            module.register_buffer("inv_freq", fresh, persistent=False)
-            module.max_seq_len_cached = module.original_max_seq_len
+    each: Any
+    for each in model.modules():
+        if "dynamic" in str(getattr(each, "rope_type", "")) and hasattr(each, "original_inv_freq"):
+            fresh = each.original_inv_freq.to(each.inv_freq.device)
+            each.register_buffer("inv_freq", fresh, persistent=False)
+            each.max_seq_len_cached = each.original_max_seq_len

@@ -191,9 +191,10 @@ def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]
     cache = kwargs.get("past_key_values")
     if getattr(cache, "is_compileable", False):
         raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
-    positions, given = kwargs.get("position_ids"), ids if ids is not None else kwargs.get("inputs_embeds")
-    unmasked = positions is not None and positions.shape[-1] > 1 and kwargs.get("attention_mask") is None
-    if unmasked and bool((positions.diff(dim=-1) <= 0).any()):
+    positions: Any = kwargs.get("position_ids")
+    given = ids if ids is not None else kwargs.get("inputs_embeds")
+    several = positions is not None and positions.shape[-1] > 1
+    if several and kwargs.get("attention_mask") is None and bool((positions.diff(dim=-1) <= 0).any()):
         raise CacheError(
             "position_ids that start again within a row, without an attention mask, are packed sequences, which kvexp "
             "does not keep apart: give every sequence a row of its own"

@@ -178,7 +178,7 @@ def decide(interval: tuple[float, float], epsilon: float) -> str:
 
 
 def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
-    """`compared_means` of every two runs of one model, task and NUMERICS with the same baseline, which asks them the same.
+    """`compared_means` of every two runs of one model, task and NUMERICS with the same baseline.
 
     folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. ConfigError where two such runs
     were sent different tokens.
