@@ -94,11 +94,15 @@ class Pace:
         """Everything made so far is on disk."""
         self._since = time.perf_counter()
 
-    def may_prefill(self, done: int) -> bool:
-        """Whether another batch may be prefilled behind so many that nothing was written of: a third of the time."""
-        if self.every_s is None or not done:
-            return True
-        return (time.perf_counter() - self._since) * (done + 1) / done <= self.every_s / 3
+    def may_prefill(self, done: int, left: int) -> bool:
+        """Whether to prefill another of `left` batches behind `done` that nothing was written of.
+
+        Half the time is theirs, and what it does not hold goes in parts as even as they go.
+        """
+        if self.every_s is None or not done or not left:
+            return bool(left)
+        fitting = max(1, int(self.every_s / 2 * done / (time.perf_counter() - self._since)))
+        return done < math.ceil((done + left) / math.ceil((done + left) / fitting))
 
     def knows(self, kind: str, steps: int) -> bool:
         """Whether it is known how long such steps take, or they are too few to matter."""
@@ -111,7 +115,7 @@ class Pace:
             self._longest[kind] = max(steps, self._longest.get(kind, 0)) if ended else 0
 
     def take(self, kind: str, sizes: Sequence[int], steps: int) -> int:
-        """How many of the first pieces of work to do together, in as even parts as they go; at least 1.
+        """How many of the first pieces of work to do together, in parts as even as they go; at least 1.
 
         sizes: rows of each piece; steps: that a row may take. Expected are as many as the longest row took so far.
         """
@@ -120,7 +124,7 @@ class Pace:
         room = max(self.every_s - (time.perf_counter() - self._since), self.every_s / 2)
         rows, each = sum(sizes), min(steps, self._longest.get(kind) or steps) * self._row_s[kind]
         fewest = max(1, min(WORTH_ROWS, int(2 * self.every_s / each)))
-        parts = max(1, min(math.ceil(rows * each / room), rows // fewest))
+        parts = max(1, min(round(rows * each / room), rows // fewest))
         ends = itertools.accumulate(sizes)
         return next((place for place, end in enumerate(ends, 1) if end * parts >= rows), len(sizes))
 

@@ -108,7 +108,7 @@ def generate_outputs_of_batches(
     while left:
         pace.written()
         some: list[_Prefilled] = []
-        while left and pace.may_prefill(len(some)):
+        while pace.may_prefill(len(some), len(left)):
             some.append(_prefilled(model, tokenizer, *left.pop(0)))
         full: dict[int, dict[int, ModelOutput]] = {}
         for made in _answers(model, tokenizer, some, pace):
