@@ -2,12 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import DOCS, blocks, words_of
+from pages import DOCS, PYTHON, blocks, words_of
 from test_docs import called
+from torch import Tensor
+
+from kvexp.core import layer_attention
+from kvexp.core.attention import AttentionInputs, with_renumbered_positions
+from kvexp.core.cache_settings import CacheSettings
 
 PAGE = next(page for page in DOCS if page.name == "answers.md")
 COMMANDS = [command for block in blocks(PAGE) for command, _ in block.commands]
@@ -70,10 +76,41 @@ def test_what_chooses_once_grows_with_the_answer(rows) -> None:
         assert once["receipt"]["slots"] == 63 + once["new_tokens"] - 1
 
 
-def test_renumbering_a_window_changes_nothing(rows) -> None:
-    found = rows("cache.positions=original")
-    answers = [[row["output"] for row in of(found, "window", place)] for place in ("original", "renumbered")]
-    assert answers[0] == answers[1]
+def proof_of_positions() -> None:
+    """Run the page's Python block that holds a cache's answers against the stock model's."""
+    (code,) = (code for code in PYTHON.findall(PAGE.read_text("utf-8")) if "assert_close" in code)
+    exec(compile(code, PAGE.name, "exec"), {})
+
+
+def test_the_proof_of_positions_holds() -> None:
+    proof_of_positions()
+
+
+def unmoved(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
+    return inputs
+
+
+def mixed(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
+    """Keys at 0, 1, 2 …, and the query where it was."""
+    turned, rope = with_renumbered_positions(inputs, positions), inputs.params.rope
+    assert rope is not None and turned.rope_positions is not None
+    moved = turned.rope_positions[1][:, :, -1:] - inputs.query_positions[:, None, -1:]
+    return replace(turned, keys=rope.rotate_by(turned.keys, moved.expand_as(positions)))
+
+
+@pytest.mark.parametrize("fault", [unmoved, mixed], ids=lambda fault: fault.__name__)
+def test_the_proof_of_positions_fails_where_keys_and_query_are_not_moved_alike(
+    fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_attention, "with_renumbered_positions", fault)
+    with pytest.raises(AssertionError, match="not close"):
+        proof_of_positions()
+
+
+def test_the_proof_of_positions_fails_where_original_ones_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheSettings, "renumbered", property(lambda _: True))
+    with pytest.raises(AssertionError, match="not close"):
+        proof_of_positions()
 
 
 def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:

@@ -151,6 +151,66 @@ def test_rkv_differs_only_in_the_first_slot_where_keys_resemble_no_other(recorde
     assert found == [(0, 0, {7}, {0})]
 
 
+def rkv_on_the_way(recorded: Recorded, layer: int, head: int, ends: list[int], *, by_score: bool) -> list[set[int]]:
+    """What one head keeps at each of these numbers of tokens, from R-KV's release as described (24 slots, window 8).
+
+    by_score: it leaves slots in the order of their scores, as the release does; else in that of their positions. A key
+    that resembles no other spares none, which is kvexp's departure.
+    """
+    window, kernel, mix, budget = 8, 7, 0.07, 24
+    q = recorded.q[layer].unflatten(0, (recorded.heads, -1))[head].double().numpy()  # [G, T, D]
+    k = recorded.k[layer, head].double().numpy()
+    slots: list[int] = []
+    kept = []
+    for end in ends:
+        slots += range(max(slots, default=-1) + 1, end)
+        x = (q[:, end - window : end] @ k[slots].T / recorded.width**0.5).max(0)[:, :-window]
+        shares = np.exp(x - x.max(-1, keepdims=True))
+        looked_at = (shares / shares.sum(-1, keepdims=True)).mean(0)
+        reach = range(-(kernel // 2), kernel // 2 + 1)
+        pooled = np.array([max(looked_at[i + j] for j in reach if 0 <= i + j < len(x[0])) for i in range(len(x[0]))])
+        units = k[slots] / np.linalg.norm(k[slots], axis=-1, keepdims=True)
+        cosine = units @ units.T
+        np.fill_diagonal(cosine, 0)
+        for row in cosine:
+            similar = np.flatnonzero(row > 0.5)
+            row[similar[-1:]] = 0
+        alike = np.exp(cosine.mean(0))
+        score = mix * pooled - (1 - mix) * (alike / alike.sum())[:-window]
+        chosen = [slots[i] for i in np.argsort(-score, kind="stable")[: budget - window]]
+        slots = (chosen if by_score else sorted(chosen)) + slots[-window:]
+        kept.append(set(slots))
+    return kept
+
+
+@torch.inference_mode()
+def test_rkv_differs_from_the_second_eviction_on_where_the_release_leaves_slots_by_score(recorded: Recorded) -> None:
+    """Pooling and the newest similar key go by a slot's place: the same sets where slots lie by position."""
+    method, ends = RKV(form="release", importance=0.07), [49, 65, 81, 97]
+    config = CacheConfig(method, Budget(tokens=24, counts_self=False), Cadence(every=16))
+    found: dict[bool, list[int]] = {True: [], False: []}  # by score? -> sets that differ, at each eviction
+    ours = []
+    for layer in range(recorded.layers):
+        state = EvictionLayer(config, 0, 1, SequenceState(prompt_columns=ends[0]), MemoryTracker(1), None)
+        at = []
+        for part in (slice(0, ends[0]), *(slice(t, t + 1) for t in range(ends[0], recorded.length))):
+            states = (each[layer][None, :, part] for each in (recorded.q, recorded.k, recorded.v))
+            state.forward(*states, AttentionParams(recorded.width**-0.5), None)
+            if part.stop in ends:
+                at.append([set(held) for held in state.kept_positions()[0]])
+        ours.append(at)
+    for by_score in found:
+        for step in range(len(ends)):
+            theirs = [
+                rkv_on_the_way(recorded, layer, head, ends, by_score=by_score)[step]
+                for layer, head in np.ndindex(recorded.layers, recorded.heads)
+            ]
+            mine = [head for at in ours for head in at[step]]
+            found[by_score].append(sum(a != b for a, b in zip(theirs, mine, strict=True)))
+    assert found[False] == [0, 0, 0, 0]
+    assert found[True][0] == 0 and min(found[True][1:]) > 0
+
+
 def test_cake_grants_the_whole_budget_where_the_release_loses_some(recorded: Recorded) -> None:
     """The release loses slots in two ways; kvexp's sets hold all of the release's, and fill the budget.
 

@@ -2,11 +2,15 @@
 
 import dataclasses
 import inspect
+import json
 import re
 import runpy
 import typing
 
+import numpy as np
 import pytest
+from conftest import SHARED
+from golden.make import MADE as MADE_RECORDINGS
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pages import PAGES, ROOT
@@ -33,9 +37,53 @@ def named(key: str, page: str) -> bool:
     return re.search(rf"`[^`\n]*(?<![\w]){re.escape(key)}(?![\w])[^`\n]*`", page) is not None
 
 
+PAGE = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+
+
 def test_the_page_of_methods_is_current():
-    text = runpy.run_path(str(ROOT / "docs" / "methods.py"))["text"]
-    assert text() == METHODS, "run: python docs/methods.py"
+    assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
+
+
+def test_what_methods_were_compared_with_is_what_the_recordings_hold():
+    """The table's last column claims each recording and export that there is, and no other."""
+    computed = {make.__name__ for make in MADE_RECORDINGS}
+    recordings = {path for path in (ROOT / "tests" / "golden").glob("*.npz") if path.stem not in computed}
+    recordings.add(ROOT / "tests" / "fixtures" / "authors_2025.npz")
+    assert {ROOT / name for name in PAGE["AUTHORS"]} == recordings
+    with np.load(ROOT / "tests" / "fixtures" / "authors_2025.npz") as file:
+        about = json.loads(str(file["about"]))
+    held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
+    assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
+
+    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    exported = {}
+    for path in sorted((ROOT / "tests" / "peers").glob("export_*.py")):
+        presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
+        exported[f"tests/peers/{path.name}"] = presses & methods
+    wrapped = set().union(*PAGE["KVPRESS"].values())
+    for name, presses in exported.items():
+        claimed = set(PAGE["KVPRESS"].get(name, ()))
+        assert claimed <= presses | ({"kvzip", "kvzip_plus"} if name.endswith("kvzip.py") else set()), name
+        assert presses <= wrapped, name
+    assert set(PAGE["KVPRESS"]) <= set(exported)
+
+
+@pytest.mark.skipif(not (SHARED / "golden").is_dir(), reason=f"no recordings at {SHARED / 'golden'}")
+def test_the_recordings_that_are_not_carried_along_were_there():
+    names = [path.stem for path in (SHARED / "golden").glob("*.npz")]
+    for start in PAGE["NOT_CARRIED"]:
+        assert any(name.startswith(start) for name in names), start
+
+
+def test_every_method_has_an_oracle_as_the_page_says():
+    """Those that choose nothing, or are another's with other settings, need none."""
+    told = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    oracles = "".join(
+        (ROOT / "tests" / f"test_{name}.py").read_text("utf-8") for name in ("kept_sets", "retrieval_oracles")
+    )
+    for cls in CLASSES:
+        if cls.name in told and cls.name != "full":
+            assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)

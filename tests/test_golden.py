@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import SHARED
+from golden import half
 from golden.make import MADE
 
 from kvexp.errors import ConfigError
@@ -284,3 +285,34 @@ def test_a_file_of_which_nothing_is_compared_does_not_pass():
     report = Report()
     report.skip("field", "a reason")
     assert not report.passed
+
+
+# Half precision, in which scores tie: which of equal ones was kept is told by the recording alone.
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", [half.rowmask, half.quantised], ids=lambda make: make.__name__)
+def test_a_recording_in_half_with_ties_is_followed(tmp_path, make, seed):
+    report = checked(tmp_path, make(seed))
+    assert report.passed, f"\n{report}"
+
+
+@pytest.mark.parametrize("field", ["gen1_ideal_mask", "ideal_llama_mask", "gen1_a2sf_a09_mask", "gen3_a2sf_a1_mask"])
+def test_a_recorded_choice_that_was_no_tie_fails(tmp_path, field):
+    """The most looked at of the last row's kept tokens is exchanged for the least looked at of the others."""
+    arrays = half.rowmask()
+    row, shares = arrays[field][0, 0, 0, -1], arrays["probs_full"][0, 0, 0, -1]
+    kept, dropped = np.flatnonzero(row), np.flatnonzero(~row)
+    row[kept[shares[kept[:-1]].argmax()]], row[dropped[shares[dropped].argmin()]] = False, True
+    assert field in failing(checked(tmp_path, arrays))
+
+
+@pytest.mark.parametrize("field", ["topk_idx", "out", "exact_topk_idx"])
+def test_a_wrong_choice_or_output_in_half_fails(tmp_path, field):
+    arrays = half.quantised()
+    value = arrays[f"clean_fp16_{field}"]
+    if field == "out":
+        value[0, -1] += 0.1  # of a step whose choice agrees
+    else:
+        value[:] = np.arange(value.shape[-1])
+    assert f"clean_fp16_{field}" in failing(checked(tmp_path, arrays))

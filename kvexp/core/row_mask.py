@@ -110,11 +110,10 @@ def _greedy(s: Tensor, block: Tensor, heavy: int, decay: float, ties: Tensor | N
     acc = (block[..., :heavy, :] * _powers(decay, heavy, s)[:, None]).sum(-2).masked_fill(~alive, 0)
     accumulated[..., heavy - 1, :] = acc
     for t in range(heavy, n):
-        alive = _drop_lowest(acc, alive, None if ties is None else ties[..., t, :])
-        if ties is not None:  # with too few scores above 0, dropped and future tokens tie with living ones, at 0
-            many = (acc > 0).sum(-1, keepdim=True) >= heavy - 1
-            told = _top(acc.masked_fill(ties[..., t, :] == 0, -1), heavy - 1) & (ties[..., t, :] > 0)
-            alive = torch.where(many, alive, told | (acc > 0))
+        if ties is None:
+            alive = _drop_lowest(acc, alive)
+        else:  # as in a release dropped and future tokens compete, which tie with living ones at 0
+            alive = _top(acc, heavy - 1, ties[..., t, :]) & ((acc > 0) | (ties[..., t, :] > 0))
         alive[..., t] = True
         acc = (decay * acc + s[..., t, :]).masked_fill(~alive, 0)
         kept[..., t, :], accumulated[..., t, :] = alive, acc
@@ -153,7 +152,7 @@ def evict_one_mask(
                  recent window: rows attend C keys. With recent == 0 that code too attends C + 1, so nothing changes.
     renormalise  False adds the full row's probabilities over survivors instead
     dtype        of the rows S_t and what they are divided by; A is float32. In float16 rows are, as in the release, not
-                 divided before something can be evicted
+                 divided before something can be evicted, and gen-2's are softmaxes over survivors, rounded once
     recorded     bool [..., n, n], the release's mask: of equal scores, what it holds in the next row stays
     Source: releases of arXiv:2407.20485. Departure: those return all-ones above the diagonal, here it is causal.
     """
@@ -167,8 +166,10 @@ def evict_one_mask(
     for t in range(n):
         mask[..., t, :] &= alive
         row = s[..., t, :] * alive
-        if renormalise and (t >= start or dtype == torch.float32):
-            row = row / row.sum(-1, keepdim=True).clamp_min(torch.finfo(row.dtype).tiny)
+        if renormalise and count_next and dtype == torch.float16:
+            row = masked_probs(logits[..., t, :], mask[..., t, :]).to(dtype)
+        elif renormalise and (t >= start or dtype == torch.float32):
+            row = row / row.sum(-1, keepdim=True).clamp_min(1e-7 if dtype == torch.float16 else torch.finfo(dtype).tiny)
         acc = decay * acc + row
         if t >= start:
             end = t + 1 - recent + lead
@@ -246,11 +247,11 @@ def _drop_lowest(scores: Tensor, alive: Tensor, ties: Tensor | None = None) -> T
     return alive.scatter(-1, lowest, torch.zeros_like(lowest, dtype=torch.bool))
 
 
-def _top(scores: Tensor, count: int, favoured: Tensor | None = None) -> Tensor:
-    """Bool mask of the `count` largest along the last axis; among equals the `favoured` first (bool), then the newest."""
+def _top(scores: Tensor, count: int, ties: Tensor | None = None) -> Tensor:
+    """Bool mask of the `count` largest along the last axis; of equal ones those of most `ties`, else the newest."""
     newest_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device).expand_as(scores)
-    if favoured is not None:
-        picked = favoured.gather(-1, newest_first).int().sort(dim=-1, descending=True, stable=True).indices
+    if ties is not None:
+        picked = ties.gather(-1, newest_first).int().sort(dim=-1, descending=True, stable=True).indices
         newest_first = newest_first.gather(-1, picked)
     order = scores.gather(-1, newest_first).sort(dim=-1, descending=True, stable=True).indices[..., :count]
     chosen = newest_first.gather(-1, order)

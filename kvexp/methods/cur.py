@@ -20,8 +20,8 @@ class CUR(Method):
     Source: CurDKV, arXiv:2509.15038, as approximated in kvpress's CURPress, which sets the defaults: a row's squared
     norm stands for its leverage score. `leverage` takes one of the two, or their mean. Where heads are compared
     (`budget.heads=adaptive`, `global` or `union`, `budget.threshold`, `select.by=chunk`), s is divided by its sum over
-    the head's slots, sinks included, as in kvpress. Departures: the paper's Gaussian
-    projection, off by default in kvpress, is left out; its adaptive budgets of heads are `budget.heads=adaptive`.
+    the head's slots, sinks included, as in kvpress. Departures: the paper's Gaussian projection, off by default in
+    kvpress, is left out; its adaptive budgets of heads are `budget.heads=adaptive`.
     """
 
     name: ClassVar[str] = "cur"

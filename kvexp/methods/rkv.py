@@ -27,7 +27,9 @@ class RKV(Method):
     each query's row; the release's `importance` is 0.07. Of the keys similar to one, the newest alone is spared, as in
     the release (the paper: the newest beta). Departures: evicts after the prompt and at every decode step over budget,
     the release every 128 tokens (`cache.evict_every=128`); a row without a similar key spares none (the release: its
-    first); with fewer tokens than `window`, the queries there are count; cosines are taken in steps of 2^-20.
+    first); neighbours and the newest similar key go by position, also after evictions, where the release leaves slots
+    in the order of their scores; with fewer tokens than `window`, the queries there are count; cosines are taken in
+    steps of 2^-20.
     """
 
     name: ClassVar[str] = "rkv"

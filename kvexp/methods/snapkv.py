@@ -16,8 +16,10 @@ class SnapKV(Method):
     """score[j] = pool over neighbouring j of the sum over the last `window` prompt queries of softmax(x_q)[j];
     keep = those last `window` tokens U top of score. Chosen once, after prefill; nothing is evicted while decoding.
 
-    Source: Li et al., arXiv:2404.14469, section 4.1 (window 32, kernel 5 in its experiments; max pooling in its code).
-    Departure: one choice per kv head (sum over its query heads).
+    Source: Li et al., arXiv:2404.14469, section 4.1. The authors' code has window 32, kernel 5 and average pooling
+    where nothing is said (`pool=avg`), their LongBench settings max pooling with kernel 7 (`kernel=7`); the defaults
+    here are between the two. kvpress has window 64, kernel 5 and average pooling. Departure: one choice per kv head
+    (sum over its query heads).
     """
 
     name: ClassVar[str] = "snapkv"

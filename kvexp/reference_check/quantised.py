@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvexp.reference_check.comparison import Report
 from kvexp.reference_check.recording import Recording
@@ -25,10 +26,13 @@ _HALF, _HALF_SUMS = 2.0**-9, 2.0**-6
 class _Replayed(PQCache):
     """Breaks ties as recorded: tokens with the same codes score the same, and the release leaves those to `topk`.
 
-    A recorded token is preferred to another of the same score and to no other, so a wrong score still shows.
+    A recorded token is preferred to another of the same score and to no other, so a wrong score still shows. half:
+    scores are rounded to half precision before they are compared, so that those tie that tied when this was recorded.
     """
 
     recorded: np.ndarray | None = None  # [steps, H, N], less the sinks, of the layer in progress
+    recorded_exact: np.ndarray | None = None  # the same of the choice by the keys themselves
+    half: bool = False
     first: int = 0  # position of the first step
     total: int = 0  # positions in all
     notes: dict[str, list[Any]] = field(default_factory=dict, compare=False)
@@ -36,14 +40,11 @@ class _Replayed(PQCache):
     def select(self, asked: RetrievalQuery) -> Selection:
         assert self.recorded is not None
         x = dots(asked.query, asked.index["centroids"], asked.index["codes"][:, :, : asked.memory.length])
-        relevance = reduce_group(asked.logits(x), self.combine)
-        theirs = torch.from_numpy(self.recorded[int(asked.positions[0]) - self.first])[None] + self.n_sinks
-        favoured = torch.zeros_like(relevance, dtype=torch.bool).scatter_(-1, theirs, True)
-        rank = relevance.unique(return_inverse=True)[1] * 2.0 + favoured
+        rank = self._ranks(asked, asked.logits(x), self.combine, self.recorded)
         shown = torch.softmax(asked.logits(x), -1).sum(2) if self.combine == "softmax_sum" else x.sum(2)
-        exact = reduce_group(asked.exact_logits(), "softmax_sum")
-        exact_raw = reduce_group(asked.exact_logits(), self.combine)
-        hidden = ~asked.candidates.expand_as(relevance)
+        exact = self._ranks(asked, asked.exact_logits(), "softmax_sum", self.recorded_exact)
+        exact_raw = self._ranks(asked, asked.exact_logits(), self.combine, self.recorded_exact)
+        hidden = ~asked.candidates.expand_as(rank)
         for name, value in (
             ("approx_logits", x.flatten(1, 2).masked_fill(~asked.candidates, torch.nan)),
             ("approx_score", shown.masked_fill(hidden, torch.nan)),
@@ -55,6 +56,19 @@ class _Replayed(PQCache):
                 value = torch.nn.functional.pad(value, (0, self.total - value.shape[-1]), value=torch.nan)
             self.notes.setdefault(name, []).append(value[0].numpy())
         return Selection(asked.topk(rank))
+
+    def _ranks(self, asked: RetrievalQuery, logits: Tensor, combine: str, recorded: np.ndarray | None) -> Tensor:
+        """Relevance [B, H, S] as whole numbers, in which a recorded slot lies before others that are level with it."""
+        assert recorded is not None
+        if not self.half:
+            relevance = reduce_group(logits, combine)
+        elif combine == "softmax_sum":
+            relevance = logits.softmax(-1).half().sum(2)
+        else:
+            relevance = logits.half().sum(2)
+        theirs = torch.from_numpy(recorded[int(asked.positions[0]) - self.first])[None] + self.n_sinks
+        favoured = torch.zeros_like(relevance, dtype=torch.bool).scatter_(-1, theirs, True)
+        return relevance.float().unique(return_inverse=True)[1] * 2.0 + favoured
 
 
 def check(archive: Recording, report: Report) -> None:
@@ -84,13 +98,18 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
         cache_tokens=int(archive["cache_size"]),
         cache_block=int(archive["cache_block"]),
         cache_blocks_per_step=int(archive["cache_topk"]),
+        half=half,
         first=whole.prompt,
         total=whole.q.shape[3],
     )
     outs, noted, indexed = [], [], []
     for layer in range(whole.q.shape[0]):
         one = replace(whole, q=whole.q[layer, None], k=whole.k[layer, None], v=whole.v[layer, None])
-        method = replace(method, recorded=archive[f"{prefix}_topk_idx"][layer].astype(np.int64), notes={})
+        chosen = {
+            field: archive[f"{prefix}_{name}"][layer].astype(np.int64)
+            for field, name in (("recorded", "topk_idx"), ("recorded_exact", "exact_topk_idx"))
+        }
+        method = replace(method, **chosen, notes={})  # type: ignore[arg-type]
         ends: list[Any] = []
 
         def keep(state: Any, _: int, ends: list[Any] = ends) -> None:
@@ -100,7 +119,14 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
         noted.append({name: np.stack(values) for name, values in method.notes.items()})
         indexed.append(ends[-1].kv_index)
     _compare_pq(archive, report, prefix, noted, indexed, half)
-    report.close(f"{prefix}_out", np.stack(outs), archive[f"{prefix}_out"], _HALF if half else _TIGHT)
+    ours, theirs = np.stack(outs), archive[f"{prefix}_out"]  # [L, T, H * G, D]
+    if half:  # nearly all choices are equal in half precision; outputs of the others say nothing
+        picked = np.stack([layer["topk_idx"] for layer in noted])
+        same = (np.sort(picked, -1) == np.sort(archive[f"{prefix}_topk_idx"], -1)).all(-1)  # [L, steps, H]
+        seen = np.ones(ours.shape[:3], bool)
+        seen[:, whole.prompt :] = same.repeat(ours.shape[2] // same.shape[2], axis=2)
+        ours, theirs = ours[seen], theirs[seen]
+    report.close(f"{prefix}_out", ours, theirs, _HALF if half else _TIGHT)
     clustered = whole.prompt - sink - (recent if "cand" in prefix else 0)
     start = init_rows(clustered, 1 << method.b, method.kmeans_seed)
     report.exact(f"{prefix}_init_idx", start.numpy(), archive[f"{prefix}_init_idx"])

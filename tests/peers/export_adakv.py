@@ -2,7 +2,7 @@
 
 Writes .peers/adakv.npz: a tiny Llama model drawn here (weights, config, prompt, Compactor's draws, directions for
 Q-Filters) and, per press inside, share that every head is sure of and compression ratio, the kept positions as a bool
-mask [L, B, H, T]. The press leaves the cache whole and notes what attention is not to see; that note is what is written.
+mask [L, B, H, T]. The press leaves the cache whole and notes what attention is not to see; that note is written.
 TOVA is left out: it scores all heads of a layer alike; and LagKV, whose ranks tie between heads.
 """
 
