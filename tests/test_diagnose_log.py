@@ -334,7 +334,7 @@ def test_a_sweep_that_shares_prefills_is_diagnosed_too(tmp_path):
 
     done, plain = sweep("log", "diagnose=log"), sweep("none")
     assert (done.returncode, plain.returncode) == (0, 0), done.stderr + plain.stderr
-    assert "that share each prompt's prefill" in done.stdout
+    assert "and the full cache that share each prompt's prefill" in done.stdout
     assert content(tmp_path / "log") == content(tmp_path / "none")
     logged = [run for run in runs(tmp_path / "log") if run.labels["method"] != "full"]
     assert len(logged) == 2

@@ -84,7 +84,7 @@ def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, tas
         code, said = command("-m", where, *sweep, *task, "model=testbed_rope", f"outputs_dir={out}")
         assert code == 0, said
         both[launcher] = content(out)
-        told = "that share each prompt's prefill" in said
+        told = "and the full cache that share each prompt's prefill" in said
         assert told == (launcher == "shared_prefill")
     assert len(both["basic"]) == (9 if sweep is SWEEP else 3)
     assert both["shared_prefill"] == both["basic"]

@@ -92,8 +92,10 @@ def dashes_of(runs: pd.DataFrame) -> dict[tuple[str, str], Any]:
 
 def draw(frame: pd.DataFrame, metric: str | None) -> Figure:
     """One panel for each model and task in the table, one legend below; metric: None takes each task's first."""
+    if "status" in frame:
+        frame = frame[frame["status"] != "refused"]
     frame = frame.sort_values(["model", "task"], kind="stable")
-    panels = [(title, part) for title, _, part in parts(frame[frame["status"] != "refused"]) if _comparable(part)]
+    panels = [(title, part) for title, _, part in parts(frame) if _comparable(part)]
     if not panels:
         raise ConfigError("no finished runs with a baseline to draw; run a sweep over kv_ratio first")
     metrics = [metric or str(part["headline"].dropna().iloc[0]) for _, part in panels]

@@ -206,8 +206,8 @@ def _title(members: Sequence[GroupRun], todo: Numbered) -> str:
     forced = sum(bool(m.to_force(example.id for _, example in todo)) for m in members)
     if not forced or any(m.answers(todo) for m in members):
         evicting = sum(not member.settings.is_baseline for member in members)
-        full = " with the full cache" if evicting < len(members) else ""
-        return f"{evicting} run{'s' * (evicting != 1)} that share each prompt's prefill{full}"
+        full = " and the full cache" if evicting < len(members) else ""
+        return f"{evicting} run{'s' * (evicting != 1)}{full} that share each prompt's prefill"
     labels = members[0].settings.labels
     return f"divergence of {forced} run{'s' * (forced != 1)}, {labels['model']}, {labels['task']}"
 
