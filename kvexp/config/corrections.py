@@ -5,15 +5,19 @@ The next NUMERICS holds them all, and this file goes with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvexp.config.divergence_options import generates
 from kvexp.config.model_spec import facts_of_template, generation_config_of, moving_rope, stretches_context
+from kvexp.errors import ConfigError
 from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
 from kvexp.methods import CUR
-from kvexp.tasks import LMEval
+from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
+from kvexp.tasks.haystack import has_plain_sentences
 from kvexp.tasks.lm_eval.definition import written_after
+from kvexp.tasks.metrics import is_unspaced
 from kvexp.tasks.summarization import SummaryTask
 
 if TYPE_CHECKING:
@@ -78,9 +82,60 @@ CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
     # Answers are scored without the thinking before them, where the chat template has tags for it.
     "thinking": lambda settings: settings.thinking is not None,
+    # Depths, answers and words go by the scripts of the texts, which were taken for English.
+    "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
+    "unicode_answers": lambda settings: _known(_has_answers_beyond_ascii, settings.task),
+    "unspaced_words": lambda settings: _known(_has_unspaced_texts, settings.task),
     # Its scores were of another scale in every head where heads are compared.
     "cur_heads": lambda settings: isinstance(settings.method, CUR) and settings.cache.compares_heads,
 }
+
+
+_FOUND: dict[tuple[Callable[[Task], bool], str, str], bool] = {}
+
+
+def _known(holds: Callable[[Task], bool], task: Task) -> bool:
+    """Whether it holds of a task, whose texts are read once for all runs of a sweep, whatever their `limit`."""
+    if not isinstance(task, ContextQA | Needle | Perplexity | Stories):
+        return False
+    task = dataclasses.replace(task, limit=None, sample="first")
+    key = (holds, repr(task), task.pinned)
+    if key not in _FOUND:
+        try:
+            _FOUND[key] = holds(task)
+        except ConfigError:  # bad rows or options: `Task.check` says what is wrong
+            return False
+    return _FOUND[key]
+
+
+def _stands_elsewhere(task: Task) -> bool:
+    """Whether needles went by the ends of English sentences in a text that has no, or not only, such ends."""
+    if not isinstance(task, Needle):
+        return False
+    longest = max((length for length in task.lengths if isinstance(length, int)), default=0)
+    whole = f"{task.text}\n\n{task.text}"  # repeats begin elsewhere and go on with what was in front
+    return longest > 0 and not has_plain_sentences(task.text[: 20 * longest] if task.repeats == 1 else whole)
+
+
+def _has_answers_beyond_ascii(task: Task) -> bool:
+    """Whether answers were compared by SQuAD's normalisation, which knows ASCII alone, and are not any more."""
+    if isinstance(task, Needle):
+        return task.beyond_ascii
+    return isinstance(task, ContextQA) and _in_rows(task, lambda row: "words" in task.example(row, "").info)
+
+
+def _has_unspaced_texts(task: Task) -> bool:
+    """Whether the words of a text went by white space that its script does not have."""
+    if not isinstance(task, Stories | Perplexity):
+        return False
+    return _in_rows(task, lambda row: is_unspaced(str(row.get(task.text_field))))
+
+
+def _in_rows(task: Task, holds: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether it holds of a row of the task's files. Of the hub the task's own data set is known: of none there."""
+    if task.data_files is None:
+        return task.hub_id != type(task).hub_id
+    return any(holds(row) for _, row in task.rows())
 
 
 def corrections_of(settings: Settings) -> list[str]:

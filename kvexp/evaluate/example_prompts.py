@@ -78,6 +78,7 @@ class Weightless:
 
 def check_beforehand(settings: Settings, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
     """ConfigError for a run that cannot be, which its configuration and its prompts' tokens tell; no weights needed."""
+    settings.task.check_examples(examples)
     config = config_of_spec(settings.model)
     check_positions(config, settings.cache)
     check_max_new_tokens(settings, list(enumerate(examples)))

@@ -152,6 +152,7 @@ def row_of(
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
     elif answer is not None:
         metrics = settings.task.score(scored, example.reference, example)
+        head["info"] |= settings.task.of_answer(scored, example.reference)
         if settings.task.only_answered:
             head["answered"] = settings.task.answered(scored, example)
     if settings.task.needs_nll:

@@ -29,7 +29,9 @@ def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.D
     """Rows of a needle run -> mean of the metric in percent, index depth (percent), columns length (tokens).
 
     Repeats and questions of a cell are averaged; a cell of which nothing was scored, or skipped as too long, is NaN.
+    `attrs["depths"]`: the words for each depth, with the measured one where needles stand elsewhere.
     """
+    rows = list(rows)
     cells = [
         {**{key: row["info"][key] for key in ("length", "depth")}, metric: row["metrics"].get(metric)}
         for row in rows
@@ -40,7 +42,19 @@ def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.D
     frame = pd.DataFrame(cells).astype({metric: float})
     if frame[metric].isna().all():
         raise ConfigError(f"no row has the metric {metric!r}: either all were skipped, or it is word_recall or exact")
-    return frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
+    table = frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
+    table.attrs["depths"] = [_depth(depth, rows) for depth in table.index]
+    return table
+
+
+def _depth(depth: float, rows: Iterable[Mapping[str, Any]]) -> str:
+    """A depth as it was asked for, and from where to where needles really stand, where that is another place."""
+    infos = [row["info"] for row in rows if (row.get("info") or {}).get("depth") == depth]
+    found = [info["depth_measured"] for info in infos if info.get("depth_measured") is not None]
+    if not found or max(abs(each - depth) for each in found) < 0.5:
+        return f"{depth:g}"
+    low, high = f"{min(found):.0f}", f"{max(found):.0f}"
+    return f"{depth:g} ({low if low == high else f'{low}-{high}'})"
 
 
 def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) -> AxesImage:
@@ -51,9 +65,10 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
     axes.set_facecolor("0.8")
     image = axes.imshow(cells.to_numpy(dtype=float), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     axes.set_xticks(range(cells.shape[1]), [f"{length:g}" for length in cells.columns])
-    axes.set_yticks(range(cells.shape[0]), [f"{depth:g}" for depth in cells.index])
+    depths = cells.attrs.get("depths") or [f"{depth:g}" for depth in cells.index]
+    axes.set_yticks(range(cells.shape[0]), depths)
     axes.set_xlabel("length (tokens)")
-    axes.set_ylabel("depth (%)")
+    axes.set_ylabel("depth (measured), %" if "(" in "".join(depths) else "depth (%)")
     axes.set_title(title, fontsize=9)
     assert axes.figure is not None
     if bar:

@@ -155,6 +155,7 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
         *_counted("skip-\nped", "skipped", rows),
         *_counted("prompt\ncut", "prompt_cut", rows),
         *_counted("cut while\nthinking", "thinking_cut", rows),
+        *_counted("letters\ndropped", "dropped_letters", rows),
         *_counted("hal-\nved", "halved", rows),
         *_ended(rows),
         Column("status", lambda row: str(row["status"]), right=False),

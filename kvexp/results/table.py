@@ -14,7 +14,8 @@ from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
 from kvexp.results.read import Folder, Row, baseline_of, chosen_and_left_out, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
-COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "evicted", "paired", "changed")
+COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "dropped_letters")
+COUNTS += ("evicted", "paired", "changed")
 VERDICTS = (
     "verdict99",
     "verdict999",
@@ -151,6 +152,7 @@ def _counts(folder: Folder) -> dict[str, int | None]:
         "questions": folder.questions,
         "halved": sum(bool(row.get("halved")) for row in folder.rows),  # failed ones too
         "prompt_cut": sum(bool(row.get("prompt_cut")) for row in scored),
+        "dropped_letters": sum((row.get("info") or {}).get("dropped_letters", 0) for row in scored),
         "evicted": sum(evicted(row) for row in scored),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from kvexp.digests import Stamp, stamp
 from kvexp.errors import ConfigError
 from kvexp.tasks import data
-from kvexp.tasks.rouge_packages import check_rouge_installed
+from kvexp.tasks.rouge_packages import TOKENIZERS, check_references, check_rouge_installed, dropped_letters
 
 TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
@@ -252,9 +252,18 @@ class Task:
         if any(metric.startswith("rouge") for metric in self.metrics):
             check_rouge_installed()
         at_hand = self.generated or self.data_files is not None
-        if not sum(1 for _ in (self.examples() if at_hand else self._first())):
+        examples = list(self.examples() if at_hand else self._first())
+        self.check_examples(examples)
+        if not examples:
             where = f"task.name={self.name}" if self.generated else str(self.source)
             raise ConfigError(f"{where}: found no rows; name a file or split that has some")
+
+    def check_examples(self, examples: Sequence[Example]) -> None:
+        """ConfigError where these texts cannot be scored as the task is set; called with all of them before any run."""
+
+    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+        """What joins a row's info of the answer, besides its scores."""
+        return {}
 
     def fingerprint(self) -> str:
         """Changes whenever the rows may have: digest of the local files' bytes, or hub id, config, revision, split."""
@@ -319,6 +328,42 @@ class Task:
     def choice(self, option: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, option) not in allowed:
             raise ConfigError(f"task.{option} must be one of {', '.join(allowed)}, got {getattr(self, option)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RougeTask(Task):
+    """A task whose answers ROUGE compares with texts of any language.
+
+    `rouge_tokenizer`: default, rouge_score's own, which knows a-z and 0-9 alone, or unicode, the words of any script
+    (`kvexp.tasks.rouge.UnicodeWords`). With default, references of which it would leave out more than the accents of
+    some names are refused, and a row's info counts the letters it left out of answer and reference (`dropped_letters`).
+    """
+
+    rouge_tokenizer: str = "default"
+
+    def rouge(self, output: str, reference: str, join_lines: bool = False) -> dict[str, float]:
+        """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
+        from kvexp.tasks.rouge import lines, rouge
+
+        answer, wanted = (lines(text, join_lines, self.rouge_tokenizer) for text in (output, reference))
+        return rouge(answer, wanted, self.rouge_tokenizer)
+
+    def check_examples(self, examples: Sequence[Example]) -> None:
+        super().check_examples(examples)
+        if self.rouge_tokenizer == "default":
+            check_references(example.reference for example in examples if not example.skipped)
+
+    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+        dropped = dropped_letters(output) + dropped_letters(reference) if self.rouge_tokenizer == "default" else 0
+        return super().of_answer(output, reference) | ({"dropped_letters": dropped} if dropped else {})
+
+    def not_identifying(self) -> tuple[str, ...]:
+        """At its default the tokenizer is left out, whatever became of the later options."""
+        return (*super().not_identifying(), *(("rouge_tokenizer",) if self.rouge_tokenizer == "default" else ()))
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.choice("rouge_tokenizer", TOKENIZERS)
 
 
 def row_id(row: dict[str, Any], field: str, *texts: str) -> str:

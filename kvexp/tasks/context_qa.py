@@ -11,7 +11,7 @@ from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example, row_id
 from kvexp.tasks.data import text
 from kvexp.tasks.framed_questions import FramedQuestions
-from kvexp.tasks.metrics import contains, qa_f1
+from kvexp.tasks.metrics import beyond_ascii, contains, qa_f1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,9 @@ class ContextQA(FramedQuestions):
     questions.
 
     Scores in percent, the best over the answers: `f1` of the words of both (SQuAD's), `exact`, whether an answer stands
-    in the model's word for word. All questions count, also those that the full cache does not answer.
+    in the model's word for word. Of a question that has letters beyond ASCII, in itself or an answer, the words are
+    those of any script (`kvexp.tasks.metrics.words_of`), and the row's info says so (`words`: unicode). All questions
+    count, also those that the full cache does not answer.
     """
 
     name: ClassVar[str] = "context_qa"
@@ -51,12 +53,14 @@ class ContextQA(FramedQuestions):
         asked, answers = text(row["asked"], "question", where, "questions_field"), answers_of(row["asked"], where)
         name = f"{row_id(row['row'], self.id_field, context)} question {row['number']}"
         made = self.about(name, context, asked, answers[0])
-        return replace(made, info={"answers": answers, "question": row["number"]})
+        words = {"words": "unicode"} if beyond_ascii("".join((asked, *answers))) else {}
+        return replace(made, info={"answers": answers, "question": row["number"], **words})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         answers = example.info["answers"]
-        best = max(qa_f1(output, answer) for answer in answers)
-        return {"f1": 100 * best, "exact": 100 * max(contains(output, answer) for answer in answers)}
+        unicode = "words" in example.info
+        best = max(qa_f1(output, answer, unicode) for answer in answers)
+        return {"f1": 100 * best, "exact": 100 * max(contains(output, answer, unicode) for answer in answers)}
 
     def check_options(self) -> None:
         super().check_options()

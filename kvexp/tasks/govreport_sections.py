@@ -8,14 +8,14 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.base import Example, RougeTask, row_id
 from kvexp.tasks.framed_questions import FramedQuestions
 
 Sections = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GovReportSections(FramedQuestions):
+class GovReportSections(RougeTask, FramedQuestions):
     """Write one section of a report's summary; rows {"id", "document_sections", "summary_sections"} of GovReport
     (Huang et al., arXiv:2104.02112), configuration "structure" of launch/gov_report: sections with a `title` and
     `paragraphs`, as a list of objects or as an object of lists.
@@ -57,10 +57,7 @@ class GovReportSections(FramedQuestions):
         return replace(made, info={"section": row["title"]})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from kvexp.tasks.rouge import lines, rouge
-
-        return rouge(lines(output), lines(reference))
+        return self.rouge(output, reference)
 
     def check_options(self) -> None:
         super().check_options()

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+
+from kvexp.tasks.metrics import is_unspaced
+
+_WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
+
+
+def word_ends(text: str) -> list[int]:
+    """Where the words of a text end; its characters, where it is written without spaces between words."""
+    return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
 
 
 def longest_fit(count: Callable[[int], int], limit: int, size: int) -> int:

@@ -11,6 +11,7 @@ from kvexp.articles import Article, articles, articles_digest
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example, Task
 from kvexp.tasks.loops import first_loop, repeated_share
+from kvexp.tasks.metrics import unspaced_letters
 
 KINDS = ("story", "facts")
 
@@ -52,6 +53,10 @@ class LongAnswers(Task):
             "not_repeated": 100 * (1 - repeated_share(words)),
             "loop_free": 100.0 if loop is None else 100 * loop.start / len(words),
         }
+
+    def of_answer(self, output: str, reference: str) -> dict[str, Any]:
+        """`unspaced_letters`: of scripts without spaces, which scores take for parts of words; where there are any."""
+        return {"unspaced_letters": count} if (count := unspaced_letters(output)) else {}
 
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()}"

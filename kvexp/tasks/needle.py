@@ -14,7 +14,7 @@ from kvexp.errors import ConfigError
 from kvexp.tasks import haystack
 from kvexp.tasks.base import Example
 from kvexp.tasks.lengths import longest_fit
-from kvexp.tasks.metrics import contains, word_recall
+from kvexp.tasks.metrics import beyond_ascii, contains, word_recall
 from kvexp.tasks.questions import SharedContextTask
 
 CHARACTERS_PER_TOKEN = 4  # of a first draft only: `fit` counts
@@ -26,16 +26,21 @@ class Needle(SharedContextTask):
     `repeats` examples per cell and question. After Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
     `haystack`: a folder of .txt files, or one; `filler`: a text said over and over instead. A needle goes in front of
-    the sentence found at its depth; of several the first is at that depth and the others spread evenly over what
-    follows. Repeat 0 begins at the start of the haystack, the others at the sentence that `seed` draws. {key} in a
-    needle and its answer stands for five digits drawn per example (passkey retrieval, arXiv:2305.16300). One question
-    for all needles is scored by all answers; several are asked one by one, of the same context. `answer_prefix` stands
-    behind it all and begins the answer; a chat model, whose answer begins with its turn, does not get it.
+    the sentence found at its depth, of the line in code or verse, of the word or character where the text has neither;
+    of several the first is at that depth and the others spread evenly over what follows. A row's info has the depth
+    that came of it, `depth_measured`: how many percent of the haystack's characters stand in front of the needle (of
+    the first; `depths_measured`: of all).
+
+    Repeat 0 begins at the start of the haystack, the others at the sentence that `seed` draws. {key} in a needle and
+    its answer stands for five digits drawn per example (passkey retrieval, arXiv:2305.16300). One question for all
+    needles is scored by all answers; several are asked one by one, of the same context. `answer_prefix` stands behind
+    it all and begins the answer; a chat model, whose answer begins with its turn, does not get it.
 
     Scores: `word_recall`, the share of an answer's words that were given (without function words); `exact`, whether
-    all of it stands in the answer word for word; both without case, punctuation and articles. `length` tokens are
-    met or undershot by the little that one more character adds, in the tokenizer of the model; of several questions
-    it is the longest that counts.
+    all of it stands in the answer word for word; both without case, punctuation and articles. Where a needle, question
+    or answer has letters beyond ASCII, words are those of any script (`kvexp.tasks.metrics.words_of`), and the row's
+    info says so (`words`: unicode). `length` tokens are met or undershot by the little that one more character adds, in
+    the tokenizer of the model; of several questions it is the longest that counts.
     """
 
     name: ClassVar[str] = "needle"
@@ -63,6 +68,11 @@ class Needle(SharedContextTask):
         if self.haystack is not None:
             return haystack.read(self.haystack)
         return haystack.repeated(str(self.filler), 20 * max(self.lengths))
+
+    @property
+    def beyond_ascii(self) -> bool:
+        """Whether answers are compared in words of any script."""
+        return beyond_ascii("".join((*self.needles, *self.questions, *self.answers)))
 
     def for_model(self, *, chat: bool) -> Needle:
         return replace(self, answer_prefix="") if chat else self
@@ -106,19 +116,21 @@ class Needle(SharedContextTask):
         answers = [answer.replace("{key}", key) for answer, key in zip(self.answers, keys, strict=True)]
         step = (100 - depth) / len(hidden)
         places = [(depth + k * step, needle) for k, needle in enumerate(hidden)]
-        document = haystack.insert(haystack.from_sentence(self.text, start)[:characters], places)
+        document, measured = haystack.hide(haystack.from_sentence(self.text, start), places, characters)
         wanted = answers if len(self.questions) == 1 else [answers[asked]]
         name = f"length {length} depth {depth:g}" + f" repeat {repeat}" * (self.repeats > 1)
         name += f" question {asked}" * (len(self.questions) > 1)
         after = self.after.replace("{question}", self.questions[asked]) + self.answer_prefix
         made = self.ask(name, (self.before, document, ""), after, "\n".join(wanted))
-        return replace(made, info={**row, "answers": wanted})
+        others: dict[str, Any] = {"depths_measured": measured} if len(hidden) > 1 else {}
+        others |= {"words": "unicode"} if self.beyond_ascii else {}
+        return replace(made, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """Percent, the mean over the answers that were asked for."""
         wanted = example.info["answers"]
-        recall = sum(word_recall(output, answer) for answer in wanted) / len(wanted)
-        exact = sum(contains(output, answer) for answer in wanted) / len(wanted)
+        recall = sum(word_recall(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
+        exact = sum(contains(output, answer, self.beyond_ascii) for answer in wanted) / len(wanted)
         return {"word_recall": 100 * recall, "exact": 100 * exact}
 
     def fingerprint(self) -> str:
@@ -126,7 +138,7 @@ class Needle(SharedContextTask):
 
     def check(self) -> None:
         self.check_options()
-        if len(self.text) < max(self.lengths):
+        if len(self.text.encode()) < max(self.lengths):  # a token has a byte at least; a letter may have several tokens
             raise ConfigError(
                 f"task.haystack={self.haystack} has {len(self.text)} characters, which cannot be {max(self.lengths)} "
                 "tokens: add text to it, or lower task.lengths"

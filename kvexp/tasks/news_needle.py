@@ -103,11 +103,12 @@ class NewsNeedle(NewsQuestions):
     def _made(self, row: Mapping[str, Any], words: int) -> Example:
         """The example of a cell with the last so many words of its filler."""
         needle, filler = self._needle(row), self._filler(row)
-        hidden = [(cell["depth"], self._needle(cell).needle) for cell in self._hidden(row)]
-        text = haystack.insert("".join(filler[len(filler) - words :]), hidden)
+        cells = self._hidden(row)
+        hidden = [(cell["depth"], self._needle(cell).needle) for cell in cells]
+        text, measured = haystack.hide("".join(filler[len(filler) - words :]), hidden)
         name = f"length {row['length']} depth {row['depth']:g} repeat {row['repeat']}"
         made = self.about(name, text, needle.question, needle.answer)
-        return replace(made, info={**row, "needle": needle.id})
+        return replace(made, info={**row, "depth_measured": measured[cells.index(row)], "needle": needle.id})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"word_recall": 100 * word_recall(output, reference), "exact": 100 * contains(output, reference)}

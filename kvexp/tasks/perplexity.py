@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,16 +9,15 @@ from typing import Any, ClassVar
 from kvexp.errors import ConfigError
 from kvexp.tasks.base import Example, Task, row_id
 from kvexp.tasks.data import text
-from kvexp.tasks.lengths import longest_fit
-
-_WORD = re.compile(r"\S+")
+from kvexp.tasks.lengths import longest_fit, word_ends
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(Task):
     """Negative log-likelihood of a text; rows {"text"}, such as PG-19's test books (Rae et al., arXiv:1911.05507).
 
-    The first `prefill_tokens` tokens (or a few less, up to a word's end) are prefilled and evicted, all others up to
+    The first `prefill_tokens` tokens (or a few less, up to the end of a word, or of a character
+    in a script without spaces) are prefilled and evicted, all others up to
     `total_tokens` are fed one by one and judged, eviction going on (Xiao et al., arXiv:2309.17453, section 4.1). A
     ratio is one of the prefilled tokens; the paper's cache of fixed size is budget=tokens. Past what the model was
     built for it takes cache.beyond_context=true. `concatenate` makes one long text of all rows, an empty line between
@@ -61,7 +59,7 @@ class Perplexity(Task):
                 f"task.total_tokens={self.total_tokens}, but the model holds {room} positions: lower it, or set "
                 "cache.beyond_context=true to go on past them"
             )
-        ends = [0, *(word.end() for word in _WORD.finditer(example.prompt))]
+        ends = [0, *word_ends(example.prompt)]
         words = example.prompt
 
         def tokens(n: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.base import Example, RougeTask, row_id
 from kvexp.tasks.data import text
 from kvexp.tasks.questions import QuestionTask
 
@@ -15,7 +15,7 @@ _MARKS = re.compile("<sep>|<turn>|<end>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soda(QuestionTask):
+class Soda(RougeTask, QuestionTask):
     """Write the rest of a dialogue after its first turn; rows {"narrative", "speakers", "dialogue", ...} of SODA
     (Kim et al., arXiv:2212.10465), 146,346 in the validation split.
 
@@ -45,13 +45,10 @@ class Soda(QuestionTask):
         return self.ask(name, ("", narrative, ""), between + turns[0], rest)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from kvexp.tasks.rouge import lines, rouge
-
         output = _MARKS.sub("", output)
         if self.join_lines:
             output = "".join(output.splitlines())
-        return rouge(lines(output), lines(reference))
+        return self.rouge(output, reference)
 
 
 def list_of(row: dict[str, Any], field: str, where: str) -> list[str]:

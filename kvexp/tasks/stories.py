@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.base import Example, RougeTask, Task, row_id
 from kvexp.tasks.data import text
+from kvexp.tasks.lengths import word_ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stories(Task):
+class Stories(RougeTask):
     """Continue a text; rows {"text"}, as in TinyStories (Eldan and Li, arXiv:2305.07759).
 
     The first int(prompt_share * words) words, at least one, are the prompt, all of it body; the others, at most
-    `continuation_words` of them, are the continuation, which begins with the white space before its first word. ROUGE
+    `continuation_words` of them, are the continuation, which begins with the white space before its first word. Of a
+    text in a script without spaces (Chinese, Japanese, Thai), every character is a word. ROUGE
     compares the answer with the continuation; with `nll` the runner also measures the continuation's negative
     log-likelihood. A prompt cut at its end would not lead to the continuation: truncate must be skip. With `nll` a row
     is skipped too where the model cannot hold prompt and continuation: that of fewer words would be another number.
@@ -43,7 +44,7 @@ class Stories(Task):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         story = text(row, self.text_field, where, "text_field").strip()
-        ends = [word.end() for word in re.finditer(r"\S+", story)]
+        ends = word_ends(story)
         if len(ends) < 2:
             name = row_id(row, self.id_field, story)
             return Example(name, "", "", skipped="a story of one word has nothing to continue")
@@ -54,10 +55,7 @@ class Stories(Task):
         return Example(name, prompt, continuation.strip(), continuation)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """ROUGE F1 with stemmer in percent; both texts one sentence per line for rougeLsum."""
-        from kvexp.tasks.rouge import lines, rouge
-
-        return rouge(lines(output), lines(reference))
+        return self.rouge(output, reference)
 
     def check_options(self) -> None:
         super().check_options()

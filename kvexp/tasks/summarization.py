@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.base import Example, RougeTask, row_id
 from kvexp.tasks.data import text
 from kvexp.tasks.questions import AFTER_EVICTION, QuestionTask
 
@@ -32,7 +32,7 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryTask(QuestionTask):
+class SummaryTask(RougeTask, QuestionTask):
     """Summarize a document, wherever it comes from: prefix = instruction, body = document, suffix = where the summary
     starts.
 
@@ -85,12 +85,9 @@ class SummaryTask(QuestionTask):
         return self.ask(name, (prefix, body, ""), suffix, reference)
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from kvexp.tasks.rouge import lines, rouge
-
         if self.stop is not None:
             output = output.partition(self.stop)[0]
-        return rouge(lines(output, self.join_lines), lines(reference, self.join_lines))
+        return self.rouge(output, reference, self.join_lines)
 
     def check_options(self) -> None:
         super().check_options()

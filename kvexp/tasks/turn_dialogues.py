@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kvexp.articles import Article, articles, articles_digest, needles, needles_digest
 from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, Task, Turn, row_id
+from kvexp.tasks.base import Example, RougeTask, Task, Turn, row_id
 from kvexp.tasks.data import text
 from kvexp.tasks.metrics import contains, qa_f1
 from kvexp.tasks.news_needle import related
@@ -101,7 +101,7 @@ class Dialogue(DialogueTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SodaTurns(DialogueTask):
+class SodaTurns(RougeTask, DialogueTask):
     """Conversations of SODA (Kim et al., arXiv:2212.10465), turn by turn: the user says what the first speaker says,
     after the narrative, and the model answers for the second.
 
@@ -128,9 +128,7 @@ class SodaTurns(DialogueTask):
         return _turn(f"{name} turn {row['turn']}", first + turns[0].message, turns, row["turn"])
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
-        from kvexp.tasks.rouge import lines, rouge
-
-        return rouge(lines(output), lines(reference))
+        return self.rouge(output, reference)
 
 
 def _turn(name: str, first: str, turns: tuple[Turn, ...], number: int) -> Example:

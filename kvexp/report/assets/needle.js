@@ -28,7 +28,7 @@ kvexp.section("needle", (root, data, page) => {
     };
     const axis = (title) => ({ type: "category", title: { text: title, standoff: 4 }, fixedrange: true, showgrid: false, ticks: "outside" });
     const layout = {
-      margin: { l: 52, r: 8, t: 28, b: 48 }, paper_bgcolor: "#fff", plot_bgcolor: "#c8c8c8",
+      margin: { l: depths.some((depth) => String(depth).includes("(")) ? 92 : 52, r: 8, t: 28, b: 48 }, paper_bgcolor: "#fff", plot_bgcolor: "#c8c8c8",
       font: { color: "#1a1a1a", size: 12, family: "system-ui, sans-serif" },
       xaxis: axis("length (tokens)"), yaxis: { ...axis("depth (%)"), autorange: "reversed" },
     };

@@ -28,7 +28,7 @@ def _cells(folder: Folder) -> dict[str, Any] | None:
     first = next(iter(found.values()))
     return {
         "lengths": [f"{length:g}" for length in first.columns],
-        "depths": [f"{depth:g}" for depth in first.index],
+        "depths": first.attrs["depths"],
         "cells": {metric: cells.to_numpy(dtype=float).tolist() for metric, cells in found.items()},
     }
 
@@ -36,7 +36,7 @@ def _cells(folder: Folder) -> dict[str, Any] | None:
 SECTION = Section(
     "needle",
     "Needle in a haystack",
-    "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down). Grey: "
-    "nothing was scored there.",
+    "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down; in "
+    "brackets the measured one, where it is another). Grey: nothing was scored there.",
     data,
 )

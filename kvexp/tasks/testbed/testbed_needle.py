@@ -22,7 +22,7 @@ class TestbedNeedle(QuestionTask, Generated):
     """Say the three digits of somebody's code: a grid of `lengths` (tokens) and `depths` (percent), round and round.
 
     `facts` others are strewn about as distractors. Exact match and word recall, in percent; rows carry length and
-    depth. Plays needle in a haystack.
+    depth, and the depth in characters (`depth_measured`). Plays needle in a haystack.
     """
 
     __test__ = False
@@ -47,7 +47,10 @@ class TestbedNeedle(QuestionTask, Generated):
         name = f"{self.split}-{row['length']}-{row['depth']}-{row['repeat']}"
         rng = self.random(name)
         doc, fact = needle_document(rng, self.split, row["length"], row["depth"] / 100, self.facts)
-        return replace(self.ask(name, ("", opening(doc.text), ""), ask(fact), fact.value), info=row)
+        before, _, behind = doc.text.partition(fact.sentence())
+        measured = round(100 * len(before) / len(before + behind), 2)
+        made = self.ask(name, ("", opening(doc.text), ""), ask(fact), fact.value)
+        return replace(made, info={**row, "depth_measured": measured})
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         return {"exact": 100 * exact_match(output, reference), "word_recall": 100 * word_recall(output, reference)}
