@@ -145,7 +145,10 @@ def write(
         add_bpe(writer, tokenizer, pre)
     else:
         for key, value in vocabulary.items():
-            add = {int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[type(value)]
+            add = {
+                **{int: writer.add_uint32, str: writer.add_string},
+                **{list: writer.add_array, bool: writer.add_bool},
+            }[type(value)]
             add(key, value)
     if template:
         writer.add_chat_template(template)

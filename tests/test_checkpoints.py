@@ -1,5 +1,6 @@
 """Model folders: known by every byte of them, refused where they are damaged or do not fit their configuration."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -488,6 +489,136 @@ def test_bad_chat_templates_are_one_line(command, folder, tmp_path, monkeypatch,
     code, out, err = command("model.chat=true")
     assert code == 1
     assert_one_line(out, err, "error: ", message)
+
+
+def test_weights_quantised_in_an_unknown_way_are_refused(command, folder):
+    """transformers warns, and loads them as if they were not."""
+    configured(folder, quantization_config={"quant_method": "someones_own", "bits": 4})
+    code, out, err = command()
+    assert code == 1
+    assert_one_line(out, err, "error: config.json of .*quant_method='someones_own'; .* transformers knows ")
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+RANK, ALPHA = 3, 12
+ADAPTED = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def adapt(folder, model_folder=None, rename=lambda name: name, **changes):
+    """Put a LoRA adapter into a folder, as peft writes it; returns {weight of the model: what is added to it}."""
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none"}
+    config |= {"target_modules": [name.split(".")[1] for name in ADAPTED], "base_model_name_or_path": model_folder}
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    generator, added, tensors = torch.Generator().manual_seed(1), {}, {}
+    for name, weight in load_file(weights(folder if model_folder is None else Path(model_folder))).items():
+        module = name.removesuffix(".weight")
+        if module.endswith(ADAPTED):
+            down = torch.randn(RANK, weight.shape[1], generator=generator) * 0.3
+            up = torch.randn(weight.shape[0], RANK, generator=generator) * 0.3
+            tensors[rename(f"base_model.model.{module}.lora_A.weight")] = down
+            tensors[rename(f"base_model.model.{module}.lora_B.weight")] = up
+            added[name] = ALPHA / RANK * up @ down
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return added
+
+
+def pretend_peft(monkeypatch, installed):
+    real = importlib.util.find_spec
+    found = lambda name, *more: installed or None if name == "peft" else real(name, *more)  # noqa: E731
+    monkeypatch.setattr("kvexp.models.adapter.importlib.util.find_spec", found)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_adapter_without_peft_is_refused_before_anything_loads(beside, folder, tmp_path, monkeypatch, capsys):
+    place = folder if beside else tmp_path / "adapter"
+    adapt(place, None if beside else str(folder))
+    pretend_peft(monkeypatch, None)
+    monkeypatch.setattr("kvexp.models.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    words = (*FEW, f"model.path={place}", f"outputs_dir={tmp_path / 'out'}")
+    code, out, err = run_py(monkeypatch, capsys, *words)
+    assert code == 1
+    assert_one_line(out, err, f"error: {place} holds a LoRA adapter .adapter_config.json.* run: pip install peft")
+
+
+def half(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def configured_anew(**changes):
+    def change(folder):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def pickled(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+ADAPTERS = {
+    "no configuration": (half("adapter_config.json"), "weights of a LoRA adapter .adapter_model.safetensors. without"),
+    "no weights": (half("adapter_model.safetensors"), "adapter_config.json of a LoRA adapter without"),
+    "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json cannot be read"),
+    "another kind": (configured_anew(peft_type="PREFIX_TUNING"), "adapter of kind 'PREFIX_TUNING': only LORA"),
+    "pickled": (pickled, "adapter as pickled weights .adapter_model.bin"),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_half_an_adapter_is_one_line(case, command, folder, monkeypatch):
+    change, message = ADAPTERS[case]
+    pretend_peft(monkeypatch, True)
+    adapt(folder)
+    change(folder)
+    code, out, err = command()
+    assert code == 1
+    assert_one_line(out, err, "error: ", message)
+
+
+def test_an_adapter_alone_needs_a_model_and_one_alone(folder, tmp_path, monkeypatch):
+    pretend_peft(monkeypatch, True)
+    alone = tmp_path / "adapter"
+    adapt(alone, str(folder), base_model_name_or_path=None)
+    with pytest.raises(ConfigError, match=r"names no model .base_model_name_or_path"):
+        load_model(str(alone))
+    adapt(folder)
+    adapt(alone, str(folder))
+    with pytest.raises(ConfigError, match="has an adapter of its own"):
+        load_model(str(alone))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_adapter_is_added_to_the_weights(beside, folder, tmp_path):
+    """W + alpha / r * B A, and nothing of peft is left in the model; the model under it is part of the identity."""
+    pytest.importorskip("peft")
+    bare, plain = ModelSpec.of(node(folder)).identity()["path"], load_file(weights(folder))
+    place = folder if beside else tmp_path / "adapter"
+    added = adapt(place, None if beside else str(folder))
+    spec = ModelSpec.of(node(place))
+    model, tokenizer = load(spec)
+    assert len(added) == 4 and tokenizer("ab").input_ids and not any("lora" in name for name in model.state_dict())
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, plain[name] + added.get(name, 0), rtol=1e-5, atol=1e-6)
+    assert spec.identity()["path"] != bare
+    zeroed(folder)
+    assert ModelSpec.of(node(place)).identity()["path"] != spec.identity()["path"]
+
+
+def test_an_adapter_of_another_model_is_named(folder):
+    pytest.importorskip("peft")
+    adapt(folder, rename=lambda name: name.replace("layers.1", "layers.7"))
+    with pytest.raises(ConfigError, match=r"is not one of this model \(missing: .*layers\.1.*unexpected: .*layers\.7"):
+        load_model(str(folder))
+
+
+def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvexp.models.adapter.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"someone/adapter holds a LoRA adapter.*hf download.*model=local"):
+        load_model("someone/adapter")
 
 
 LONG = "x" * 300

@@ -122,6 +122,33 @@ def test_llama_3s_factors_are_recognised(factor, tmp_path, tokenizer):
         located(str(write(tmp_path / "other.gguf", model, tokenizer, tensors=tensors, fields=fields)))
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+SCALINGS = {
+    "no kind": ({"scaling.factor": 2.0}, LINEAR, 2),
+    "the old key": ({"scale_linear": 2.0}, LINEAR, 2),
+    "the new key counts": ({"scale_linear": 3.0, "scaling.factor": 2.0}, LINEAR, 2),
+    "the old key and a kind": ({"scaling.type": "linear", "scale_linear": 2.0}, LINEAR, 1),
+    "a kind alone": ({"scaling.type": "linear"}, None, 1),
+    "none": ({"scaling.type": "none", "scaling.factor": 2.0}, None, 1),
+    "0 is none": ({"scaling.factor": 0.0}, None, 1),
+    "1": ({"scale_linear": 1.0, "scaling.original_context_length": 128}, None, 1),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+def test_a_factor_is_linear_unless_the_file_says_otherwise(case, tmp_path, tokenizer):
+    """As llama.cpp reads it: a kind that is missing is linear, a factor of 0 none. What was read otherwise before is
+    another model now."""
+    keys, scaling, version = SCALINGS[case]
+    model = small_model("llama", tokenizer, **({"rope_parameters": scaling} if scaling else {}))
+    add = {str: "add_string", float: "add_float32", int: "add_uint32"}
+    fields = {f"llama.rope.{key}": (add[type(value)], value) for key, value in keys.items()}
+    path = write(tmp_path / "m.gguf", model, tokenizer, fields=fields)
+    assert torch.equal(logits(load_model(str(path))), logits(model))
+    folder, made = located(str(path))
+    assert f"/gguf{version}-" in folder and made.digest == f"gguf{version}-{read_digest(path)[:16]}"
+
+
 def test_large_weights_are_written_in_parts(llama, monkeypatch):
     path, model = llama
     monkeypatch.setattr(gguf_weights, "PART", 40_000)
@@ -190,6 +217,78 @@ def test_a_split_that_is_not_known_needs_a_tokenizer_of_its_own(tmp_path, tokeni
     with pytest.raises(ConfigError, match=r"m\.gguf is of a kind that cannot be read exactly.*model\.tokenizer=FOLDER"):
         load_tokenizer(str(path))
     assert torch.equal(logits(load_model(str(path))), logits(model))
+
+
+def list_with(index, value):
+    return lambda values: [*values[:index], value, *values[index + 1 :]]
+
+
+VOCABULARIES = {
+    "a merge of no token": ("merges", list_with(3, "q zz"), "its merge 'q zz' is not of two tokens"),
+    "a merge that makes no token": ("merges", list_with(3, "q q"), "its merge 'q q' is not of two tokens that make"),
+    "a merge of three": ("merges", list_with(3, "t h e"), "its merge 't h e' is not"),
+    "a merge of one": ("merges", list_with(3, "th"), "its merge 'th' is not"),
+    "no merges": ("merges", None, "has no merges"),
+    "a token twice": ("tokens", list_with(5, "<|im_end|>"), "has a token twice"),
+    "too many tokens": ("tokens", lambda tokens: [*tokens, "more"], "307 tokens and its embedding 306"),
+    "too few types": ("token_type", lambda types: types[:-1], "token_type is not one number for each of its 306"),
+    "an unknown type": ("token_type", list_with(7, 9), "tokens of type 9"),
+    "another space": ("add_space_prefix", True, "sets tokenizer.ggml.add_space_prefix=True"),
+    "an end behind a prompt": ("add_eos_token", True, "sets tokenizer.ggml.add_eos_token=True"),
+    "a key from tomorrow": ("digit_groups", 3, "sets tokenizer.ggml.digit_groups=3"),
+    "no kind": ("model", "none", "its vocabulary is of kind 'none'"),
+    "no way to split": ("pre", None, "it splits text as None"),
+    "an unknown token elsewhere": ("unknown_token_id", 400, "unknown_token_id=400 is none of its 306 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", VOCABULARIES)
+def test_a_vocabulary_that_cannot_be_used_is_one_line_and_another_tokenizer_will_do(case, tmp_path, tokenizer):
+    name, change, words = VOCABULARIES[case]
+    model = small_model("llama", tokenizer)
+    whole = write(tmp_path / "whole.gguf", model, tokenizer)
+    located(str(whole))
+    load_tokenizer(str(whole)).save_pretrained(tmp_path / "own")
+    model.config.save_pretrained(tmp_path / "own")
+    keys = {key: value for key, value in read_header(whole).fields.items() if key.startswith("tokenizer.ggml.")}
+    key = f"tokenizer.ggml.{name}"
+    keys[key] = change(keys[key]) if callable(change) else change
+    path = write(tmp_path / "m.gguf", model, tokenizer, vocabulary={k: v for k, v in keys.items() if v is not None})
+    with pytest.raises(
+        ConfigError, match=r"m\.gguf is of a kind that cannot be read exactly.*model\.tokenizer=FOLDER"
+    ) as e:
+        load_tokenizer(str(path))
+    assert words in str(e.value) and str(e.value).count("\n") == 0
+    assert torch.equal(logits(load_model(str(path))), logits(model))
+    assert settings(path, f"model.tokenizer={tmp_path / 'own'}").model.tokenizer == str(tmp_path / "own")
+
+
+def test_a_tokenizer_that_was_made_before_it_was_known_to_be_wrong_is_not_used(llama, monkeypatch):
+    load_tokenizer(str(llama[0]))
+    monkeypatch.setattr("kvexp.models.gguf_tokenizer.SPLITS", {})
+    with pytest.raises(ConfigError, match="it splits text as 'smollm'"):
+        load_tokenizer(str(llama[0]))
+
+
+def test_every_end_that_the_file_names_ends_an_answer(tmp_path, tokenizer):
+    model = small_model("llama", tokenizer)
+    same = {"tokenizer.ggml.eot_token_id": ("add_uint32", 2)}
+    more = {"tokenizer.ggml.eot_token_id": ("add_uint32", 7), "tokenizer.ggml.eom_token_id": ("add_uint32", 2)}
+    for fields, ends, version in (({}, 2, 1), (same, 2, 1), (more, [2, 7], 2)):
+        path = write(tmp_path / "m.gguf", model, tokenizer, fields=fields)
+        assert load_model(str(path)).generation_config.eos_token_id == ends
+        assert located(str(path))[1].version == version
+    fields = {"tokenizer.ggml.eot_token_id": ("add_uint32", 400)}
+    refused(write(tmp_path / "m.gguf", model, tokenizer, fields=fields), "eot_token_id=400 is no token")
+
+
+def test_a_penalty_of_the_models_own_is_kept(tmp_path, tokenizer):
+    model = small_model("llama", tokenizer)
+    fields = {"general.sampling.penalty_repeat": ("add_float32", 1.5), "general.sampling.temp": ("add_float32", 0.6)}
+    path = write(tmp_path / "m.gguf", model, tokenizer, fields=fields)
+    assert load_model(str(path)).generation_config.repetition_penalty == 1.5 and located(str(path))[1].version == 2
+    fields["general.sampling.penalty_last_n"] = ("add_int32", 64)
+    refused(write(tmp_path / "m.gguf", model, tokenizer, fields=fields), "penalty_last_n=64")
 
 
 # ---- once, and never half
@@ -311,6 +410,94 @@ def test_models_that_kvexp_does_not_have(tmp_path, tokenizer, cache):
     ):
         refused(write(tmp_path / "m.gguf", model, tokenizer, fields={key: value}), words)
     assert not cache.exists()  # told before anything is written
+
+
+KEYS = {  # key, how it is written, a value that changes numbers, one that does not (None: there is none)
+    "llama.rope.scaling.attn_factor": ("add_float32", 0.5, 1.0),
+    "llama.rope.scaling.yarn_log_multiplier": ("add_float32", 0.1, None),
+    "llama.rope.scaling.yarn_ext_factor": ("add_float32", 1.0, None),
+    "llama.rope.scaling.alpha": ("add_float32", 1000.0, None),
+    "llama.rope.dimension_sections": ("add_array", [4, 2, 2, 0], None),
+    "llama.rope.freq_base_swa": ("add_float32", 10000.0, None),
+    "llama.attention.causal": ("add_bool", False, True),
+    "llama.attention.scale": ("add_float32", 0.5, 0.25),
+    "llama.attention.clamp_kqv": ("add_float32", 8.0, 0.0),
+    "llama.attention.sliding_window_pattern": ("add_uint32", 2, None),
+    "llama.attention.layer_norm_epsilon": ("add_float32", 0.5, None),
+    "llama.attention.shared_kv_layers": ("add_uint32", 1, None),
+    "llama.logit_scale": ("add_float32", 0.5, 1.0),
+    "llama.embedding_scale": ("add_float32", 12.0, 1.0),
+    "llama.residual_scale": ("add_float32", 0.2, 0.0),
+    "llama.attn_logit_softcapping": ("add_float32", 50.0, 0.0),
+    "llama.final_logit_softcapping": ("add_float32", 30.0, 0.0),
+    "llama.expert_used_count": ("add_uint32", 2, 0),
+    "llama.expert_weights_scale": ("add_float32", 1.0, None),
+    "llama.pooling_type": ("add_uint32", 1, 0),
+    "llama.nextn_predict_layers": ("add_uint32", 1, 0),
+    "llama.tensor_data_layout": ("add_string", "another", "Meta AI original pth"),
+    "llama.a_key_from_tomorrow": ("add_string", "x" * 200, None),
+    "qwen2.rope.freq_base": ("add_float32", 1e6, None),
+    "tomorrow.key": ("add_uint32", 1, None),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_is_followed_or_refused_by_name(key, tmp_path, tokenizer, cache):
+    how, value, neutral = KEYS[key]
+    model = small_model("llama", tokenizer)
+    path = write(tmp_path / "m.gguf", model, tokenizer, fields={key: (how, value)})
+    message = refused(path, f"m.gguf sets {key}=")
+    assert str(value)[:20] in message and len(message) < 400 and not cache.exists()
+    if neutral is not None:
+        path = write(tmp_path / "m.gguf", model, tokenizer, fields={key: (how, neutral)})
+        assert torch.equal(logits(load_model(str(path))), logits(model)) and located(str(path))[1].version == 1
+
+
+def test_keys_of_where_a_file_comes_from_change_nothing(tmp_path, tokenizer):
+    model = small_model("llama", tokenizer)
+    fields = {
+        "general.type": ("add_string", "model"),
+        "general.base_model.0.name": ("add_string", "x"),
+        "general.quantization_version": ("add_uint32", 2),
+        "general.file_type": ("add_uint32", 3),
+        "quantize.imatrix.entries_count": ("add_int32", 224),
+        "split.count": ("add_uint16", 1),
+        "llama.rope.scaling.finetuned": ("add_bool", True),
+        "llama.vocab_size": ("add_uint32", 306),
+        "tokenizer.ggml.fim_pre_token_id": ("add_uint32", 9),
+    }
+    path = write(tmp_path / "m.gguf", model, tokenizer, kind="Q8_0", fields=fields)
+    plain = write(tmp_path / "plain.gguf", model, tokenizer, kind="Q8_0")
+    assert torch.equal(logits(load_model(str(path))), logits(load_model(str(plain))))
+    assert load_tokenizer(str(path))("x y").input_ids == load_tokenizer(str(plain))("x y").input_ids
+
+
+def test_files_that_are_no_whole_model(tmp_path, tokenizer, cache):
+    model = small_model("llama", tokenizer)
+    for key, value, words in (
+        ("general.type", ("add_string", "adapter"), "is a LoRA adapter and no model: merge it"),
+        ("general.type", ("add_string", "mmproj"), "general.type='mmproj'"),
+        ("split.count", ("add_uint16", 2), "is one of 2 parts of a model.*llama-gguf-split --merge"),
+        ("general.quantization_version", ("add_uint32", 1), "general.quantization_version=1"),
+    ):
+        refused(write(tmp_path / "m.gguf", model, tokenizer, kind="Q8_0", fields={key: value}), words)
+    fields = {name: ("add_uint32", 1) for name in ("general.aaaa", "general.bbbb")}
+    path = write(tmp_path / "m.gguf", model, tokenizer, fields=fields)
+    path.write_bytes(path.read_bytes().replace(b"general.bbbb", b"general.aaaa"))
+    refused(path, "sets general.aaaa twice")
+    assert not cache.exists()
+
+
+def test_factors_of_positions_are_not_applied_twice_or_to_others(tmp_path, tokenizer):
+    factors = {"rope_freqs.weight": np.ones(8, np.float32) * 2}
+    fields = {"llama.rope.scaling.factor": ("add_float32", 2.0)}
+    model = small_model("llama", tokenizer)
+    tensors = {**tensors_of(model), **factors}
+    refused(write(tmp_path / "m.gguf", model, tokenizer, tensors=tensors, fields=fields), "scales its positions twice")
+    for family in ("qwen2", "gpt2"):
+        model = small_model(family, tokenizer)
+        path = write(tmp_path / "m.gguf", model, tokenizer, tensors={**tensors_of(model), **factors})
+        refused(path, f"rope_freqs.weight.*no {family} has")
 
 
 def test_tensors_that_are_not_the_headers(tmp_path, tokenizer):

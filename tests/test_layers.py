@@ -50,6 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         *("torch", "transformers", "tokenizers", "numpy", "safetensors"),
         *("gguf", "filelock", "tqdm"),  # where a GGUF file is converted; the last two come with huggingface_hub
         "jinja2",  # chat templates; comes with torch
+        "peft",  # where an adapter is merged
     },
     "generate": {".errors", ".deprecation", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},

@@ -147,6 +147,7 @@ class ModelSpec:
         return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
 
     def _digest(self, words: str | None, option: str) -> str | None:
+        from kvexp.models.adapter import base_of
         from kvexp.models.located import located
 
         if not words:
@@ -155,7 +156,14 @@ class ModelSpec:
         if made is not None:
             return made.digest
         folder = path_of(place, option)
-        return folder_digest(folder, code=self.trust_remote_code) if folder.is_dir() else None
+        if not folder.is_dir():
+            return None
+        own = folder_digest(folder, code=self.trust_remote_code)
+        base = base_of(place) if option == "model.path" else place
+        if base == place:
+            return own
+        under = self._digest(base, option) or base  # of an adapter that has no weights beside it
+        return hashlib.sha256(f"{own} {under}".encode()).hexdigest()[:16]
 
     def _templated(self) -> bool:
         """Whether the tokenizer has a chat template. One that cannot be loaded is told where prompts are made."""

@@ -25,13 +25,13 @@ from transformers import GenerationConfig
 from kvexp.cache_folder import cache_folder
 from kvexp.digests import Stamp, file_digest, stamp
 from kvexp.errors import ConfigError
-from kvexp.models.gguf_config import config_of_header
+from kvexp.models.gguf_config import config_of_header, conversion, repetition_penalty
 from kvexp.models.gguf_header import GgufHeader, read_header
-from kvexp.models.gguf_tokenizer import tokenizer_of_header
+from kvexp.models.gguf_tokenizer import check_tokenizer, tokenizer_of_header
 from kvexp.models.gguf_weights import check_names, rope_factors, write_weights
 from kvexp.terminal import say
 
-CONVERSION = 1  # raised by a change after which the same file would be converted into other numbers or tokens
+CONVERSION = 1  # of a file that has been converted alike by every kvexp; `conversion` tells a file's own
 MANIFEST = "manifest.json"
 LOCK_S = 1.0  # how long another process may hold a lock before the wait is told
 SPARE = 64 << 20  # bytes of disk beyond the weights: tokenizer, configuration
@@ -41,23 +41,25 @@ SPARE = 64 << 20  # bytes of disk beyond the weights: tokenizer, configuration
 class ConvertedModel:
     """A GGUF file converted to a folder of safetensors in the cache.
 
-    file, sha256: name and digest of the GGUF file; quantisation: the type of most of its weights, such as Q4_1.
+    file, sha256: name and digest of the GGUF file; quantisation: the type of most of its weights, such as Q4_1;
+    version: of the conversion.
     """
 
     folder: Path
     file: str
     sha256: str
     quantisation: str
+    version: int = CONVERSION
 
     @property
     def digest(self) -> str:
         """16 hex digits that stand for the weights and tokens, whatever versions wrote the folder's files."""
-        return f"gguf{CONVERSION}-{self.sha256[:16]}"
+        return f"gguf{self.version}-{self.sha256[:16]}"
 
 
-def folder_of_gguf(sha256: str) -> Path:
+def folder_of_gguf(sha256: str, version: int = CONVERSION) -> Path:
     """The folder of the GGUF file with this digest, whether it is there already or not."""
-    return cache_folder() / "models" / f"gguf{CONVERSION}-{sha256[:32]}"
+    return cache_folder() / "models" / f"gguf{version}-{sha256[:32]}"
 
 
 def converted(path: Path) -> ConvertedModel:
@@ -67,11 +69,17 @@ def converted(path: Path) -> ConvertedModel:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sha256 = file_digest(path)
-    found = whole(sha256)
+    version = conversion(header)
+    found = whole(sha256, version)
     if found is not None:
         return found
-    with folder_lock(folder_of_gguf(sha256), f"converting {path.name}"):
-        return whole(sha256) or convert(header, sha256)
+    with folder_lock(folder_of_gguf(sha256, version), f"converting {path.name}"):
+        return whole(sha256, version) or convert(header, sha256)
+
+
+def check_tokenizer_of(path: Path) -> None:
+    """ConfigError that says why the tokenizer in a GGUF file cannot be made exactly, whatever is in the cache."""
+    check_tokenizer(_checked(path, stamp(path)))
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,18 +93,18 @@ def _checked(path: Path, now: Stamp) -> GgufHeader:
     return header
 
 
-def whole(sha256: str) -> ConvertedModel | None:
+def whole(sha256: str, version: int = CONVERSION) -> ConvertedModel | None:
     """The converted model if every byte of it is as it was written; None if it is damaged or not there."""
-    folder = folder_of_gguf(sha256)
+    folder = folder_of_gguf(sha256, version)
     try:
         there = {path.name: stamp(path) for path in folder.iterdir()}
     except OSError:  # not there
         return None
-    return _unchanged(folder, sha256, frozenset(there.items()))
+    return _unchanged(folder, sha256, version, frozenset(there.items()))
 
 
 @functools.lru_cache(maxsize=4)
-def _unchanged(folder: Path, sha256: str, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
+def _unchanged(folder: Path, sha256: str, version: int, there: frozenset[tuple[str, Stamp]]) -> ConvertedModel | None:
     """As `whole`, remembered for a folder whose files (name, stamp) have not changed since the last call."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -105,7 +113,7 @@ def _unchanged(folder: Path, sha256: str, there: frozenset[tuple[str, Stamp]]) -
             return None
         if any(file_digest(folder / name) != digest for name, digest in files.items()):
             return None
-        return ConvertedModel(folder, str(source["file"]), sha256, str(source["quantisation"]))
+        return ConvertedModel(folder, str(source["file"]), sha256, str(source["quantisation"]), version)
     except (OSError, ValueError, KeyError, TypeError):  # cut short, edited: made anew
         return None
 
@@ -114,7 +122,8 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
     """Convert a GGUF file into its folder in the cache. To be called inside `folder_lock`."""
     config = config_of_header(header, rope_factors(header))
     check_names(header, config)
-    folder = folder_of_gguf(sha256)
+    version = conversion(header)
+    folder = folder_of_gguf(sha256, version)
     check_space(folder.parent, header.elements * 4 + SPARE)
     size = header.elements * 4 / 1e6
     say(
@@ -126,7 +135,8 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
     def make(place: Path) -> None:
         config.save_pretrained(place)
         ends = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        GenerationConfig(**ends).save_pretrained(place)
+        penalty = repetition_penalty(header)
+        GenerationConfig(**ends, **({} if penalty == 1 else {"repetition_penalty": penalty})).save_pretrained(place)
         with contextlib.suppress(ConfigError):  # told where a tokenizer is asked for: model.tokenizer names another
             tokenizer_of_header(header).save_pretrained(place)
         with tqdm(total=len(header.tensors), unit=" tensors", desc="converting", disable=None, leave=False) as bar:
@@ -136,7 +146,7 @@ def convert(header: GgufHeader, sha256: str) -> ConvertedModel:
         (place / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1), "utf-8")
 
     put_in_place(folder, make)
-    return ConvertedModel(folder, header.path.name, sha256, header.quantisation)
+    return ConvertedModel(folder, header.path.name, sha256, header.quantisation, version)
 
 
 def put_in_place(folder: Path, make: Callable[[Path], None]) -> None:

@@ -1,7 +1,8 @@
 """The Hugging Face configuration of a GGUF file's model, of the families that kvexp runs and llama.cpp writes.
 
-A file whose model its family's configuration cannot describe (experts, other scalings of positions, …) is refused: with
-that left out, the model would run and compute other numbers.
+Every key of the file is read, is known to change no number, or is refused by name: what a family's configuration cannot
+describe (experts, other scalings of positions, …) would leave a model that runs and computes other numbers. Keys mean
+what they mean to llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,13 +17,39 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvexp.errors import ConfigError
 from kvexp.models.families import check_sizes
-from kvexp.models.gguf_header import GgufHeader
+from kvexp.models.gguf_header import UNQUANTISED, GgufHeader
 
 FAMILIES_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}  # architecture -> model_type
-CHANGES_NUMBERS = (
-    *("expert_count", "logit_scale", "embedding_scale", "residual_scale", "attention.scale", "attention.clamp_kqv"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "attention.max_alibi_bias"),
+_READ = (
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv"),
 )
+_READ_ROTARY = (
+    *("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length", "rope.dimension_count"),
+    *("attention.scale", "attention.sliding_window", "rope.freq_base", "rope.scale_linear"),
+    *("rope.scaling.type", "rope.scaling.factor"),
+)
+# Keys of an architecture that a configuration is made of. The vocabulary's size is that of the embedding.
+READ = {
+    "gpt2": (*_READ, "attention.layer_norm_epsilon"),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _READ + _READ_ROTARY),
+}
+# Keys of an architecture, and the values with which they change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"), (0,)),
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.scale", "pooling_type", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),
+    "tensor_data_layout": ("Meta AI original pth",),  # every llama's in llama.cpp: neighbouring rows are rotated
+    "rope.scaling.finetuned": (False, True),  # how the scaling came about
+}
+# Beginnings of keys of any file that tell where it comes from, and how it was quantised; kvexp's own settings say how
+# tokens are drawn (general.sampling), but for a penalty on tokens that were there.
+ORIGIN = ("general.", "imatrix.", "quantize.imatrix.", "mradermacher.")
+PENALTY, PENALTY_REACH = "general.sampling.penalty_repeat", "general.sampling.penalty_last_n"
+SHOWN = 60  # characters of a value in a message
+QUANTISATION = 2  # version of llama.cpp's formats of quantised tensors that `gguf` reads
 # Of Llama 3.1 and 3.2; the file has what they make of the frequencies (rope_freqs.weight) and not them.
 LLAMA3_ROPE = [
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -37,27 +64,110 @@ def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
     kvexp cannot read, and for what the family's configuration cannot describe.
     """
     architecture = header.architecture
+    _check_kind(header)
     if architecture not in FAMILIES_OF_GGUF:
         raise ConfigError(
             f"{header.path} is of architecture {architecture!r}; GGUF files of {', '.join(FAMILIES_OF_GGUF)} (Mistral "
             "is a llama there) can be read. Other families load from a folder of safetensors"
         )
-    for key in CHANGES_NUMBERS:
-        if header.fields.get(f"{architecture}.{key}"):
-            raise ConfigError(
-                f"{header.path} sets {architecture}.{key}={header.fields[f'{architecture}.{key}']}, which its family "
-                "does not have in kvexp: the model would put out other numbers. Load it from a folder of safetensors"
-            )
+    _check_keys(header)
+    if rope_factors is not None and architecture != "llama":
+        raise ConfigError(f"{header.path} has factors of positions (rope_freqs.weight), which no {architecture} has")
     config = _gpt2(header) if architecture == "gpt2" else _llama_like(header, rope_factors)
     try:
         check_sizes(config)
     except ConfigError as error:
         raise ConfigError(f"the header of {header.path}: {error}") from error
-    for name in ("bos", "eos"):
-        setattr(config, f"{name}_token_id", header.fields.get(f"tokenizer.ggml.{name}_token_id"))
+    rows = config.vocab_size
+    config.bos_token_id = _token(header, "bos", rows)
+    config.eos_token_id = _ends(header, rows)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    config.pad_token_id = header.fields.get("tokenizer.ggml.padding_token_id")
+    config.pad_token_id = _token(header, "padding", rows)
     return config
+
+
+def repetition_penalty(header: GgufHeader) -> float:
+    """The penalty on tokens that were there already, which came from the model's generation_config.json; 1 for none."""
+    penalty = header.fields.get(PENALTY, 1.0)
+    if not isinstance(penalty, int | float) or not math.isfinite(penalty) or penalty <= 0:
+        raise ConfigError(f"the header of {header.path}: {PENALTY} must be a positive number, got {penalty!r}")
+    if penalty != 1 and header.fields.get(PENALTY_REACH, -1) != -1:
+        raise ConfigError(
+            f"{header.path} sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}: a penalty that looks back so far is "
+            "not offered, only one over the whole text. Load the model from a folder of safetensors"
+        )
+    return float(penalty)
+
+
+def conversion(header: GgufHeader) -> int:
+    """The version of the conversion: 2 for a file with keys that were passed over before, 1 for all others.
+
+    A conversion that was kept by an older kvexp is not used for the former, and its runs are other runs.
+    """
+    found = header.fields
+    unnamed = f"{header.architecture}.rope.scaling.type" not in found and header.architecture != "gpt2"
+    more_ends = isinstance(_ends(header, None), list)
+    return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
+
+
+def _check_kind(header: GgufHeader) -> None:
+    """ConfigError for a file that is no whole model: an adapter, a part of a model, formats of another version."""
+    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 0)
+    if kind == "adapter":
+        raise ConfigError(
+            f"{header.path} is a LoRA adapter and no model: merge it into its model (llama.cpp's llama-export-lora) "
+            "and give the file that comes out"
+        )
+    if kind != "model":
+        raise ConfigError(f"{header.path} is of general.type={kind!r}, not a model")
+    if parts not in (0, 1):
+        raise ConfigError(
+            f"{header.path} is one of {parts!r} parts of a model (split.count): merge them into one file (llama.cpp's "
+            "llama-gguf-split --merge) and give that"
+        )
+    version = header.fields.get("general.quantization_version", QUANTISATION)
+    packed = any(tensor.kind not in UNQUANTISED for tensor in header.tensors.values())
+    if packed and version != QUANTISATION:
+        raise ConfigError(
+            f"{header.path} has general.quantization_version={version!r}; weights of version {QUANTISATION} can be read"
+        )
+
+
+def _check_keys(header: GgufHeader) -> None:
+    """ConfigError for a key that is not known, or whose value would change numbers; tokenizers check their own."""
+    own = f"{header.architecture}."
+    for key, value in header.fields.items():
+        name = key.removeprefix(own)
+        if key.startswith((*ORIGIN, "tokenizer.", "split.")) or (name != key and name in READ[header.architecture]):
+            continue
+        if name == "rope.scaling.original_context_length" and header.architecture != "gpt2":
+            continue  # of YaRN and longrope alone, which `_rope` refuses
+        if name != key and value in NEUTRAL.get(name, ()):
+            continue
+        said = repr(value) if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]}..."
+        known = f" (it may be {' or '.join(map(repr, NEUTRAL[name]))})" if name in NEUTRAL else ""
+        raise ConfigError(
+            f"{header.path} sets {key}={said}{known}, which kvexp cannot honour: left out, it could change what the "
+            "model puts out. Load the model from a folder of safetensors"
+        )
+
+
+def _token(header: GgufHeader, name: str, rows: int | None) -> int | None:
+    """The id under tokenizer.ggml.NAME_token_id, None without one; ConfigError for what is no row of the embedding."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = header.fields.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0 or (rows is not None and found >= rows):
+        raise ConfigError(f"the header of {header.path}: {key}={found!r} is no token of its vocabulary ({rows} tokens)")
+    return found
+
+
+def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
+    """The tokens that end an answer: end of text, and of turn and message where the file names others for them."""
+    found = [_token(header, name, rows) for name in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(token for token in found if token is not None))
+    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
@@ -70,6 +180,12 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
                 f"{header.path} sets {header.architecture}.{key}={_whole(header, key)} and heads of {head_dim}: that "
                 "cannot be said in its family's configuration. Load it from a folder of safetensors"
             )
+    scale = header.fields.get(f"{header.architecture}.attention.scale") or head_dim**-0.5
+    if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise ConfigError(
+            f"{header.path} sets {header.architecture}.attention.scale={scale!r}, which its family does not have: the "
+            "model would put out other numbers. Load it from a folder of safetensors"
+        )
     family, more = FAMILIES_OF_GGUF[header.architecture], {}
     window = _whole(header, "attention.sliding_window", 0)
     if window and header.architecture == "llama":
@@ -102,14 +218,19 @@ def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
 
 
 def _gpt2(header: GgufHeader) -> Any:
-    """Configuration of a GPT-2."""
+    """Configuration of a GPT-2; ConfigError for grouped heads, which it does not have."""
+    heads = _whole(header, "attention.head_count")
+    if _whole(header, "attention.head_count_kv", heads) != heads:
+        raise ConfigError(
+            f"{header.path}: {heads} heads in {_whole(header, 'attention.head_count_kv')} groups: no GPT-2"
+        )
     return AutoConfig.for_model(
         "gpt2",
         vocab_size=_vocabulary(header),
         n_positions=_whole(header, "context_length"),
         n_embd=_whole(header, "embedding_length"),
         n_layer=_whole(header, "block_count"),
-        n_head=_whole(header, "attention.head_count"),
+        n_head=heads,
         n_inner=_whole(header, "feed_forward_length"),
         layer_norm_epsilon=_real(header, "attention.layer_norm_epsilon"),
         tie_word_embeddings="output.weight" not in header.tensors,
@@ -117,17 +238,29 @@ def _gpt2(header: GgufHeader) -> Any:
 
 
 def _rope(header: GgufHeader) -> dict[str, Any]:
-    """The configuration's `rope_parameters`: base and linear scaling; ConfigError for scalings of other kinds."""
+    """The configuration's `rope_parameters`: base and linear scaling; ConfigError for scalings of other kinds.
+
+    A factor without a kind is linear, as in llama.cpp; so is one under the key of older files, rope.scale_linear.
+    """
     base = {"rope_theta": _real(header, "rope.freq_base", 10000.0)}
-    kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "none")
-    if kind == "none":
+    kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ConfigError(
+            f"{header.path} scales its positions by {kind!r}, which cannot be read off a GGUF file exactly: load the "
+            "model from a folder of safetensors"
+        )
+    factor = _linear_factor(header)
+    if kind == "none" or factor == 1:
         return {**base, "rope_type": "default"}
-    if kind == "linear":
-        return {**base, "rope_type": "linear", "factor": _real(header, "rope.scaling.factor")}
-    raise ConfigError(
-        f"{header.path} scales its positions by {kind!r}, which cannot be read off a GGUF file exactly: load the model "
-        "from a folder of safetensors"
-    )
+    return {**base, "rope_type": "linear", "factor": factor}
+
+
+def _linear_factor(header: GgufHeader) -> float:
+    """The factor by which positions are divided; 1 where the file has none, or 0, which stands for none."""
+    key = "rope.scaling.factor"
+    if f"{header.architecture}.{key}" not in header.fields:
+        key = "rope.scale_linear"
+    return 1.0 if header.fields.get(f"{header.architecture}.{key}", 0) == 0 else _real(header, key)
 
 
 def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, Any]:
@@ -136,12 +269,17 @@ def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, 
     ConfigError where neither Llama 3.1's nor 3.2's parameters give these factors.
     """
     plain = config.rope_parameters
+    if plain["rope_type"] != "default":
+        raise ConfigError(
+            f"{header.path} scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight: "
+            "load the model from a folder of safetensors"
+        )
     length = config.head_dim // 2
     frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
     for known in LLAMA3_ROPE:
         config.rope_parameters = {**plain, "rope_type": "llama3", **known}
         made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-        if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-4):
+        if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
             return dict(config.rope_parameters)
     raise ConfigError(
         f"{header.path} scales its positions by factors (rope_freqs.weight) that are not those of Llama 3.1 or 3.2: "

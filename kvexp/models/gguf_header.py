@@ -150,13 +150,18 @@ def _header(path: Path, data: mmap.mmap) -> GgufHeader:
     if version not in VERSIONS:
         raise ConfigError(f"{path} is GGUF version {version}; versions 2 and 3, little-endian, can be read")
     tensors, keys = read.number("Q"), read.number("Q")
-    fields = {}
+    fields: dict[str, Any] = {}
     for _ in range(keys):
         key = read.text()
+        if key in fields:
+            raise _Damaged(f"it sets {key} twice")
         fields[key] = read.value(read.number("I"))
     if not isinstance(fields.get("general.architecture"), str):
         raise _Damaged("it does not name its architecture")
     table = [_entry(read) for _ in range(tensors)]
+    twice = [name for name, count in Counter(entry[0] for entry in table).items() if count > 1]
+    if twice:
+        raise _Damaged(f"it holds tensor {twice[0]} twice")
     alignment = fields.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
         raise _Damaged(f"general.alignment is {alignment!r}")

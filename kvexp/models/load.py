@@ -14,16 +14,27 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvexp.errors import ConfigError
 from kvexp.hub import cached_commit, unreachable
+from kvexp.models.adapter import (
+    adapter_settings,
+    base_of,
+    check_adapter,
+    check_hub,
+    merged,
+    tokenizer_place,
+    without_adapter,
+)
 from kvexp.models.checkpoint import check_complete, check_headers, without_report
 from kvexp.models.families import FAMILIES, check_activations, check_sizes, family_of, num_layers
-from kvexp.models.located import located
+from kvexp.models.located import is_gguf, located
 from kvexp.models.patch import patch_model
 from kvexp.paths import path_of
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")  # files with a tokenizer's tokens
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -48,12 +59,14 @@ def load_model(
     check_device_map(device_map, device)
     path, _ = located(path)
     config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    check_adapter(path, allow_pickle)
+    adapter, path = (path if adapter_settings(path) else None), located(base_of(path))[0]
     _check_folder(path, allow_pickle, num_layers(config))
     commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
     options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    with without_report():
+    with without_report(), without_adapter(path) as place:
         model, found = _from_hub(
-            path,
+            place,
             "model",
             AutoModelForCausalLM.from_pretrained,
             output_loading_info=True,
@@ -76,7 +89,7 @@ def load_model(
     if device_map is None:
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _take_from_file(model)
-    return patch_model(model)
+    return patch_model(merged(model, adapter) if adapter else model)
 
 
 def _take_from_file(model: PreTrainedModel) -> None:
@@ -89,7 +102,8 @@ def _take_from_file(model: PreTrainedModel) -> None:
 
 def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The Hugging Face configuration at `path`, without weights; ConfigError for a family that kvexp does not know."""
-    path, _ = located(path)
+    check_hub(path, revision)
+    path, _ = located(base_of(located(path)[0]))
     config = _from_hub(
         path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
     )
@@ -99,6 +113,7 @@ def load_config(path: str, *, revision: str | None = None, trust_remote_code: bo
         check_activations(config)
     except ConfigError as error:
         raise ConfigError(f"config.json of {path}: {error}") from error
+    _check_quantised(path, config)
     if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all
         _from_hub(path, "generation settings", GenerationConfig.from_pretrained)
     return config
@@ -118,18 +133,51 @@ def generation_config_from(config: Any) -> Any:
     return GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
 
 
+def _check_quantised(path: str, config: Any) -> None:
+    """ConfigError where weights are quantised in a way that transformers does not know, which it merely warns of."""
+    settings = getattr(config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return
+    if settings.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ConfigError(
+            f"config.json of {path}: quantization_config has quant_method={settings.get('quant_method')!r}; the "
+            f"installed transformers knows {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))} and would take other "
+            "weights as they are stored: dequantise them, or remove quantization_config where they are not quantised"
+        )
+
+
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
-    path, source = located(path)
-    if source is not None and not (source.folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"the tokenizer in {source.file} is of a kind that cannot be read exactly: name the folder or hub id of "
-            "the model's own, as in model.tokenizer=FOLDER"
+    given, (path, source) = path, located(path)
+    if source is not None:
+        why = None if (source.folder / "tokenizer.json").is_file() else "its conversion has none"
+        if is_gguf(given):
+            from kvexp.models.converted import check_tokenizer_of  # late: most models need no gguf
+
+            try:
+                check_tokenizer_of(path_of(given, "model.path"))
+            except ConfigError as error:
+                why = str(error)
+        if why:
+            raise ConfigError(
+                f"the tokenizer in {source.file} is of a kind that cannot be read exactly ({why}): name the folder or "
+                "hub id of the model's own, as in model.tokenizer=FOLDER"
+            )
+    place = tokenizer_place(path)
+    folder = path_of(place, "model.path")
+    if folder.is_dir() and not trust_remote_code and not any(any(folder.glob(name)) for name in VOCABULARIES):
+        raise ConfigError(  # of an empty vocabulary, some releases of transformers make a tokenizer all the same
+            f"{place} has no tokenizer ({', '.join(VOCABULARIES)}): add its own, or name another as in "
+            "model.tokenizer=FOLDER"
         )
     tokenizer: PreTrainedTokenizerBase = _from_hub(
-        path, "tokenizer", AutoTokenizer.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+        place,
+        "tokenizer",
+        AutoTokenizer.from_pretrained,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
@@ -223,7 +271,7 @@ def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
             raise ConfigError(
                 f"{path} is a file, and no GGUF file: give one, or the folder that holds config.json and the weights"
             )
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").is_file() and what != "tokenizer":
             raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
     elif path.startswith((".", "/", "~")):
         raise ConfigError(f"model folder {path} does not exist")
@@ -286,4 +334,5 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
     if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
         return
     config = load_config(path, trust_remote_code=trust_remote_code)
-    _check_folder(path, allow_pickle, num_layers(config))
+    check_adapter(path, allow_pickle)
+    _check_folder(located(base_of(path))[0], allow_pickle, num_layers(config))
