@@ -68,7 +68,8 @@ class _Replayed(PQCache):
             relevance = logits.half().sum(2)
         theirs = torch.from_numpy(recorded[int(asked.positions[0]) - self.first])[None] + self.n_sinks
         favoured = torch.zeros_like(relevance, dtype=torch.bool).scatter_(-1, theirs, True)
-        return relevance.float().unique(return_inverse=True)[1] * 2.0 + favoured
+        ranks: Tensor = relevance.float().unique(return_inverse=True)[1]
+        return ranks * 2.0 + favoured
 
 
 def check(archive: Recording, report: Report) -> None:
@@ -109,7 +110,7 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
             field: archive[f"{prefix}_{name}"][layer].astype(np.int64)
             for field, name in (("recorded", "topk_idx"), ("recorded_exact", "exact_topk_idx"))
         }
-        method = replace(method, **chosen, notes={})  # type: ignore[arg-type]
+        method = replace(method, **chosen, notes={})
         ends: list[Any] = []
 
         def keep(state: Any, _: int, ends: list[Any] = ends) -> None:

@@ -14,8 +14,10 @@ from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
 from kvexp.results.read import Folder, Row, baseline_of, chosen_and_left_out, evicted, folders, number
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
-COUNTS = ("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "dropped_letters")
-COUNTS += ("evicted", "paired", "changed")
+COUNTS = (
+    *("n", "questions", "skipped", "halved", "prompt_cut", "thinking_cut", "dropped_letters"),
+    *("evicted", "paired", "changed"),
+)
 VERDICTS = (
     "verdict99",
     "verdict999",
