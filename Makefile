@@ -31,7 +31,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -77,6 +77,9 @@ test-slow: $(VENV)/.stamp ## only the tests marked slow
 
 test-real: $(VENV)/.stamp ## only the tests of the fetched real model; they skip without it
 	@$(PYTEST) -m 'real and not slow' $(ARGS)
+
+frozen: $(VENV)/.stamp ## hold rows, kept sets, divergences, tables and identities of small runs against a recording (about 15 minutes)
+	@$(BIN)/python tests/frozen compare
 
 test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
 	@$(PYTEST) --timeout=0 $(ARGS)

@@ -1,0 +1,43 @@
+"""The only lines of the frozen recording that name modules of kvexp; they move with the house."""
+
+import sys
+
+
+def collect_identities(write):
+    """Command lines of this process compose only: `write` gets the identity of each job in place of its run."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    import kvexp.sweep.hydra_job as jobs
+    from kvexp.record import identity
+    from kvexp.sweep.job_queue import HydraJob, settings_of_job
+
+    def main_job(config, session):
+        hydra = HydraConfig.get()
+        session.begun = True
+        overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+        try:
+            parts = settings_of_job(HydraJob(config, overrides, dict(hydra.runtime.choices), None), session).parts()
+            write(" ".join(f"{identity(one.identity)}:{one.labels['method']}" for one in parts))
+        except Exception as error:
+            write(type(error).__name__)
+
+    jobs.main_job = main_job
+
+
+def run_py():
+    """`run.py`, from sys.argv."""
+    import runpy
+
+    runpy.run_path("run.py", run_name="__main__")
+
+
+def command():
+    """`kvexp`, from sys.argv."""
+    if sys.argv[1] == "train-surrogate":
+        from kvexp.training.__main__ import main
+
+        sys.exit(main(["kvzap", *sys.argv[2:]]))
+    from kvexp.cli import main
+
+    main()

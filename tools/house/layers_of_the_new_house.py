@@ -1,0 +1,192 @@
+"""Imports point one way: every module of kvexp is parsed, and an import its layer is not allowed fails."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "kvexp"
+
+LAB = {"numpy", "pandas", "pyarrow", "rich", "scipy", "matplotlib"}  # what tables and figures are made with
+CONFIGURED = {"hydra", "omegaconf"}
+# Layer (kvexp/<layer>.py or kvexp/<layer>/) -> the layers below it that it may know, and third-party packages. Each may
+# know itself, the standard library and the constants of `kvexp`.
+LAYERS: dict[str, tuple[str, set[str]]] = {
+    "util": ("", {"huggingface_hub", "platformdirs", "rich"}),
+    "core": ("util", {"torch", "triton"}),  # triton: in ON_DEMAND alone
+    "methods": ("util core", {"torch"}),
+    "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
+    "hf": (
+        "util core methods.base retrieval.method retrieval.layer",
+        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft"},
+    ),
+    "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
+    "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),
+    "lm_eval": ("util core methods retrieval hf generate tasks", {"torch", "lm_eval"}),
+    "run": (
+        "util core methods retrieval hf generate tasks lm_eval",
+        {"torch", "transformers", "numpy", "pandas", "pyarrow", "rich", "lm_eval", *CONFIGURED},
+    ),
+    "results": ("util core tasks run", {"plotly", "wandb", "wandb_workspaces", *LAB, *CONFIGURED}),
+    "diagnose": ("util core methods retrieval hf generate tasks run results", {"torch", "omegaconf", *LAB}),
+    "engines": ("util core methods hf generate run diagnose", {"torch", "numpy"}),
+    "cli": ("util run", set()),
+}
+TOP = ("", "__main__")  # kvexp/__init__.py: constants; kvexp/__main__.py: the command
+
+# A GPU machine may hold torch and transformers (which bring numpy and safetensors) and nothing else of these.
+NOT_NEEDED = (
+    *("hydra", "omegaconf", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "wandb", "pandas", "matplotlib"),
+    *("accelerate", "triton"),
+)
+ON_DEMAND = {"kvexp.core.triton_kernels"}  # imported when asked for (observe=triton), never by importing anything else
+WITH_TORCH = {"kvexp.results.curves", "kvexp.results.summary"}  # what runs, as well as reads
+
+
+def layer_of(module: str) -> str:
+    """The layer a dotted module name belongs to: "kvexp.core.slots" -> "core", "kvexp" -> ""."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def exists(module: str) -> bool:
+    base = ROOT.joinpath(*module.split("."))
+    return base.with_suffix(".py").is_file() or base.is_dir()
+
+
+def imported(module: str, source: str, is_package: bool = False) -> list[tuple[int, str]]:
+    """(line, absolute dotted name) of everything the source imports, also inside functions and `if TYPE_CHECKING`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = node.level - 1 if is_package else node.level  # a package's `.` is the package itself
+            here = module.split(".")[: len(module.split(".")) - up] if node.level else []
+            start = ".".join([*here, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from kvexp import core` imports a module, `from kvexp import NUMERICS` does not
+                name = f"{start}.{alias.name}"
+                found.append((node.lineno, name if start.startswith("kvexp") and exists(name) else start))
+    return found
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    layer = layer_of(module)
+    if layer in TOP:
+        below, packages = ("cli results" if layer == "__main__" else "").split(), set()
+    elif layer not in LAYERS:
+        return [f"{module}: the layer {layer!r} has no line in LAYERS (tests/test_layers.py)"]
+    else:
+        below, packages = LAYERS[layer][0].split(), LAYERS[layer][1]
+    bad = []
+    for line, name in imported(module, source, is_package):
+        top = name.partition(".")[0]
+        if top == "kvexp":
+            fine = layer_of(name) in {"", layer, *below} or name.removeprefix("kvexp.") in below
+        else:
+            fine = top in sys.stdlib_module_names or top in packages
+        if not fine:
+            bad.append(f"{module}:{line} imports {name}; {layer or 'kvexp'} may import {' '.join([*below, *packages])}")
+    return bad
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path in FILES])
+def test_imports_point_one_way(path: Path) -> None:
+    assert not violations(module_name(path), path.read_text(encoding="utf-8"), path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvexp.core.slots", "import transformers"),
+        ("kvexp.core.slots", "import numpy as np"),
+        ("kvexp.core.slots", "from kvexp.methods import base"),
+        ("kvexp.core.slots", "from ..methods import base"),
+        ("kvexp.core.slots", "def late():\n    from kvexp.generate import prefill"),
+        ("kvexp.methods.h2o", "from transformers.cache_utils import Cache"),
+        ("kvexp.methods.h2o", "from kvexp.hf import load"),
+        ("kvexp.hf.load", "from kvexp.methods.h2o import H2O"),
+        ("kvexp.hf.load", "import kvexp.generate"),
+        ("kvexp.results", "import torch.nn as nn"),
+        ("kvexp.run", "from kvexp.results import table"),
+        ("kvexp.run", "import experiments.keyformer.fig7"),
+        ("kvexp", "import torch"),
+        ("kvexp.newcomer", "import json"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert len(violations(module, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvexp.core.slots", "import math, torch\nimport torch.nn as nn\nfrom . import budget\nfrom .budget import x"),
+        ("kvexp.core.slots", "from kvexp.util import ConfigError\nfrom kvexp import NUMERICS"),
+        ("kvexp.methods.h2o", "from kvexp.core import Attention\nfrom .base import Method\nfrom ..core import slots"),
+        ("kvexp.hf.load", "from kvexp.methods.base import Method\nfrom transformers.cache_utils import Cache"),
+        ("kvexp.lm_eval", "from lm_eval.models.huggingface import HFLM"),
+        ("kvexp.run.store", "from __future__ import annotations\nimport hashlib, json"),
+    ],
+)
+def test_a_right_import_passes(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_a_package_resolves_its_own_dot() -> None:
+    assert imported("kvexp.methods", "from .base import Method", is_package=True) == [(1, "kvexp.methods.base")]
+    assert imported("kvexp.methods.h2o", "from .base import Method") == [(1, "kvexp.methods.base")]
+
+
+def test_layers_stand_one_above_the_other() -> None:
+    order = list(LAYERS)
+    for place, (layer, (below, _)) in enumerate(LAYERS.items()):
+        assert {name.partition(".")[0] for name in below.split()} <= set(order[:place]), layer
+
+
+def import_without(modules: list[str], blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Import the modules in a fresh interpreter in which the blocked packages are not to be found."""
+    # None in sys.modules: `import x` raises ModuleNotFoundError and find_spec says None, as if x were not installed.
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({list(blocked)!r}))\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def modules_under(layer: str) -> list[str]:
+    names = [module_name(path) for path in FILES]
+    return [name for name in names if layer_of(name) == layer and name not in ON_DEMAND]
+
+
+@pytest.mark.parametrize(
+    ("layers", "without"), [(("core", "methods", "retrieval"), ("transformers",)), (("hf", "generate"), ())]
+)
+def test_imports_with_torch_and_transformers_alone(layers: tuple[str, ...], without: tuple[str, ...]) -> None:
+    modules = [name for layer in layers for name in modules_under(layer)]
+    assert all(map(modules_under, layers))
+    done = import_without(modules, (*NOT_NEEDED, *without))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("modules", [["kvexp"], ["kvexp.util"], ["kvexp.cli"], ["kvexp.run.store"], "results"], ids=str)
+def test_imports_without_torch(modules: list[str] | str) -> None:
+    if modules == "results":
+        if importlib.util.find_spec("pandas") is None:
+            pytest.skip("pandas is not installed; it comes with kvexp[eval]")
+        modules = [name for name in modules_under("results") if name not in WITH_TORCH]
+    done = import_without(list(modules), ("torch", "transformers"))
+    assert done.returncode == 0, done.stderr
