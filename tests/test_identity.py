@@ -69,6 +69,26 @@ def test_full_equals_stock(family, window, way):
     assert cache.get_seq_length() == WIDTH + NEW - 1
 
 
+OPTIONS = [  # of a family's configuration; before 5.4, transformers honoured GPT-2's in its eager attention alone
+    *(("gpt2", {name: True}) for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")),
+    ("gpt2", {"scale_attn_weights": False}),
+    ("gpt2", {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("opt", {"do_layer_norm_before": False}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), OPTIONS)
+def test_options_of_a_family_are_followed(family, options):
+    ids, mask = prompts(True)
+    model = tiny(family, **options)
+    ours, theirs = run(model, ids, mask, EvictionCache(model, Full())), run(stock(family, **options), ids, mask, None)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_budget_for_everything_equals_stock_and_a_small_one_does_not(family):
     ids, mask = prompts(False)

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 from pages import files
 
 from kvexp import cli
@@ -95,6 +97,19 @@ def test_an_own_method_runs_outside_the_checkout(installed, tmp_path):
     assert len(list(runs(tmp_path / "outputs"))) == 2
     shown = called(installed, "kvexp", "methods", "keydiff.KeyDiff", cwd=tmp_path)
     assert shown.returncode == 0 and "recent_ratio: 0.1" in shown.stdout, shown.stderr
+
+
+def test_the_lowest_versions_are_those_that_are_run():
+    """Each lower bound is a pin of constraints-oldest.txt, which `make oldest` runs; torch's is told in docs."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    floors = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in wanted if ">=" in line)
+    torch = floors.pop("torch")
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
+    assert floors == pins
+    said = (ROOT / "docs" / "models.md").read_text()
+    major, minor = floors["transformers"].split(".")[:2]
+    assert f"{major}.{minor} (`make oldest`)" in said and f"torch {torch}" in said
+    assert "oldest" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_commands_are_listed_without_torch_or_hydra():

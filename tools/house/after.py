@@ -1,4 +1,6 @@
 from pathlib import Path
+
+
 def sub(p,*pairs):
     s=Path(p).read_text()
     for a,b in pairs:
@@ -14,7 +16,6 @@ for d in ('results','run','diagnose','engines','experiments/studies'):
     p=Path(d if '/' in d else 'kvexp/'+d)/'__init__.py'
     if not p.exists(): p.write_text({'results':'"""Recorded runs as tables, verdicts, figures and pages."""\n','run':'"""From a command line to recorded runs."""\n','diagnose':'"""Why a run lost quality."""\n','engines':'"""Engines other than kvexp\'s own."""\n','experiments/studies':'"""Studies that no sweep needs: league, causes, scale of KL, yardstick, training of the testbed."""\n'}[d])
 s=Path('pyproject.toml').read_text()
-import re
 s=s.replace('exclude = ["kvexp.tasks.articles.texts", "kvexp.conf", "kvexp.conf.*", "kvexp.results.report.assets", "kvexp.tasks.testbed.models*"]','exclude = ["kvexp.conf", "kvexp.conf.*", "kvexp.results.assets", "kvexp.tasks.articles_data*", "kvexp.tasks.testbed_models*"]')
 a=s.index('"kvexp" = ["conf/**/*"]'); b=s.index('[tool.pytest')
 s=s[:a]+'''"kvexp" = ["conf/**/*"]  # kvexp/conf is a link to conf/
@@ -37,7 +38,6 @@ s=s[:a]+'''def test_a_section_has_a_script_of_its_name() -> None:
         assert f\'kvexp.section("{section.name}"\' in asset(f"{section.name}.js")
 '''+(s[b:] if b>0 else ''); Path('tests/test_report.py').write_text(s)
 s=Path('tests/test_names.py').read_text()
-import re
 s=s.replace('FILES = sorted((ROOT / "kvexp").rglob("*.py"))','FILES = sorted([*(ROOT / "kvexp").rglob("*.py"), *(ROOT / "experiments" / "studies").glob("*.py")])')
 s=s.replace('("decode", "observe", "core", "methods", "retrieval", "models", "generate")','("core", "methods", "retrieval", "hf", "generate")')
 Path('tests/test_names.py').write_text(s)

@@ -1,5 +1,8 @@
 """Module-level import graph of targets: strongly connected components."""
-import ast,sys,pathlib,collections
+import ast
+import collections
+import pathlib
+
 R=pathlib.Path('kvexp'); g=collections.defaultdict(set); mods={}
 for p in R.rglob('*.py'): mods['.'.join(p.with_suffix('').parts).removesuffix('.__init__')]=p
 for m,p in mods.items():

@@ -1,6 +1,8 @@
 """The target layout, as a map for merge.py: which files of kvexp become which. Prints JSON."""
-import json, sys
+import json
+import sys
 from pathlib import Path
+
 T={}; TITLES={}
 def t(target, title, *files):
     T.setdefault(target,[]).extend(f'kvexp/{f}.py' for f in files)

@@ -9,15 +9,13 @@ MAP.json: {"targets": {target file: [member files, in their order]}, "titles": {
 from __future__ import annotations
 
 import ast
-import bisect
 import collections
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = {f"kvexp.{name}" for name in "core methods retrieval generate tasks lm_eval run results diagnose".split()}
+PACKAGES = {f"kvexp.{name}" for name in ["core", "methods", "retrieval", "generate", "tasks", "lm_eval", "run", "results", "diagnose"]}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+
 p=Path('AGENTS.md'); s=p.read_text()
 a=s.index('## Layout'); b=s.index('## Invariants')
 s=s[:a]+'''## Layout

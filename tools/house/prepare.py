@@ -1,6 +1,9 @@
 """Definitions that move before the merge (the knots of the import graph)."""
-import ast, re, sys
+import ast
+import re
 from pathlib import Path
+
+
 def flat(n):
     out=[]
     for t in (n.targets if isinstance(n,ast.Assign) else [n.target] if isinstance(n,ast.AnnAssign) else []):

@@ -1,5 +1,9 @@
 """Every function and class of the tree before is in the tree after, with the same body but for names that moved."""
-import ast,sys,json,pathlib,collections
+import ast
+import collections
+import pathlib
+import sys
+
 before,after=map(pathlib.Path,sys.argv[1:3])
 def norm(n):
     class T(ast.NodeTransformer):

@@ -1,5 +1,6 @@
 import re
 from pathlib import Path
+
 for p in Path('tests').glob('*/test_*.py'):
     if p.parts[1] in('faults','peers','golden','frozen','fixtures'): continue
     s=p.read_text()
@@ -11,7 +12,9 @@ t=Path('pyproject.toml'); s=t.read_text()
 folders=sorted({p.parent.as_posix() for p in Path('tests').glob('*/test_*.py')}-{'tests/faults','tests/peers','tests/golden','tests/frozen'})
 s=s.replace('pythonpath = [".", "tests"]','pythonpath = [".", "tests", '+', '.join(f'"{f}"' for f in folders)+']')
 t.write_text(s)
-import json,subprocess
+import json
+import subprocess
+
 M={m:t for t,ms in json.load(open('build/house/tests_map.json'))['targets'].items() for m in ms}
 for f in subprocess.run(['git','ls-files','-co','--exclude-standard'],capture_output=True,text=True).stdout.split('\n'):
     p=Path(f)

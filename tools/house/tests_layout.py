@@ -1,6 +1,8 @@
 """The tests' layout as a map for merge.py."""
-import json,sys
+import json
+import sys
 from pathlib import Path
+
 G={
 'core':{'observe':'observe observe_noise observe_tiles','quantised':'quantised','bytes':'bytes_budget quantised_runs dry_run_bits','layer_budgets':'layer_budgets','threshold':'threshold','head_budgets':'head_budgets','duo':'duo','selection':'selection select','needs':'needs','bounded_prefill':'bounded_prefill','spans':'spans','second_pass':'second_pass local_attention','layer':'layer_cache holding cache_config','row_mask':'golden_rowmask','step':'step shared_copies','device':'device_memory device_purity devices','gpu':'gpu memory_gpu retrieval_gpu capture_gpu','triton':'triton_observe triton_step','capture':'capture capture_table','warm':'warm memory'},
 'methods':{'kept_sets':'kept_sets','planted':'planted planted_configs','reference':'reference','properties':'properties','together':'together determinism','method_scores':'method_scores','authors_2025':'authors_2025',**{f'peers_{x}'.rstrip('_'):f'peers_{x}'.rstrip('_') for x in('','adakv','wrappers','kvzip','dms','duo')}},

@@ -1,8 +1,11 @@
 """After the merge: data files move, dotted names and commands in every text follow."""
-import json,re,subprocess,sys
+import json
+import re
+import subprocess
 from pathlib import Path
+
 plan=json.load(open('build/house/map.json')); renamed=json.load(open('build/house/renamed.json'))
-def module_of(p): 
+def module_of(p):
     n=p[:-3].replace('/','.')
     if n.startswith('tests.'): n=n[6:]
     return n[:-9] if n.endswith('.__init__') else n
@@ -48,7 +51,7 @@ def texts(s,path):
     def slashed(m):
         p=m.group(0)
         mod=module_of(p) if p.endswith('.py') else None
-        if mod in M and mod not in ('kvexp',): 
+        if mod in M and mod not in ('kvexp',):
             t=next(t for t,ms in plan['targets'].items() if p in ms) if any(p in ms for ms in plan['targets'].values()) else None
             return t or p
         return p

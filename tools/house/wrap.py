@@ -1,6 +1,10 @@
 """Wrap comment and docstring lines that became too long."""
-import subprocess,re,json,ast
+import ast
+import json
+import re
+import subprocess
 from pathlib import Path
+
 out=subprocess.run(['.venv/bin/ruff','check','--select','E501','--output-format','json','.'],capture_output=True,text=True).stdout
 by={}
 for d in json.loads(out): by.setdefault(d['filename'],[]).append(d['location']['row'])
@@ -13,7 +17,7 @@ for f,rows in by.items():
             doc|=set(range(n.lineno,n.end_lineno+1))
     for r in sorted(rows,reverse=True):
         line=L[r-1]; ind=re.match(r'\s*(# )?',line).group(0)
-        if line.lstrip().startswith('#') or r in doc and not line.rstrip().endswith('\\'):
+        if line.lstrip().startswith('#') or (r in doc and not line.rstrip().endswith('\\')):
             cut=line.rfind(' ',0,119)
             if cut>len(ind)+20:
                 rest=line[cut+1:]
