@@ -37,8 +37,9 @@ departures or a note beside the setting give the paper's.
 Every method is compared, slot by slot, with an independent slow version of it (`tests/oracles.py`,
 `tests/test_kept_sets.py`, `tests/test_retrieval_oracles.py`). What it was compared with from outside:
 
-- *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_2025.npz`); with a
-  star, of which the recording is not in this repository (`kvexp check-reference` compares it where it is at hand).
+- *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_2025.npz`): its
+  authors', but for StreamingLLM Keyformer's, and for SparQ, InfLLM, Oracle and H2O(C) PQCache's. With a star: the
+  recording is not in this repository (`kvexp check-reference` compares it where it is at hand).
 - *kvpress*: the sets that NVIDIA's kvpress 0.5.5 keeps, which `make peers` computes (`tests/peers`).
 - *paper alone*: nothing; the slow version was written from the paper. *own oracle*: there is no paper either.
 """

@@ -290,8 +290,16 @@ def test_a_file_of_which_nothing_is_compared_does_not_pass():
 # Half precision, in which scores tie: which of equal ones was kept is told by the recording alone.
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("make", [half.rowmask, half.quantised], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "seed"),
+    [
+        (half.rowmask, 8),  # equal accumulators
+        (half.rowmask, 11),  # equal shares of one row, too
+        (half.quantised, 11),  # a choice other than the recorded one, so another output
+        (half.quantised, 16),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_recording_in_half_with_ties_is_followed(tmp_path, make, seed):
     report = checked(tmp_path, make(seed))
     assert report.passed, f"\n{report}"

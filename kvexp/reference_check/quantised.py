@@ -111,6 +111,8 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
             for field, name in (("recorded", "topk_idx"), ("recorded_exact", "exact_topk_idx"))
         }
         method = replace(method, **chosen, notes={})
+        chosen, exact = (archive[f"{prefix}_{name}"][layer].astype(np.int64) for name in ("topk_idx", "exact_topk_idx"))
+        method = replace(method, recorded=chosen, recorded_exact=exact, notes={})
         ends: list[Any] = []
 
         def keep(state: Any, _: int, ends: list[Any] = ends) -> None:
