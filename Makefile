@@ -32,8 +32,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
-.PHONY: help league setup docs demo testbed smoke test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile

@@ -14,6 +14,7 @@ from kvexp.config.model_spec import facts_of_template, generation_config_of, mov
 from kvexp.errors import ConfigError
 from kvexp.generate.generation_params import MODEL_PROCESSORS, set_fields
 from kvexp.methods import CUR
+from kvexp.models.adapter import beside_weights
 from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
 from kvexp.tasks.haystack import has_plain_sentences
 from kvexp.tasks.lm_eval.definition import written_after
@@ -82,6 +83,8 @@ CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
     # Answers are scored without the thinking before them, where the chat template has tags for it.
     "thinking": lambda settings: settings.thinking is not None,
+    # A LoRA adapter beside the weights is merged into them, where it was left out.
+    "adapter": lambda settings: beside_weights(settings.model.path) if settings.model.kind == "pretrained" else False,
     # Depths, answers and words go by the scripts of the texts, which were taken for English.
     "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
     "unicode_answers": lambda settings: _known(_has_answers_beyond_ascii, settings.task),

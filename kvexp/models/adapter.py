@@ -68,6 +68,11 @@ def base_of(path: str) -> str:
     return base
 
 
+def beside_weights(path: str | None) -> bool:
+    """Whether the folder at `path` holds weights and an adapter that changes them."""
+    return path is not None and adapter_settings(path) is not None and _has_weights(path_of(path, "model.path"))
+
+
 def tokenizer_place(path: str) -> str:
     """Where the tokenizer of the model at `path` is: an adapter's folder may have one or leave it to its model."""
     folder = path_of(path, "model.path")

@@ -106,11 +106,6 @@ def _check_pq_run(archive: Recording, report: Report, prefix: str) -> None:
     outs, noted, indexed = [], [], []
     for layer in range(whole.q.shape[0]):
         one = replace(whole, q=whole.q[layer, None], k=whole.k[layer, None], v=whole.v[layer, None])
-        chosen = {
-            field: archive[f"{prefix}_{name}"][layer].astype(np.int64)
-            for field, name in (("recorded", "topk_idx"), ("recorded_exact", "exact_topk_idx"))
-        }
-        method = replace(method, **chosen, notes={})
         chosen, exact = (archive[f"{prefix}_{name}"][layer].astype(np.int64) for name in ("topk_idx", "exact_topk_idx"))
         method = replace(method, recorded=chosen, recorded_exact=exact, notes={})
         ends: list[Any] = []
