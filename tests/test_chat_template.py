@@ -357,7 +357,7 @@ def scripted(monkeypatch):
     def script(text):
         ids = [*byte_tokenizer()(text, add_special_tokens=False).input_ids, *[257] * 4096]
 
-        def processors(decoding, seeds, columns, eos, device):
+        def processors(decoding, seeds, columns, *_):
             def choose(read, logits):
                 chosen = torch.full_like(logits, -1.0)
                 chosen[:, ids[read.shape[1] - columns]] = 1.0

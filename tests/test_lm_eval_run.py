@@ -29,7 +29,8 @@ def settings(outputs, *overrides, tasks="piqa"):
     words = [f"task.tasks=[{tasks}]", f"task.data_dir={ROWS}", f"outputs_dir={outputs}", "task=lm_eval", *overrides]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
-    choices = {"task": "lm_eval", "model": "tiny", "method": "h2o"}
+    method = next((word.partition("=")[2] for word in overrides if word.startswith("method=")), "h2o")
+    choices = {"task": "lm_eval", "model": "tiny", "method": method}
     plain = {k: v for k, v in config.items() if k not in ("log", "experiment")}
     return settings_of(plain, choices, words).parts()
 

@@ -109,7 +109,7 @@ def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> 
     decoding = dataclasses.replace(settings.decoding, thinking=settings.thinking)
     if more:
         decoding = dataclasses.replace(decoding, eos=tuple(dict.fromkeys([*eos_ids(model, decoding.eos), *more])))
-    return dataclasses.replace(settings, decoding=decoding)
+    return settings if decoding == settings.decoding else dataclasses.replace(settings, decoding=decoding)
 
 
 def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
