@@ -91,7 +91,7 @@ def test_one_object_stands_for_method_budget_and_keywords():
     assert prefill(model, PROMPT, config).cache.layer_states[0].config is config
     (mine,), (same,) = (continuation_logprobs(model, PROMPT, [[5, 6, 7]], *what) for what in ((config,), (H2O(), HALF)))
     assert len(mine) == len(same) == 3
-    with pytest.raises(ConfigError, match="cadance is not a keyword .* did you mean cadence"):
+    with pytest.raises(ConfigError, match=r"cadance is not a keyword .* did you mean cadence"):
         generate(model, PROMPT, H2O(), HALF, cadance=Cadence(every=2))
 
 

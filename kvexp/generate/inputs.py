@@ -64,16 +64,18 @@ def _check_unpadded(
 ) -> None:
     """ConfigError for prompts that look padded: padding would be read as if somebody had written it.
 
-    A padding token that begins or ends texts too is one token there, and in a batch of one width of all of them.
+    A padding token that begins or ends texts too is one token there; one that ends them, in a batch of one width, of all
+    of them.
     """
-    text_ids = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id, *eos_ids(model, "model")}
-    text_ids.add(getattr(tokenizer, "eos_token_id", None))
+    ends = {getattr(tokenizer, "eos_token_id", None), *eos_ids(model, "model")}
+    begins = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id} - ends
+    text_ids = begins | ends
     own = {getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id} - {None}
     one_width = len(prompts) > 1 and len({len(row) for row in prompts}) == 1
     for pad in own or text_ids - {None}:
         for side, rows in (("left", prompts), ("right", [row[::-1] for row in prompts])):
             runs = [next((n for n, token in enumerate(row) if token != pad), len(row)) for row in rows]
-            usual = min(int(pad in text_ids), *runs) if one_width else int(pad in text_ids)
+            usual = min(int(pad in text_ids), *runs) if one_width and pad not in begins else int(pad in text_ids)
             for row, run in enumerate(runs):
                 if run > usual and len(rows[row]) > 1:
                     raise ConfigError(

@@ -15,7 +15,7 @@ _MARKS = re.compile("<sep>|<turn>|<end>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soda(RougeTask, QuestionTask):
+class Soda(QuestionTask, RougeTask):
     """Write the rest of a dialogue after its first turn; rows {"narrative", "speakers", "dialogue", ...} of SODA
     (Kim et al., arXiv:2212.10465), 146,346 in the validation split.
 

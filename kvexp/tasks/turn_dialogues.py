@@ -101,7 +101,7 @@ class Dialogue(DialogueTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SodaTurns(RougeTask, DialogueTask):
+class SodaTurns(DialogueTask, RougeTask):
     """Conversations of SODA (Kim et al., arXiv:2212.10465), turn by turn: the user says what the first speaker says,
     after the narrative, and the model answers for the second.
 
