@@ -64,8 +64,8 @@ def _check_unpadded(
 ) -> None:
     """ConfigError for prompts that look padded: padding would be read as if somebody had written it.
 
-    A padding token that begins or ends texts too is one token there; one that ends them, in a batch of one width, of all
-    of them.
+    A padding token that begins or ends texts too is one token there; one that ends them, in a batch of one width, of
+    all of them.
     """
     ends = {getattr(tokenizer, "eos_token_id", None), *eos_ids(model, "model")}
     begins = {getattr(tokenizer, "bos_token_id", None), model.config.bos_token_id} - ends

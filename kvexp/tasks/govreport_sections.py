@@ -15,7 +15,7 @@ Sections = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GovReportSections(RougeTask, FramedQuestions):
+class GovReportSections(FramedQuestions, RougeTask):
     """Write one section of a report's summary; rows {"id", "document_sections", "summary_sections"} of GovReport
     (Huang et al., arXiv:2104.02112), configuration "structure" of launch/gov_report: sections with a `title` and
     `paragraphs`, as a list of objects or as an object of lists.

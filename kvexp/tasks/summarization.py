@@ -32,7 +32,7 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummaryTask(RougeTask, QuestionTask):
+class SummaryTask(QuestionTask, RougeTask):
     """Summarize a document, wherever it comes from: prefix = instruction, body = document, suffix = where the summary
     starts.
 

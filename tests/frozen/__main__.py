@@ -118,6 +118,7 @@ def record() -> dict:
     cache = os.environ.get("KVEXP_FROZEN_OUT")
     place = Path(cache or tempfile.mkdtemp(prefix="frozen-"))
     place.mkdir(parents=True, exist_ok=True)
+    own_cache(place / "cache")
     for name in LOADED:
         importlib.import_module(name)
     try:
@@ -140,6 +141,15 @@ def record() -> dict:
     finally:
         if cache is None:
             shutil.rmtree(place)
+
+
+def own_cache(folder: Path) -> None:
+    """A cache folder of this recording, which has the models that the user's has: what is calibrated replaces nothing."""
+    users = Path(os.environ.get("KVEXP_CACHE") or importlib.import_module("platformdirs").user_cache_dir("kvexp"))
+    folder.mkdir(exist_ok=True)
+    if (users / "models").is_dir() and not (folder / "models").exists():
+        (folder / "models").symlink_to(users / "models")
+    os.environ["KVEXP_CACHE"] = str(folder)
 
 
 def machine() -> str:
