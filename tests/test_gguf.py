@@ -7,9 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
+import transformers
 from filelock import FileLock
 from gguf import GGMLQuantizationType, dequantize, quantize
 from gguf_files import SIZES, bpe_tokenizer, small_model, tensors_of, write
+from packaging.version import Version
 from test_conf import composed
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -544,6 +546,8 @@ def test_a_chat_template_is_used_where_there_is_one(llama, tmp_path, tokenizer):
 
 def test_transformers_own_reader_agrees(llama):
     """Byte for byte the same tokens, where it knows how the file splits text."""
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("transformers 5.4 puts a first token in front of every text of such a file")
     theirs = AutoTokenizer.from_pretrained(str(llama[0].parent), gguf_file=llama[0].name)
     ours = load_tokenizer(str(llama[0]))
     assert ours.get_vocab().items() <= theirs.get_vocab().items()  # transformers before 5.23 adds Code Llama's

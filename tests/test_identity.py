@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from test_conf import composed
 from tiny import CONFIGS, prompts_of, stock, tiny
 from transformers import GenerationConfig
@@ -227,6 +229,8 @@ def test_every_generation_setting_of_transformers_is_followed_refused_or_known_t
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", OWN_SETTINGS)
 def test_a_model_s_own_logits_processors_give_the_tokens_of_transformers_row_by_row(name, num_beams):
+    if name == "encoder_repetition_penalty" and num_beams > 1 and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("transformers 5.4 itself penalises the first beam alone")
     model, reference = copy.deepcopy(tiny("llama")), copy.deepcopy(stock("llama"))
     prompts = [[5], *PROMPTS] if name == "forced_bos_token_id" else PROMPTS
     ends = [END, 54, 2, 36]  # of which these models write some early

@@ -144,7 +144,7 @@ def record() -> dict:
 
 
 def own_cache(folder: Path) -> None:
-    """A cache folder of this recording, which has the models that the user's has: what is calibrated replaces nothing."""
+    """A cache folder of this recording, with the models of the user's: what is calibrated here replaces nothing."""
     users = Path(os.environ.get("KVEXP_CACHE") or importlib.import_module("platformdirs").user_cache_dir("kvexp"))
     folder.mkdir(exist_ok=True)
     if (users / "models").is_dir() and not (folder / "models").exists():
