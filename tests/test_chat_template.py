@@ -553,3 +553,11 @@ def test_the_table_tells_of_cut_answers_that_do_not_count(folders, scripted, tmp
     evaluate_run(settings(folders(R1), "task=news_qa", "limit=2", "method=full", f"outputs_dir={tmp_path}"))
     (shown,) = table(tmp_path).to_dict("records")
     assert (shown["n"], shown["questions"], shown["thinking_cut"]) == (0, 2, 2)
+
+
+def test_a_truth_in_quotes_is_refused(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if enable_thinking is false %}no{% endif %}{{ messages[0].content }}"
+    chat_template.check_arguments(tokenizer, {"enable_thinking": False})
+    with pytest.raises(ConfigError, match="enable_thinking is the text 'false'; write enable_thinking: false without"):
+        chat_template.check_arguments(tokenizer, {"enable_thinking": "false"})

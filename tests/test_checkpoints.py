@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import CONFIGS, stock
 
 from kvexp import digests
+from kvexp.config.labels import model_label
 from kvexp.config.model_spec import ModelSpec, load
 from kvexp.errors import ConfigError
 from kvexp.models import checkpoint, load_model
@@ -684,3 +685,8 @@ def test_a_yardstick_of_a_folder_is_nobodys_published_numbers(folder, capsys):
 
     assert main([f"model.path={folder}", "limit=1"]) == 2
     assert f"no published number is known for model={folder.name}" in capsys.readouterr().err
+
+
+def test_a_folder_named_by_a_dot_has_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_label("local", ".") == tmp_path.name and model_label("local", "..") == tmp_path.parent.name

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tiny import CONFIGS, tiny
+from tiny import CONFIGS, prompts_of, tiny
 from transformers import BatchEncoding
 
 from kvexp.core import Budget, CacheConfig, Cadence
@@ -434,3 +434,13 @@ def test_a_long_prompt_beside_a_long_continuation_is_no_row_too_long(family, met
     for row, one in zip(rows, together, strict=True):
         measured = row.full_logprob if method.name == "full" else row.logprob
         assert measured == pytest.approx(one, abs=1e-4)
+
+
+def test_prompts_may_be_tensors_arrays_or_rows_of_them() -> None:
+    model, rows = tiny("llama"), prompts_of(3, (9, 9))
+    wanted = generate(model, rows, Full(), max_new_tokens=3).tokens
+    given = torch.tensor(rows)
+    for each in (given, list(given), given.numpy(), [row.numpy() for row in given], {"input_ids": given}):
+        assert generate(model, each, Full(), max_new_tokens=3).tokens == wanted
+    for mask in (torch.ones_like(given), torch.ones_like(given).numpy(), list(torch.ones_like(given))):
+        assert generate(model, given, Full(), max_new_tokens=3, attention_mask=mask).tokens == wanted

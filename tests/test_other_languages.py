@@ -288,3 +288,16 @@ def test_corrections_name_exactly_the_runs_they_touch(tmp_path):
 
 def test_every_summary_task_has_the_setting():
     assert {"rouge_tokenizer"} <= set(Summarization.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("opening", ["Table 1. ", "Hello. ", "《红楼梦》第一回。"])
+@pytest.mark.parametrize("body", ["a,b,c\n", "ภาษาไทยไม่มีช่องว่าง", "x1 = f(1)\n"])
+def test_a_sentence_far_in_front_holds_no_needle(opening: str, body: str) -> None:
+    text = opening + body * (6000 // len(body))
+    depths = hide(text, [(share, "NEEDLE") for share in (25, 50, 75)]).depths
+    assert depths == pytest.approx([25, 50, 75], abs=1)
+
+
+def test_marks_of_an_emoji_are_no_part_of_a_word() -> None:
+    assert words_of("Москва ☀️") == ["москва"] and words_of("1️⃣ раз") == ["1", "раз"]
+    assert words_of("I love it ❤️") == ["i", "love", "it"]

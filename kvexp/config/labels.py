@@ -45,7 +45,8 @@ def model_label(choice: str, path: str | None) -> str:
     known = of_option("model", choice, "path")
     if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
         return choice
-    return Path(path).name
+    name = Path(path).name
+    return name if name not in ("", "..") else Path(path).resolve().name
 
 
 def override_label(overrides: Sequence[str]) -> str:

@@ -41,13 +41,12 @@ def real_prompts(
             raise ConfigError(f"prompts has no input_ids; it holds {', '.join(map(str, prompts))}")
         attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
         prompts = prompts["input_ids"]
-    if isinstance(prompts, Tensor) and prompts.ndim == 2 and attention_mask is not None:
-        prompts = prompts.tolist()
+    prompts = _as_lists(prompts)
     check_prompts(model, prompts)
     if attention_mask is None:
         _check_unpadded(model, prompts, tokenizer)
         return [list(row) for row in prompts]
-    masks = attention_mask.tolist() if isinstance(attention_mask, Tensor) else attention_mask
+    masks = _as_lists(attention_mask)
     shapes = [len(row) for row in prompts], [len(row) if isinstance(row, Sequence) else 0 for row in masks]
     if shapes[0] != shapes[1]:
         raise ConfigError(
@@ -57,6 +56,15 @@ def real_prompts(
     if wrong := {int(each) for row in masks for each in row} - {0, 1}:
         raise ConfigError(f"attention_mask must hold 1 for tokens and 0 for padding, got {min(wrong)}")
     return [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(prompts, masks, strict=True)]
+
+
+def _as_lists(rows: Any) -> Any:
+    """Tensors and arrays, or rows of them, as lists."""
+    if hasattr(rows, "tolist"):
+        rows = rows.tolist()
+    if isinstance(rows, list | tuple):
+        return [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+    return rows
 
 
 def _check_unpadded(

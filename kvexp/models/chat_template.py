@@ -280,6 +280,12 @@ def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = 
             f"{option}: the model's chat template never mentions {', '.join(unknown)}; it mentions "
             f"{', '.join(sorted(known)) or 'nothing that can be set'}"
         )
+    for name, value in arguments.items():
+        if isinstance(value, str) and value.lower() in (
+            "true",
+            "false",
+        ):  # a template that asks `is false` would not see it
+            raise ConfigError(f"{option}: {name} is the text {value!r}; write {name}: {value.lower()} without quotes")
     source = template_of(tokenizer) or ""
     if "date_string" in arguments and "date_string" not in source:
         date = str(arguments["date_string"])

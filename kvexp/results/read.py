@@ -337,7 +337,7 @@ def _method_of(folder: Folder) -> str:
     """What the versions of a user's method have in common: the class, and the file that it was found in."""
     reference = (folder.run.command or {}).get("method_found_as")
     place = place_of(reference) if isinstance(reference, str) else None
-    return f"{(folder.source or {}).get('class')} {place.file if place is not None else None}"
+    return f"{(folder.source or {}).get('class')} {place.file.resolve() if place is not None else None}"
 
 
 def _newest(versions: list[Folder]) -> Folder:

@@ -142,6 +142,8 @@ def _sentence(text: str, near: int) -> int | None:
     """Where the sentence that holds character `near` begins; None where the text has no sentences there."""
     window = max(0, near - 2000)
     ends = list(_ENDS.finditer(text[window:near]))
+    if window and not ends:
+        return None  # whatever began in front of the window is no sentence
     begin = window + ends[-1].end() if ends else 0
     return begin if _ends_as_sentence(text, begin) else None
 

@@ -42,12 +42,17 @@ def words_of(text: str, *, syllables: bool = False) -> list[str]:
     """
     words: list[str] = []
     going = False  # whether the next letter belongs to the last word
+    behind_letter = False  # marks of what is no letter, such as an emoji, belong to no word
     for c in folded(text):
-        kind = unicodedata.category(c)[0]
-        if kind not in "LMN":
+        category = unicodedata.category(c)
+        kind = category[0]
+        if kind == "M":
+            if behind_letter and category != "Me" and not "\ufe00" <= c <= "\ufe0f":
+                words[-1] += c
+            continue
+        behind_letter = kind in "LN"
+        if not behind_letter:
             going = False
-        elif kind == "M" and words:
-            words[-1] += c
         elif _UNSPACED.match(c) or (syllables and _HANGUL.match(c)):
             words.append(c)
             going = False
