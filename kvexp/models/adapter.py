@@ -131,7 +131,7 @@ def merged(model: Any, path: str) -> Any:
             warnings.simplefilter("ignore", FutureWarning)  # of names that peft still calls in transformers
             wrapped = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path))
             state = peft.utils.load_peft_weights(path, device="cpu")
-            found = peft.set_peft_model_state_dict(wrapped, state)
+            found: Any = peft.set_peft_model_state_dict(wrapped, state)
         missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
         wrong = {"missing": missing, "unexpected": list(found.unexpected_keys)}
         said = "; ".join(f"{kind}: {', '.join(names[:SHOWN])}" for kind, names in wrong.items() if names)
