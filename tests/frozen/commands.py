@@ -97,7 +97,6 @@ TABLES = {
     "table_kl": ["results", "{out}/methods_gqa", "--metric", "kl"],
     "table_divergence": ["divergence", "{out}/methods_gqa", "--no-measure"],
     "table_retrieval": ["results", "{out}/offload"],
-    "table_turns": ["turns", "{out}/dialogue"],
     "table_questions": ["many-questions", "{out}/questions"],
     "table_longbench": ["longbench", "{out}/longbench"],
     "table_chunks": ["prefill-chunks", "{out}/bounded"],
