@@ -191,7 +191,6 @@ ORDINARY = {
     "ratio for a budget": (dict(method=H2O(), budget=0.5), "budget must be a Budget"),
     "a class": (dict(method=H2O, budget=Budget(tokens=8)), "method must be a method object"),
     "a name": (dict(method="h2o"), "method must be a method object"),
-    "a tensor": (dict(method=Full(), prompts=IDS), "lists of token ids"),
     "a text": (dict(method=Full(), prompts=["Once"]), "lists of token ids"),
     "a flat list": (dict(method=Full(), prompts=PROMPT), "lists of token ids"),
     "unknown token": (dict(method=Full(), prompts=[[3, 99]]), "row 0 holds token id 99, the model knows 0 to 60"),
