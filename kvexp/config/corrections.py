@@ -84,7 +84,7 @@ CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
     # Answers are scored without the thinking before them, where the chat template has tags for it.
     "thinking": lambda settings: settings.thinking is not None,
     # A LoRA adapter beside the weights is merged into them, where it was left out.
-    "adapter": lambda settings: beside_weights(settings.model.path) if settings.model.kind == "pretrained" else False,
+    "adapter": lambda settings: settings.model.kind == "pretrained" and beside_weights(settings.model.path),
     # Depths, answers and words go by the scripts of the texts, which were taken for English.
     "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
     "unicode_answers": lambda settings: _known(_has_answers_beyond_ascii, settings.task),

@@ -80,7 +80,7 @@ def truncate_at_end(
         for count, token in enumerate(new, 1):
             if token in ends:
                 ending = Ending("stop", token=token)
-            elif text := stops.found(new[:count]):
+            elif stops and (text := stops.found(new[:count])):
                 ending = Ending("stop", text=text)
             if ending.reason == "stop":
                 new = new[:count]

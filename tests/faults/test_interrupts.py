@@ -12,33 +12,28 @@ import pytest
 from faults.stage import ENV, ROOT, TWO_THREADS
 from faults.sweeps import launchers, lines_of, rows_of, sweep
 
-# Says where it is, and stays there: at the third row of the process, or while the model's weights are read.
-SLOW_ROW = """
+# Each says where it is, and stays there: at so many rows or texts of the process, or while the weights are read.
+
+
+def slow_append(imported, holder, count):
+    """Source that lets the `count`-th call of `append` of a class or module wait."""
+    return f"""
 import time
-from kvexp.record import Run
-append = Run.append
-def slow(self, *rows):
-    append(self, *rows)
-    slow.made += 1
-    if slow.made == 3:
-        print("HERE", flush=True)
-        time.sleep(60)
-slow.made = 0
-Run.append = slow
-"""
-SLOW_TEXT = """
-import time
-from kvexp.record import divergence_lines
-append = divergence_lines.append
+{imported}
+append = {holder}.append
 def slow(*given):
     append(*given)
     slow.made += 1
-    if slow.made == 2:
+    if slow.made == {count}:
         print("HERE", flush=True)
         time.sleep(60)
 slow.made = 0
-divergence_lines.append = slow
+{holder}.append = slow
 """
+
+
+SLOW_ROW = slow_append("from kvexp.record import Run", "Run", 3)
+SLOW_TEXT = slow_append("from kvexp.record import divergence_lines", "divergence_lines", 2)
 SLOW_LOAD = """
 import time
 import kvexp.models
