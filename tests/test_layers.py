@@ -18,7 +18,6 @@ PACKAGE = ROOT / "kvexp"
 ALLOWED: dict[str, set[str]] = {
     "": set(),  # kvexp/__init__.py: constants, so that `import kvexp` costs nothing
     "errors": set(),
-    "deprecation": set(),
     "paths": {".errors"},
     "cache_folder": {"platformdirs"},
     "digests": {".errors", ".cache_folder"},
@@ -29,12 +28,11 @@ ALLOWED: dict[str, set[str]] = {
     "terminal": set(),  # of whatever is printed
     "console": {".session", "rich"},
     "hub": {"huggingface_hub"},  # comes with transformers and with datasets
-    "core": {".errors", ".deprecation", "torch", "triton"},  # triton: in ON_DEMAND alone
+    "core": {".errors", "torch", "triton"},  # triton: in ON_DEMAND alone
     "methods": {".errors", ".core", "torch"},
     # numpy: its legacy generator drew PQCache's first centroids
-    "retrieval": {".errors", ".deprecation", ".core", "torch", "numpy"},
+    "retrieval": {".errors", ".core", "torch", "numpy"},
     "models": {
-        ".deprecation",
         *(
             ".errors",
             ".paths",
@@ -52,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "jinja2",  # chat templates; comes with torch
         "peft",  # where an adapter is merged
     },
-    "generate": {".errors", ".deprecation", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
+    "generate": {".errors", ".core", ".methods", ".retrieval", ".models", "torch", "transformers"},
     "reference_check": {".errors", ".core", ".methods", ".retrieval", ".models", ".generate", "torch", "numpy"},
     "articles": set(),
     "testbed": set(),

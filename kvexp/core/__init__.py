@@ -26,7 +26,6 @@ from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
 from kvexp.core.surrogate import Surrogate
-from kvexp.deprecation import deprecated_names
 
 __all__ = [
     "AttentionParams",
@@ -52,17 +51,3 @@ __all__ = [
     "Slots",
     "Surrogate",
 ]
-
-__getattr__ = deprecated_names(
-    __name__,
-    {
-        "Attention": ("AttentionScoreSpec", AttentionScoreSpec),
-        "Geometry": ("AttentionParams", AttentionParams),
-        "LayerState": ("EvictionLayer", EvictionLayer),
-        "Ledger": ("MemoryTracker", MemoryTracker),
-        "Moment": ("EvictionContext", EvictionContext),
-        "Plan": ("CacheConfig", CacheConfig),
-        "Rotation": ("RoPE", RoPE),
-        "Timeline": ("SequenceState", SequenceState),
-    },
-)

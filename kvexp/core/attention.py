@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvexp.core.select import INT64_MAX
-from kvexp.deprecation import OldName
 
 QUERY_BLOCK = 256  # query rows attended at a time when a mask has to be materialised
 # MKL splits a sum over so many slots and more at places that depend on their number, once a group has so many heads.
@@ -48,8 +47,6 @@ class RoPE:
         """The pairs of dimensions that are turned, [..., n, 2], of vectors [..., D]."""
         turned = vectors[..., : 2 * len(self.inv_freq)]
         return turned.unflatten(-1, (-1, 2)) if self.interleaved else torch.stack(turned.chunk(2, dim=-1), dim=-1)
-
-    shift = OldName("rotate_by")
 
 
 @dataclass(frozen=True)

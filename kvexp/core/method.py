@@ -15,22 +15,7 @@ from kvexp.core.query_calibration import LayerCalibration
 from kvexp.core.query_statistics import QueryStatistics
 from kvexp.core.score_spec import AttentionScoreSpec
 from kvexp.core.slots import Slots
-from kvexp.deprecation import OldName, deprecated_names, keep_old_hooks
 from kvexp.errors import ConfigError
-
-RENAMED = {
-    "view": "score_spec",
-    "birth": "initial_score",
-    "rank": "priority",
-    "ranks_by_score": "priority_is_score",
-    "allowance": "effective_budget",
-    "attended": "query_mask",
-    "limbo": "hidden_next_step",
-    "needs_mask": "simulation_only",
-    "alters_prompt": "modifies_prefill",
-    "keeps_everything": "full_cache",
-    "keeps_newest": "is_window",
-}  # old names of a method's hooks, which work for one release
 
 
 @dataclass(frozen=True)
@@ -98,8 +83,6 @@ class EvictionContext:
         """[B, H, S] bool: the slot of the token that has just left the recent window."""
         return self.age() == self.recent[:, None, None]
 
-    leaving = OldName("just_left_window")
-
 
 @dataclass(frozen=True)
 class Method:
@@ -121,9 +104,8 @@ class Method:
     )
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Name the subclass after its class unless it says a `name`, and take hooks declared under their old names."""
+        """Name the subclass after its class unless it says a `name`."""
         super().__init_subclass__(**options)
-        keep_old_hooks(cls, RENAMED)
         if "name" not in vars(cls):
             cls.name = cls.__name__
 
@@ -241,7 +223,3 @@ def checked(
 def recency(ctx: EvictionContext) -> Tensor:
     """Priority [B, H, S] float32 by position: the newest tokens stay."""
     return ctx.positions.to(torch.float32)
-
-
-keep_old_hooks(Method, RENAMED)
-__getattr__ = deprecated_names(__name__, {"newest_first": ("recency", recency)})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvexp.deprecation import OldName
-
 GROWTH = 64  # slots added at a time when a cache grows and its final size is not known
 
 
@@ -40,8 +38,6 @@ class Slots:
         slots = cls(keys[:, :, :0], values[:, :, :0], ids, ids.to(torch.float32), visible)
         slots.same_order = True
         return slots
-
-    used = OldName("length")
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from kvexp.core.method import checked
 from kvexp.core.quantized_slots import QuantizedSlots, settled
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
-from kvexp.deprecation import OldName
 from kvexp.errors import CacheError
 
 
@@ -167,5 +166,3 @@ class StoredLayer:
         if slots.visible is not None:
             positions = positions.masked_fill(~slots.visible[:, :, : slots.length], -1)
         return [[sorted(p for p in head if p >= 0) for head in row] for row in positions[rows].tolist()]
-
-    kept = OldName("kept_positions")

@@ -1,7 +1,6 @@
 """Prefill, evict and decode: generation with timing, and log-probabilities of given continuations."""
 
 from kvexp.core import CacheConfig
-from kvexp.deprecation import deprecated_names
 from kvexp.generate.api import generate, generate_from_context, generate_from_contexts
 from kvexp.generate.decode_loop import decode, decode_batches
 from kvexp.generate.divergence import ForcedBatch, TextDivergence, divergence_from_full, divergence_of_batches
@@ -46,21 +45,3 @@ __all__ = [
     "score_continuations",
     "score_tokens",
 ]
-
-__getattr__ = deprecated_names(
-    __name__,
-    {
-        "ask": ("generate_from_context", generate_from_context),
-        "ask_together": ("generate_from_contexts", generate_from_contexts),
-        "feeds_at_once": ("can_score_in_one_forward", can_score_in_one_forward),
-        "forward": ("forward_last", forward_last),
-        "judge": ("score_continuations", score_continuations),
-        "judged": ("score_tokens", score_tokens),
-        "Context": ("PrefilledContext", PrefilledContext),
-        "Decoding": ("GenerationParams", GenerationParams),
-        "finish": ("decode", decode),
-        "MethodSpec": ("CacheConfig", CacheConfig),
-        "Receipt": ("EvictionStats", EvictionStats),
-        "Variant": ("CacheConfig", CacheConfig),
-    },
-)

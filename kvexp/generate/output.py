@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kvexp.core import MemoryTracker
-from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, NotFinite
 from kvexp.generate.eviction_stats import EvictionStats
 from kvexp.generate.finish_reason import Ending
@@ -53,8 +52,6 @@ class Generation:
     logits: tuple[Tensor, ...] = field(default=(), repr=False)
     early_stats: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
     cuda_graph: str | None = None
-
-    ledger, ends = OldName("memory_tracker"), OldName("early_stats")
 
 
 def check_finite(cache: EvictionCache) -> None:

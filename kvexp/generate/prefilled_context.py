@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
 from kvexp.core.spans import Span
-from kvexp.deprecation import OldName
 from kvexp.errors import ConfigError
 from kvexp.generate.inputs import check_bounded, check_prompts, check_rows, pad_id, pad_left, seeds_per_row
 from kvexp.models import EvictionCache
@@ -67,8 +66,6 @@ class PrefilledContext:
                 "tokens are to follow the context: prefill it with that number"
             )
         sequence.max_new_tokens = new_tokens
-
-    expects = OldName("set_max_new_tokens")
 
 
 @torch.no_grad()

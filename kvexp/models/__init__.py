@@ -1,6 +1,5 @@
 """Hugging Face's side of kvexp: loading models, patching their attention, the cache, adapters for GPT-J and MPT."""
 
-from kvexp.deprecation import deprecated_names
 from kvexp.models.batched_cache import MultiMethodCache
 from kvexp.models.cache import EvictionCache
 from kvexp.models.calibration_pass import calibrate_heads, calibrate_queries
@@ -27,8 +26,3 @@ __all__ = [
     "unpack_linear",
     "unpatch_model",
 ]
-
-__getattr__ = deprecated_names(
-    __name__,
-    {"JoinedCache": ("MultiMethodCache", MultiMethodCache), "install": ("patch_model", patch_model)},
-)

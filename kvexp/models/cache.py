@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
@@ -32,7 +31,6 @@ from kvexp.core.layer_allocation import LayerAllocation, layer_budgets_of
 from kvexp.core.layer_cache import LayerCache, RowsCache
 from kvexp.core.span_room import check_spans
 from kvexp.core.spans import Span
-from kvexp.deprecation import OldName
 from kvexp.errors import CacheError, ConfigError
 from kvexp.kept_text import KeptText
 from kvexp.models.attention_hook import LAYER_ATTR, check_patched
@@ -189,12 +187,6 @@ class EvictionCache(Cache):  # type: ignore[misc]
         """The layers' caches in kvexp's core, in order."""
         return [layer.state for layer in self.layers]
 
-    @property
-    def plan(self) -> CacheConfig:
-        """The old name of `config`, for one release."""
-        warnings.warn("EvictionCache.plan is called EvictionCache.config now", DeprecationWarning, stacklevel=2)
-        return self.config
-
     def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
         """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
         self.sequence.multi_token_steps_allowed = allowed
@@ -344,7 +336,3 @@ class EvictionCache(Cache):  # type: ignore[misc]
         counts = [Counter(position for head in heads for position in head) for heads in held]
         by_layer = [[layer[place] for layer in counts] for place in range(len(ids))]
         return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
-
-    timeline, ledger, states = OldName("sequence"), OldName("memory_tracker"), OldName("layer_states")
-    kept, resolve = OldName("kept_positions"), OldName("check_budget")
-    several_tokens = OldName("allow_multi_token_steps")

@@ -6,7 +6,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvexp.core.masked_layer import MaskedLayer, MaskFn
-from kvexp.deprecation import OldName
 from kvexp.errors import ConfigError
 from kvexp.models.attention_hook import check_patched
 from kvexp.models.cache import EvictionCacheLayer
@@ -28,5 +27,3 @@ class RowMaskCache(Cache):  # type: ignore[misc]
     def layer_states(self) -> list[MaskedLayer]:
         """The layers, with their masks and probabilities after the forward."""
         return [layer.state for layer in self.layers]
-
-    states = OldName("layer_states")

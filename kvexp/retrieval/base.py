@@ -12,19 +12,10 @@ from torch import Tensor
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
 from kvexp.core.budget import floor_share
 from kvexp.core.method import Method
-from kvexp.deprecation import OldName, keep_old_hooks
 from kvexp.errors import ConfigError
 from kvexp.retrieval.block_cache import BlockCacheConfig
 from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.query import RetrievalQuery, Selection
-
-RENAMED = {
-    "ungrouped": "per_query_head",
-    "clamps": "clamps_positions",
-    "builds_on_host": "indexes_on_host",
-    "prepare": "calibrate",
-    "search_bits": "index_bits_per_token",
-}  # old names of a retrieval method's hooks, which work for one release
 
 
 @dataclass(frozen=True)
@@ -48,9 +39,6 @@ class PrefillKV:
     params: AttentionParams
     beams: int = 1
     calibration: Any = None
-
-    local, room, home = OldName("recent"), OldName("capacity"), OldName("host_device")
-    samples, prepared = OldName("beams"), OldName("calibration")
 
     def left_aligned(self, x: Tensor) -> Tensor:
         """x [B, H, S, *], padded on the left, moved to slot = position, as `keys` and `values` are."""
@@ -102,10 +90,6 @@ class Retrieval(Method):
     n_sinks: int = 4
     recent_ratio: float = 0.5
     offload: bool = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        keep_old_hooks(cls, RENAMED)
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:
@@ -199,6 +183,3 @@ class Retrieval(Method):
     def index_bits_per_token(self, dim: int) -> float:
         """Bits per token and kv head that selecting reads at every step, at 16 bits a component, as papers count."""
         return 0.0
-
-
-keep_old_hooks(Retrieval, RENAMED)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.deprecation import OldName, deprecated_names
 from kvexp.retrieval.copy_streams import CopyStreams, empty_host, index_select_host
 
 
@@ -157,8 +156,3 @@ class KVIndex:
             other.entries[name], other.pinned = _Entry(tensor, entry.per, entry.ship), other.pinned and fine
         other.notes = {name: [values[i] for i in rows.tolist()] for name, values in self.notes.items()}
         return other
-
-    put, settle = OldName("register"), OldName("flush")
-
-
-__getattr__ = deprecated_names(__name__, {"Index": ("KVIndex", KVIndex)})

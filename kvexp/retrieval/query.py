@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvexp.core.attention import AttentionParams
 from kvexp.core.select import topk_slots
-from kvexp.deprecation import OldName, deprecated_names
 from kvexp.errors import ConfigError
 from kvexp.retrieval.kv_index import KVIndex
 from kvexp.retrieval.offload import OffloadedKV
@@ -107,9 +106,6 @@ class RetrievalQuery:
         """The slots [B, H, max_k] of highest relevance [B, H, S] among the candidates, ascending; -1: none."""
         return topk_slots(relevance, self.candidates, self.counts, min(self.max_k, relevance.shape[-1]))
 
-    everything, against, exact = OldName("all_candidates"), OldName("logits_of"), OldName("exact_logits")
-    top, widest = OldName("topk"), OldName("max_k")
-
 
 def reduce_group(logits: Tensor, how: str) -> Tensor:
     """One relevance [B, H, S] per kv head from the logits [B, H, G, S] of its query heads.
@@ -135,10 +131,3 @@ class Selection:
 
     slots: Tensor
     extra: Any = None
-
-    carry = OldName("extra")
-
-
-__getattr__ = deprecated_names(
-    __name__, {"Chosen": ("Selection", Selection), "combined": ("reduce_group", reduce_group)}
-)
