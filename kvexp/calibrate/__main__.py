@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.sweep.signals import INTERRUPTED
 from kvexp.terminal import say
 
@@ -27,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
     from kvexp.config.compose_errors import told
 
-    _, words = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["kvzap"]:
+        from kvexp.calibrate.kvzap_command import main as train_kvzap
+
+        return train_kvzap(argv[1:])
+    _, words = parser().parse_known_args(argv)
 
     def calibrate() -> None:
         model_words, own = parted(words)
@@ -83,8 +87,3 @@ def number(key: str, own: dict[str, str]) -> int:
     if not own[key].isdecimal() or int(own[key]) < 1:
         raise ConfigError(f"{key} must be a whole number of at least 1, got {own[key]!r}")
     return int(own[key])
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

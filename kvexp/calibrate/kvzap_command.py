@@ -1,4 +1,4 @@
-"""python -m kvexp.training kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
+"""kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
 
 The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
 by kv head, from what the attention layers got the first time. Settings are those of `kvexp run` for a model, and:
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from kvexp.calibrate.__main__ import exit_code, number, parted
 
 OWN = {"data": "", "tokens": "1250", "prompts": "400"}
-NAME = "python -m kvexp.training kvzap"
+NAME = "kvexp calibrate kvzap"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from kvexp import NUMERICS, __version__
 from kvexp.custom_generate.flatten import flattened, requirements
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 README = """# KV-cache eviction for `generate`
@@ -65,8 +64,3 @@ def write_folder(folder: Path) -> int:
     readme = README.format(version=__version__, numerics=NUMERICS, **words)
     (folder / "README.md").write_text(readme, encoding="utf-8")
     return len(made) + 1
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

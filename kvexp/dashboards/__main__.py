@@ -16,7 +16,6 @@ from kvexp.dashboards.wandb_objects import report, workspace
 from kvexp.errors import ConfigError
 from kvexp.log import check
 from kvexp.log.mode import PROJECT, has_account
-from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.divergence_print import divergence_frames
 from kvexp.terminal import say
@@ -84,8 +83,3 @@ def check_reachable(address: str, seconds: float = 10.0) -> None:
         raise ConfigError(
             f"no answer from {address} ({error}): dashboards need the network; --print does not"
         ) from error
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -10,7 +10,6 @@ from pathlib import Path
 from kvexp.config.typed_methods import with_user_methods, without_method_words
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
 from kvexp.results.columns import parts
 from kvexp.results.divergence_print import (
@@ -91,8 +90,3 @@ def labels_of(names: Sequence[str], shown: Sequence[Folder]) -> list[str]:
     if wrong:
         raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
     return list(names)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import EPSILON_KL
 from kvexp.record.run_name import run_name
 from kvexp.results import table
@@ -90,8 +89,3 @@ def parser() -> argparse.ArgumentParser:
     add("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"of KL (default: {EPSILON_KL})")
     add("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     return result
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -35,7 +35,6 @@ from kvexp.generate.prefilled_context import decode_step
 from kvexp.methods import Keyformer
 from kvexp.models import unpack_linear
 from kvexp.models.rounded_weights import round_linear_layers
-from kvexp.pipes import watch_pipes
 from kvexp.record import Run
 from kvexp.record.divergence_lines import OWN, Line, read
 from kvexp.results import stats
@@ -185,8 +184,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print_columns(frame.to_dict("records"), columns, 1, console)  # type: ignore[arg-type]
     return 0
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

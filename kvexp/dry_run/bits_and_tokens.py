@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 SEVERAL = {"bytes_ratio": "0.5,0.25,0.125", "cache.bits": "16,8,4,2", "cache.key_bits": "", "cache.value_bits": ""}
@@ -168,8 +167,3 @@ def show(name: str, width: int, tokens: int, found: Sequence[BitsAndTokens], mor
         keys |= {"value_bits": "cache.value_bits"} if apart else {}
         values = {key: dict.fromkeys(f"{getattr(one, name):g}" for one in fits) for name, key in keys.items()}
         say(" ".join(["kvexp run -m", *(f"{key}={','.join(each)}" for key, each in values.items()), *more]))
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from kvexp.figures.divergence_curves import LEAST
 from kvexp.figures.picture import write_picture
 from kvexp.figures.quality import PANEL
 from kvexp.figures.style import MARK_COLOR, color_of, marker_of
-from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN
 from kvexp.results import table
 from kvexp.results.columns import n_words, parts, shared_settings, with_n
@@ -147,7 +145,7 @@ def draw(frame: pd.DataFrame, names: Sequence[str] = PANELS) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what was measured."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.bytes_frontier", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot bytes", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default=None, help="default: the first metric of each task")
@@ -156,8 +154,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     panels = (args.panel,) if args.panel else PANELS
     return write_picture(args.picture, lambda: draw(frontier(args.outputs, chosen_by(args), args.metric), panels))
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

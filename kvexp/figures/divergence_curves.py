@@ -6,7 +6,6 @@ python -m kvexp.figures.divergence_curves outputs/ kl.png --x bytes
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Sequence
 from math import ceil
@@ -22,7 +21,6 @@ from kvexp.errors import ConfigError
 from kvexp.figures.picture import write_picture
 from kvexp.figures.quality import PANEL, PANELS, dashes_of
 from kvexp.figures.style import color_of, marker_of
-from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, TEXTS, read
 from kvexp.record.run_name import run_name
 from kvexp.results.columns import n_words, parts, shared_settings, with_n
@@ -150,9 +148,7 @@ def draw(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what was measured."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvexp.figures.divergence_curves", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="kvexp plot divergence", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--x", choices=(*X_AXES, POSITION), default="kv_ratio", help="default: kv_ratio")
@@ -160,8 +156,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_choice(parser)
     args = parser.parse_args(argv)
     return write_picture(args.picture, lambda: draw(args.outputs, chosen_by(args), args.x, args.text))
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -4,7 +4,6 @@ kvexp plot-heatmap outputs/HASH needle.png
 """
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from matplotlib.image import AxesImage
 
 from kvexp.errors import ConfigError
 from kvexp.figures.picture import write_picture
-from kvexp.pipes import watch_pipes
 from kvexp.record.run_name import run_name
 from kvexp.results.question_place import titled
 from kvexp.results.read import folders
@@ -78,7 +76,7 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what a run found at each length and depth."""
-    parser = argparse.ArgumentParser(prog="kvexp plot-heatmap", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot heatmap", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="the folder of a run: outputs/HASH")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", default="word_recall", choices=("word_recall", "exact"))
@@ -99,8 +97,3 @@ def draw(run: Path, metric: str) -> Figure:
     title = titled(f"{run_name(labels)}, {labels['model']}", [found[0].question])
     heatmap(cells, figure.add_subplot(), textwrap.fill(title, int(wide / LETTER)))
     return figure
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from kvexp.figures.legend import legend_below
 from kvexp.figures.picture import write_picture
 from kvexp.figures.quality import PANEL
 from kvexp.figures.style import DASHES, color_of, marker_of
-from kvexp.pipes import watch_pipes
 from kvexp.results.context_life import VIEWS, Line, Side, Value, chart_of
 from kvexp.results.where import add_choice, chosen_by
 
@@ -89,15 +87,10 @@ def _reach(value: Value, end: int, least: float) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what was run."""
-    parser = argparse.ArgumentParser(prog="python -m kvexp.figures.life_curves", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot life", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--of", choices=tuple(VIEWS), required=True, help="which of the views")
     add_choice(parser)
     args = parser.parse_args(argv)
     return write_picture(args.picture, lambda: draw(args.outputs, chosen_by(args), args.of))
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

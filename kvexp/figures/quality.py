@@ -6,7 +6,6 @@ kvexp plot-quality outputs/ quality.png --metric rouge2
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -23,7 +22,6 @@ from kvexp.figures.dodge import dodge
 from kvexp.figures.legend import legend_below
 from kvexp.figures.picture import write_picture
 from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
-from kvexp.pipes import watch_pipes
 from kvexp.results import table
 from kvexp.results.columns import n_words, parts, shared_settings, with_n
 from kvexp.results.question_place import titled
@@ -136,15 +134,10 @@ def _comparable(part: pd.DataFrame) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw what was run."""
-    parser = argparse.ArgumentParser(prog="kvexp plot-quality", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvexp plot quality", description=__doc__.splitlines()[0])
     parser.add_argument("outputs", type=Path, help="the folder of the runs")
     parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
     parser.add_argument("--metric", help="default: the task's first")
     add_choice(parser)
     args = parser.parse_args(argv)
     return write_picture(args.picture, lambda: draw(table(args.outputs, chosen_by(args)), args.metric))
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -17,7 +17,6 @@ from kvexp.config.typed_methods import with_user_methods
 from kvexp.errors import CacheError, ConfigError
 from kvexp.league.entry_file import NUMBERS, Entry, entries_in, read_entry
 from kvexp.league.league_page import html_page, markdown
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 BEGIN, END = "<!-- league: made by kvexp league page -->", "<!-- end of league -->"
@@ -192,8 +191,3 @@ def tolerance_file(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     least = 1e-5  # what seven digits in an entry leave open
     tolerance = {name: max(least, SAFETY * max(one["largest"][name] for one in each)) for name in NUMBERS}
     return {"tolerance": tolerance, "safety": SAFETY, "rows": len(first), "measured": each}
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -12,7 +12,6 @@ from typing import Any
 from kvexp.diagnose.folders import run_at
 from kvexp.errors import ConfigError
 from kvexp.league.entry_file import FORMAT, VERSION, Entry, words_of, write_entry
-from kvexp.pipes import watch_pipes
 from kvexp.record import Run
 from kvexp.record.canonical_json import load
 from kvexp.record.divergence_lines import NAME, OWN, Line, read
@@ -118,8 +117,3 @@ def _number(value: Any) -> float | None:
 
 def _digest(file: Path) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -19,11 +19,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 
-def main(arguments: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """`kvexp lm-eval`: lm-eval's own command line with the model kvexp; 1 for what cannot be done, which is told."""
+    try:
+        run_lm_eval(argv)
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_lm_eval(arguments: list[str]) -> None:
     """Run lm-eval with these arguments."""
     from kvexp.tasks.lm_eval import package
 
@@ -110,12 +119,3 @@ def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: P
                 )
                 definition.task_file(folder, name, shots=shots or 0, **where)
     return local
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    try:
-        main(sys.argv[1:])
-    except (ConfigError, CacheError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        sys.exit(1)

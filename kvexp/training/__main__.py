@@ -1,7 +1,4 @@
-"""`kvexp train-testbed`: train the testbed's models from scratch. A killed training goes on where it was.
-
-`python -m kvexp.training kvzap model=NAME` trains KVzap's scores of a model instead (kvexp.calibrate.kvzap_command).
-"""
+"""`kvexp train-testbed`: train the testbed's models from scratch. A killed training goes on where it was."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.training.launch import several
 from kvexp.training.layouts import NAMES
 from kvexp.training.recipes import RECIPES
@@ -27,11 +23,6 @@ MODELS = Path(__file__).resolve().parents[1] / "testbed" / "models"
 
 def main(arguments: list[str] | None = None) -> int:
     """0, 1 if a training failed, 2 if one cannot begin, 130 if it was interrupted."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["kvzap"]:
-        from kvexp.calibrate.kvzap_command import main as train_kvzap
-
-        return train_kvzap(given[1:])
     asked = _asked(arguments)
     try:
         if len(asked.models) == 1 and not sys.stdout.isatty():  # in a terminal even one gets a bar
@@ -50,6 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     for words in failed:
         print(f"error: {words}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def command(arguments: list[str]) -> int:
+    """As `main`; a training asked to end ends its children too, which Python does only of an interrupt."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return main(arguments)
 
 
 def _asked(arguments: list[str] | None) -> argparse.Namespace:
@@ -94,10 +91,3 @@ def say(trainer: Trainer) -> None:
         recall = " ".join(f"{key.removeprefix('recall_')} {line[key]:.2f}" for key in line if "recall" in key)
         state = f"stage {line['stage'] + 1}, {line['seconds'] / 60:.1f} min, recall {recall}"
     print(f"{trainer.step}/{trainer.recipe.steps} {state}", flush=True)
-
-
-if __name__ == "__main__":
-    # A training asked to end is to end its children too, which Python does only of an interrupt.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    watch_pipes()
-    sys.exit(main())

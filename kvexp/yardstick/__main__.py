@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 
 from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.terminal import say
 
 SETTINGS = ("model", "limit", "batch_size", "outputs_dir", "timeout_s", "retry", "shard", "task.data_dir")
@@ -63,8 +62,3 @@ def check_words(words: Sequence[str]) -> None:
                 f"{word}: the yardstick sets task, method and protocol itself; it takes {', '.join(SETTINGS)} and "
                 "model.NAME"
             )
-
-
-if __name__ == "__main__":
-    watch_pipes()
-    sys.exit(main())
