@@ -93,8 +93,7 @@ def words_of(command: str) -> list[str]:
         return words
     if words[1] == "run":
         return ["python", "run.py", *words[2:]]
-    module, *options = ["kvexp", "methods"] if words[1] == "methods" else [COMMANDS[words[1]][0]]
-    return ["python", "-m", module, *options, *words[2:]]
+    return ["python", "-m", *words]
 
 
 def scripts(page: Path) -> list[str]:
