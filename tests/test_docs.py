@@ -125,7 +125,8 @@ def test_a_block_of_commands_runs(block, outputs, monkeypatch, tmp_path):
             assert block.needs in ("", *NEEDS), f"{block}: unknown need {block.needs!r}, one of {', '.join(NEEDS)}"
             check_named(words)
             continue
-        assert words[0] == "python" and (words[1] in ("-m", "-c") or words[1].endswith(".py")), f"{block}: how is this run? {command}"
+        way = words[1] in ("-m", "-c") or words[1].endswith(".py")
+        assert words[0] == "python" and way, f"{block}: how is this run? {command}"
         words = here(words, outputs)
         code, out, err = called(tiny(words, outputs) if words[1] == "run.py" else words)
         assert code == 0 and "Traceback" not in err, f"{block}: {command}\n{out}\n{err}"
