@@ -72,7 +72,7 @@ def tiny_calibration(own_cache) -> None:
 @pytest.fixture(scope="session")
 def tiny_surrogate(own_cache, tmp_path_factory) -> None:
     """What method=kvzap finds of model=tiny, trained on no article."""
-    from kvexp.training.__main__ import main
+    from kvexp.calibrate.__main__ import main
 
     text = tmp_path_factory.mktemp("surrogate") / "text.txt"
     text.write_text("The mill stands by the river. " * 4)

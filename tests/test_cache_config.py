@@ -11,7 +11,6 @@ from kvexp.core import Budget, CacheConfig, Cadence, Quantization
 from kvexp.errors import ConfigError
 from kvexp.generate import GenerationParams, continuation_logprobs, generate, prefill
 from kvexp.methods import A2SF, H2O, Full, Ideal, SnapKV, StreamingLLM, Window
-from kvexp.models import EvictionCache
 from kvexp.paths import CONF
 
 HALF = Budget(kv_ratio=0.5)
@@ -93,9 +92,3 @@ def test_one_object_stands_for_method_budget_and_keywords():
     assert len(mine) == len(same) == 3
     with pytest.raises(ConfigError, match=r"cadance is not a keyword .* did you mean cadence"):
         generate(model, PROMPT, H2O(), HALF, cadance=Cadence(every=2))
-
-
-def test_the_old_name_on_a_cache_warns():
-    cache = EvictionCache(tiny("llama"), H2O(), HALF)
-    with pytest.warns(DeprecationWarning, match=r"EvictionCache\.config"):
-        assert cache.plan is cache.config

@@ -24,6 +24,7 @@ from tiny import tiny
 
 from kvexp.calibrate import kvzap_training, model_calibration
 from kvexp.calibrate.__main__ import main
+from kvexp.calibrate.__main__ import main as training
 from kvexp.calibrate.calibration_texts import calibration_texts, sequences_of
 from kvexp.config import calibration_of_model
 from kvexp.config.calibration_of_model import model_digest
@@ -38,7 +39,6 @@ from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.models import EvictionCache, calibrate_queries, calibration_file
 from kvexp.models.byte_tokenizer import byte_tokenizer
 from kvexp.models.calibration_file import read_calibration, write_calibration
-from kvexp.training.__main__ import main as training
 
 
 def drawn(seed: int, *shape: int) -> QueryCalibration:

@@ -12,7 +12,7 @@ from scipy.stats import t as student
 from test_diagnose_worst import made
 from test_sweep_divergence import ONE_BY_ONE
 
-from kvexp.diagnose.__main__ import main
+from kvexp.diagnose.causal.causal_command import main
 from kvexp.diagnose.causal.causal_files import METHODS, REMOVALS, SCORES, read_frame, read_measured
 from kvexp.diagnose.causal.causal_measures import (
     mass_kept,
@@ -41,7 +41,7 @@ def run(tmp_path_factory):
 @pytest.mark.slow
 def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_path, capsys):
     picture, table = tmp_path / "causes.svg", tmp_path / "removals.csv"
-    words = ["causal", str(run.path), *SMALL, "--methods", "h2o", "tova", "window"]
+    words = [str(run.path), *SMALL, "--methods", "h2o", "tova", "window"]
     assert main([*words, "--draw", str(picture), "--csv", str(table)]) == 0
     told = capsys.readouterr().out
     for title in (
@@ -66,7 +66,7 @@ def test_the_command_measures_prints_draws_and_goes_on_where_it_was(run, tmp_pat
 
 
 def test_the_tables_hold_what_the_files_say(run, capsys):
-    assert main(["causal", str(run.path), *SMALL, "--methods", "h2o", "window", "random"]) == 0
+    assert main([str(run.path), *SMALL, "--methods", "h2o", "window", "random"]) == 0
     capsys.readouterr()
     examples = [read_measured(run, row["example"]) for row in run.rows()]
     tables = causal_tables(run, [each for each in examples if each is not None])
@@ -96,7 +96,7 @@ def test_the_tables_hold_what_the_files_say(run, capsys):
 )
 def test_what_cannot_be_measured_is_said_before_a_model_loads(run, words, told, capsys, monkeypatch):
     monkeypatch.setattr("kvexp.diagnose.runs.load", lambda *_: pytest.fail("a model was loaded"))
-    assert main(["causal", str(run.path), *words]) == 2
+    assert main([str(run.path), *words]) == 2
     assert told in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ from tiny import CONFIGS, LETTERS, tiny
 from torch import Tensor
 
 from kvexp.articles import articles, training_articles
+from kvexp.calibrate.__main__ import main
 from kvexp.config.settings import settings_of
 from kvexp.core import Budget, CacheConfig, EvictionContext, SlotSelection, Surrogate
 from kvexp.errors import CacheError, ConfigError
@@ -28,7 +29,6 @@ from kvexp.models import EvictionCache, MultiMethodCache, patch_model, unpatch_m
 from kvexp.models.layer_input import layer_input
 from kvexp.models.surrogate_file import read_surrogate, surrogate_file, write_surrogate
 from kvexp.models.surrogate_pass import train_surrogate
-from kvexp.training.__main__ import main
 
 METHOD = KVzipPlus(n_sinks=2, chunk=200, instruct=False)
 TRAIN = [PROMPTS[0], PROMPTS[1]]

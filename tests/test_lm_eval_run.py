@@ -283,7 +283,7 @@ def test_both_command_lines_give_the_same_numbers(tmp_path, stories260k):
             means[record.labels["task"]] = sum(row["metrics"]["acc"] for row in rows) / len(rows)
     out = tmp_path / "lm_eval"
     theirs = command(
-        *(["-m", "kvexp.lm_eval"], "--model", "kvexp"),
+        *(["-m", "kvexp", "lm-eval"], "--model", "kvexp"),
         *("--model_args", f"pretrained={stories260k},method=keyformer,kv_ratio=0.5", "--tasks", ",".join(names)),
         *("--num_fewshot", "1", "--data_dir", str(ROWS), "--output_path", str(out)),
     )
@@ -296,7 +296,7 @@ def test_both_command_lines_give_the_same_numbers(tmp_path, stories260k):
 @pytest.mark.slow
 def test_the_command_says_what_is_wrong():
     bad = command(
-        ["-m", "kvexp.lm_eval"], "--model", "kvexp", "--model_args", "pretrained=x,method=h2o", "--tasks", "piqa"
+        ["-m", "kvexp", "lm-eval"], "--model", "kvexp", "--model_args", "pretrained=x,method=h2o", "--tasks", "piqa"
     )
     assert bad.returncode == 1
     assert "error: method=h2o needs a budget" in bad.stderr

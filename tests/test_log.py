@@ -100,7 +100,7 @@ def diverging(index: int) -> dict[str, Any]:
 
 def command(outputs: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own."""
-    done = [sys.executable, "-m", "kvexp.log", str(outputs), *options]
+    done = [sys.executable, "-m", "kvexp", "log", str(outputs), *options]
     return subprocess.run(done, cwd=ROOT, env=without_account(home), capture_output=True, text=True, timeout=240)
 
 

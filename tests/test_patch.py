@@ -174,13 +174,6 @@ def test_a_cache_is_refused_by_a_model_that_is_not_patched_any_more():
         assert model(IDS[:, :1], past_key_values=cache).logits.isfinite().all()
 
 
-def test_the_old_name_warns():
-    import kvexp.models
-
-    with pytest.warns(DeprecationWarning, match="patch_model"):
-        assert kvexp.models.install is patch_model
-
-
 # -- what attention is asked for, and torch.compile --------------------------------------------------------------------
 
 CHANGING = {

@@ -193,7 +193,7 @@ def test_a_run_without_its_baseline_keeps_its_reference(tmp_path: Path) -> None:
 def test_the_command_writes_the_page(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "page.html"
     done = subprocess.run(
-        [sys.executable, "-m", "kvexp.report", str(folder), str(file), "--where", "task=xsum"],
+        [sys.executable, "-m", "kvexp", "report", str(folder), str(file), "--where", "task=xsum"],
         **{"cwd": ROOT, "capture_output": True, "text": True, "timeout": 240},
     )
     assert done.returncode == 0, done.stderr
