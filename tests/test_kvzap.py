@@ -219,7 +219,7 @@ def test_the_file_is_read_back_and_a_changed_one_refused(empty_cache: None) -> N
 def test_the_command_trains_on_held_out_articles_and_a_run_uses_it(
     empty_cache: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"Run: python -m kvexp\.training kvzap model=tiny"):
+    with pytest.raises(ConfigError, match=r"Run: kvexp calibrate kvzap model=tiny"):
         settings_of(*composed("method=kvzap"))
     assert main(["kvzap", "model=tiny", "tokens=40", "prompts=4"]) == 0
     said = capsys.readouterr().out
@@ -254,7 +254,7 @@ def test_training_articles_are_those_behind_the_first_24() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["method=h2o"], "method=h2o: python -m kvexp.training kvzap takes model=NAME"),
+        (["method=h2o"], "method=h2o: kvexp calibrate kvzap takes model=NAME"),
         (["model=tiny", "tokens=0"], "tokens must be a whole number of at least 1"),
         (["model=tiny", "data=/nowhere.txt"], "cannot read it"),
         (["model=tiny", "tokens=3"], "has more than 6 tokens"),

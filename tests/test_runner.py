@@ -210,7 +210,8 @@ def test_a_sweep_from_the_command_line(tmp_path):
     assert len(list(runs(tmp_path))) == 5
     for word in ("a2sf", "h2o", "full", "baseline", "99.9 %", "TPOT"):
         assert word in done.stdout
-    line = [
+    words = [str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
+    line = [sys.executable, "-m", "kvexp", "results", *words]
         sys.executable,
         "-m",
         "kvexp",

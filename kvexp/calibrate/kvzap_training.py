@@ -1,4 +1,4 @@
-"""All of `python -m kvexp.training kvzap`: the model, the texts, KVzip+'s scores, the linear maps and their file."""
+"""All of `kvexp calibrate kvzap`: the model, the texts, KVzip+'s scores, the linear maps and their file."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def surrogate_for(
         return None
     from kvexp.models.surrogate_file import read_surrogate
 
-    command = f"python -m kvexp.training kvzap {shlex.join(words_of_model(choices, overrides))}"
+    command = f"kvexp calibrate kvzap {shlex.join(words_of_model(choices, overrides))}"
     try:
         found = read_surrogate(model_digest(model))
         why = "this model has none yet"
