@@ -212,16 +212,6 @@ def test_a_sweep_from_the_command_line(tmp_path):
         assert word in done.stdout
     words = [str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
     line = [sys.executable, "-m", "kvexp", "results", *words]
-        sys.executable,
-        "-m",
-        "kvexp",
-        "results",
-        str(tmp_path),
-        "--where",
-        "method=h2o",
-        "--csv",
-        str(tmp_path / "t"),
-    ]
     table = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert table.returncode == 0
     assert len((tmp_path / "t").read_text().splitlines()) == 3
