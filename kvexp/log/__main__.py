@@ -9,7 +9,6 @@ import kvexp.log
 from kvexp.errors import ConfigError
 from kvexp.log import check, publish
 from kvexp.log.mode import PROJECT
-from kvexp.pipes import watch_pipes
 from kvexp.results.read import chosen, folders, unmatched
 from kvexp.results.where import add_choice, chosen_by
 from kvexp.terminal import say

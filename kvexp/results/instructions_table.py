@@ -15,7 +15,6 @@ import pandas as pd
 from kvexp.articles import assistants, assistants_digest
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.question_place import titled
 from kvexp.results.read import Folder, answer_of, chosen, folders, size_or_words

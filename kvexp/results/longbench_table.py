@@ -15,7 +15,6 @@ from rich.table import Table
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results.columns import n_words
 from kvexp.results.table import table
 from kvexp.results.units import fixed

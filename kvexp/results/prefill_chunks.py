@@ -13,7 +13,6 @@ import pandas as pd
 
 from kvexp.console import Console
 from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
 from kvexp.results.columns import Column, Row, method_and_setting, parts, plain, shared_settings, without_question
 from kvexp.results.divergence_table import divergence_table
 from kvexp.results.question_place import titled
