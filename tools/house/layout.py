@@ -128,7 +128,7 @@ t(S+'league.py','@kvexp/league/__init__.py',*['league/'+f.stem for f in sorted(P
 t(S+'yardstick.py','A model\'s full cache against its published numbers.',*['yardstick/'+f.stem for f in sorted(Path('kvexp/yardstick').glob('*.py'))])
 t(S+'kl_scale.py','What a KL is worth: rounded weights, agreement with metrics.','divergence/scale','divergence/agreement','results/metric_agreement')
 t(S+'testbed.py','Train the testbed\'s models; the testbed as lm-eval task, LongBench rows and haystack.',*['training/'+f.stem for f in sorted(Path('kvexp/training').glob('*.py'))],'tasks/testbed/__main__','tasks/testbed/export_tasks')
-k('hf/rounded_weights.py','',m,'rounded_weights')
+k('hf/rounded_weights.py','',m,'rounded_weights'); k('hf/adapter.py','',m,'adapter')
 t('tests/reference_check.py' ,'Numbers recorded from the authors\' code, compared with kvexp\'s.',*['reference_check/'+f.stem for f in sorted(Path('kvexp/reference_check').glob('*.py'))])
 NAMES={'kvexp/figures/quality.py:draw':'draw_quality','kvexp/figures/heatmap.py:draw':'draw_heatmap','kvexp/figures/divergence_curves.py:draw':'draw_divergence','kvexp/figures/bytes_frontier.py:draw':'draw_bytes','kvexp/figures/life_curves.py:draw':'draw_life',
 'kvexp/figures/quality.py:main':'plot_quality','kvexp/figures/heatmap.py:main':'plot_heatmap','kvexp/figures/divergence_curves.py:main':'plot_divergence','kvexp/figures/bytes_frontier.py:main':'plot_bytes','kvexp/figures/life_curves.py:main':'plot_life',
