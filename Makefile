@@ -48,21 +48,21 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet torch==$(TORCH)
 	@echo 'installing kvexp and its tools (constraints.txt)'
 	@$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,docs,eval,scale,search]'
-	@$(BIN)/python -m kvexp.models.fetch || echo 'no weights were fetched: python -m kvexp.models.fetch tries again; without them: model=testbed_rope task=testbed_summary'
+	@$(BIN)/kvexp fetch || echo 'no weights were fetched: kvexp fetch tries again; without them: model=testbed_rope task=testbed_summary'
 	@touch $@
 
 demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables and figures (outputs/demo/demo.png, kl.png)
-	@$(BIN)/python -m kvexp.models.fetch smollm2_135m
+	@$(BIN)/kvexp fetch smollm2_135m
 	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
-	@$(BIN)/python -m kvexp.figures.quality outputs/demo outputs/demo/demo.png --metric rouge1
-	@$(BIN)/python -m kvexp.figures.divergence_curves outputs/demo outputs/demo/kl.png --x kv_ratio
+	@$(BIN)/kvexp plot quality outputs/demo outputs/demo/demo.png --metric rouge1
+	@$(BIN)/kvexp plot divergence outputs/demo outputs/demo/kl.png --x kv_ratio
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
-	@$(BIN)/python -m kvexp.training
+	@$(BIN)/python -m experiments.studies.testbed train
 	@$(BIN)/python -m experiments.testbed
 
 league: $(VENV)/.stamp ## the league table of league/*.json: build/league/index.html and the tables of docs/league.md
-	@$(BIN)/python -m kvexp.league page --markdown docs/league.md
+	@$(BIN)/python -m experiments.studies.league page --markdown docs/league.md
 
 smoke: $(VENV)/.stamp ## the smallest run that goes through every part
 	@$(BIN)/python run.py model=testbed_rope task=testbed_summary limit=1 outputs_dir=outputs/smoke
@@ -140,7 +140,7 @@ gpu-first: ## the first run on a GPU: tests and three benchmarks in order, and o
 # Triton compiles for GPUs that are not there. Its gigabyte lies beside .venv, not in it: with it the kernels' tests would run
 # (interpreted, minutes) in every `make test`.
 gpu-compile: $(VENV)/.stamp $(TRITON)/.stamp ## the Triton kernels: interpreted against the truth, and as machine code of three GPU generations (no GPU needed)
-	@PYTHONPATH=$(TRITON) $(PYTEST) tests/test_triton_observe.py tests/test_triton_step.py
+	@PYTHONPATH=$(TRITON) $(PYTEST) tests/core/test_triton.py tests/core/test_triton.py
 	@PYTHONPATH=$(TRITON) TRITON_CACHE_DIR=build/triton-cache $(BIN)/python -m benchmarks.machine_code --workers $(WORKERS) $(ARGS)
 
 triton: $(TRITON)/.stamp ## fetch the pinned Triton into build/ (gpu-compile does it by itself)
@@ -167,13 +167,13 @@ reproduce-%: $(VENV)/.stamp
 	@$(REPRODUCE) $* $(ARGS)
 
 report: $(VENV)/.stamp ## one HTML file of everything under outputs/ (ARGS='OUTPUTS_DIR FILE')
-	@$(BIN)/python -m kvexp.report $(ARGS)
+	@$(BIN)/kvexp report $(ARGS)
 
 docs: $(VENV)/.stamp ## the documentation as a site in build/site; a link that leads nowhere is an error
 	@$(BIN)/mkdocs build --quiet
 
 notebooks: $(VENV)/.stamp ## execute the three notebooks with two examples each: do they run?
-	@$(PYTEST) --timeout=0 tests/test_notebooks.py $(ARGS)
+	@$(PYTEST) --timeout=0 tests/experiments/test_notebooks.py $(ARGS)
 
 clean: ## remove environments and caches (outputs/ stays)
 	@rm -rf $(VENV) $(PEERS) .peers build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

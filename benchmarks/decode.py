@@ -27,7 +27,7 @@ from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 from benchmarks.variants import Variant, variant
 from benchmarks.yardstick import copied, decoded, prefilled, static_cache
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 RATIOS = (0.2, 0.5)
 CLOCKS = ("tpot_s", "cpu_s")

@@ -23,8 +23,8 @@ from benchmarks.real_model import folder
 from benchmarks.shapes import Shape, ours, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.articles import articles
-from kvexp.pipes import watch_pipes
+from kvexp.tasks.articles import articles
+from kvexp.util import watch_pipes
 
 VARIANTS = 6
 TARGETS = {"own": 1.3, "reference": 1.3, "only": 1.1}
@@ -48,7 +48,7 @@ def measure(options: Any) -> list[dict[str, Any]]:
     """The four passes, in turns, from forks of the same prefilled contexts."""
     from kvexp.core import CacheConfig
     from kvexp.generate import ForcedBatch, GenerationParams, decode_batches, divergence_of_batches
-    from kvexp.generate.shared_prefill import prefill_together
+    from kvexp.generate.prefill import prefill_together
     from kvexp.methods import Full
 
     shape = shape_of(options).fitted(2048)

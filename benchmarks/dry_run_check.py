@@ -24,7 +24,7 @@ from benchmarks.processes import watched
 from benchmarks.real_model import NAME
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 MODELS = {"real": f"model={NAME}", "testbed": "model=testbed_rope"}
 TWENTY = ("method=h2o,keyformer,a2sf,window,tova", "kv_ratio=0.2,0.5,0.7,0.9")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, provenance
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 TAIL = 40  # lines of a command's output that the report shows
 MINUTES = 15  # per line
@@ -49,28 +49,28 @@ PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "py
 # What is known without a GPU.
 WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
-KERNELS = "tests/test_triton_observe.py tests/test_triton_step.py"
+KERNELS = "tests/core/test_triton.py tests/core/test_triton.py"
 CHECKS = (
     Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),
     Check(
         "memory",
         "tensors hold on the GPU what a CPU counted on a pretended one",
         "pytest",
-        f"{TESTS} -s tests/test_memory_gpu.py",
+        f"{TESTS} -s tests/core/test_gpu.py",
     ),
     Check(
         "slots",
         "CPU and GPU keep the same slots in float32; bounds in bfloat16",
         "pytest",
-        f"{TESTS} tests/test_gpu.py",
+        f"{TESTS} tests/core/test_gpu.py",
     ),
     Check(
         "graphs",
         "decode steps replayed from a CUDA graph are the eager ones",
         "pytest",
-        f"{TESTS} tests/test_capture_gpu.py",
+        f"{TESTS} tests/core/test_gpu.py",
     ),
-    Check("retrieval", "offloaded tokens come back in time", "pytest", f"{TESTS} tests/test_retrieval_gpu.py"),
+    Check("retrieval", "offloaded tokens come back in time", "pytest", f"{TESTS} tests/core/test_gpu.py"),
     Check("decode", "seconds per token after 8k tokens", "benchmarks.suite", "gpu --only decode_8k"),
     Check("prefill", "time to the first token of 8k and 32k tokens", "benchmarks.suite", "gpu --only prefill"),
     Check("table1", "Keyformer's Table 1 at 1024+1024", "benchmarks.suite", "gpu --only table1_1k"),

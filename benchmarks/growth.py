@@ -31,7 +31,7 @@ from benchmarks.real_model import text_ids
 from benchmarks.shapes import Shape, ours, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 START = {"prompt": 1024, "variants": 1, "examples": 1, "layers": 0}  # layers: 0 stands for all
 AXES: dict[str, tuple[int, ...]] = {
@@ -79,8 +79,8 @@ def cut(model: Any, layers: int) -> Any:
 def point(model: Any, shape: Shape, at: dict[str, int], new: int) -> Sample:
     """Prefill and decode at one point."""
     from kvexp.generate import GenerationParams
-    from kvexp.generate.decode_loop import decode_batches
-    from kvexp.generate.shared_prefill import prefill_together
+    from kvexp.generate.loop import decode_batches
+    from kvexp.generate.prefill import prefill_together
 
     prompts, configs = prompts_of(shape, at["prompt"], at["examples"]), configs_of(at["variants"], at["prompt"])
     device, times = str(next(model.parameters()).device), list[float]()

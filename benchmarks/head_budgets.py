@@ -23,7 +23,7 @@ from benchmarks.command import Command, error_of, shape_of
 from benchmarks.shapes import ours, prompt_of, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 WAYS = ("uniform", "union", "adaptive", "global")
 WARM = 4  # steps before the clock: the first ones copy what is shared and merge buffers

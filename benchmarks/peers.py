@@ -28,7 +28,7 @@ from benchmarks.shapes import prompt_of, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line
 from benchmarks.yardstick import decoded, prefilled
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 # name -> (press, attention, where it evicts)
 CASES = {

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import sys
 
-from kvexp.dry_run.planned_runs import total_seconds
-from kvexp.dry_run.planner import plan
-from kvexp.run import compose_and_run, own_launchers
-from kvexp.session import Session, active, keys_of
+from kvexp.run.main import compose_and_run, own_launchers
+from kvexp.run.plan import plan, total_seconds
+from kvexp.util import Session, active, keys_of
 
 
 def main() -> int:

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvexp.core.select import topk_slots
-from kvexp.pipes import watch_pipes
-from kvexp.retrieval.kmeans import init_rows, lloyd
+from kvexp.core.slots import topk_slots
+from kvexp.retrieval.index import init_rows, lloyd
+from kvexp.retrieval.method import reduce_group
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import reduce_group
+from kvexp.util import watch_pipes
 
 FEW, MORE = 2, 6  # iterations timed; the difference leaves out what is done once
 _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")

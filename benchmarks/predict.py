@@ -26,8 +26,8 @@ from benchmarks import real_model
 from benchmarks.roofline import Speeds, decode_step, generation, layout, prefill, sweep
 from benchmarks.store import Cell, Results
 from benchmarks.variants import THEIRS, variant
-from kvexp.dry_run.cost import MACHINES
-from kvexp.pipes import watch_pipes
+from kvexp.run.plan import MACHINES
+from kvexp.util import watch_pipes
 
 PREDICTED = Path(__file__).resolve().parent / "predicted"
 LABEL = "predicted, A100 80GB"

@@ -26,7 +26,7 @@ from benchmarks.shapes import Shape, ours, packed, prompt_of, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 from benchmarks.variants import Variant, variant
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 METHODS = ("h2o", "keyformer", "keyformer_quiet", "a2sf", "snapkv")
 DEFAULT = ["hf", "full", *(f"{method}@0.2" for method in METHODS)]

@@ -25,7 +25,7 @@ from benchmarks.growth import prompts_of
 from benchmarks.shapes import Shape, ours, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 BITS = (8, 4, 2)
 FULL = "full"

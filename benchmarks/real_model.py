@@ -25,7 +25,7 @@ class NotFetched(RuntimeError):
 @functools.cache
 def folder() -> Path:
     """The folder of the converted weights; NotFetched where `kvexp fetch` has not put them there."""
-    from kvexp.cache_folder import cache_folder
+    from kvexp.util import cache_folder
 
     for manifest in sorted((cache_folder() / "models").glob("*/manifest.json")):
         if json.loads(manifest.read_text("utf-8"))["source"]["file"] == FILE:
@@ -47,7 +47,7 @@ def text_ids() -> list[int]:
     """Token ids of all news articles that come with kvexp, one after the other: about 30,000."""
     from transformers import AutoTokenizer
 
-    from kvexp.articles import articles
+    from kvexp.tasks.articles import articles
 
     tokenizer = AutoTokenizer.from_pretrained(folder())
     ids: list[int] = tokenizer("\n\n".join(article.text for article in articles()), verbose=False).input_ids

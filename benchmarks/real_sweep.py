@@ -24,8 +24,8 @@ from benchmarks.real_model import NAME
 from benchmarks.shapes import SHAPES, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.articles import articles
-from kvexp.pipes import watch_pipes
+from kvexp.tasks.articles import articles
+from kvexp.util import watch_pipes
 
 METHODS = "h2o,keyformer,a2sf,window,tova"
 RATIOS = "0.2,0.5,0.7,0.9"

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.command import printed
 from benchmarks.store import RESULTS, Cell
 from benchmarks.table import Line, table
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 
 def tables(folder: Path, tiny: bool = False) -> tuple[list[str], list[Line]]:

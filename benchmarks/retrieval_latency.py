@@ -21,14 +21,14 @@ import torch
 
 from kvexp.core import Budget, Method
 from kvexp.generate import GenerationParams, generate, receipts
+from kvexp.hf import pack_linear, random_model
+from kvexp.hf.cache import measure_layer_time
+from kvexp.hf.patch import head_dim, num_kv_heads
 from kvexp.methods import H2O, Full
-from kvexp.models import pack_linear, random_model
-from kvexp.models.retrieval_calibration import head_dim, measure_layer_time, num_kv_heads
-from kvexp.pipes import watch_pipes
 from kvexp.retrieval import InfLLM, PQCache, SparQ
-from kvexp.retrieval.kmeans_schedule import clustering_seconds
-from kvexp.retrieval.offload import OffloadedKV
-from kvexp.retrieval.offload_config import OffloadConfig
+from kvexp.retrieval.index import clustering_seconds
+from kvexp.retrieval.offload import OffloadConfig, OffloadedKV
+from kvexp.util import watch_pipes
 
 METHODS: dict[str, Method] = {
     "full": Full(),

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.floor import slot_bytes, weight_bytes
 from benchmarks.shapes import SHAPES
 from benchmarks.variants import Variant
-from kvexp.dry_run.cost import Machine
+from kvexp.run.plan import Machine
 
 SCORED = ("h2o", "keyformer", "keyformer_quiet", "a2sf")  # methods that read every slot's attention at every step
 FLOAT = 4  # bytes of a score or a logit

@@ -89,14 +89,14 @@ def stock(shape: Shape, device: str, attention: str | None = None) -> PreTrained
 
 def ours(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights (shared, not copied) in a model that attends through kvexp, packed as run.py packs it."""
-    from kvexp.models import pack_linear, patch_model
+    from kvexp.hf import pack_linear, patch_model
 
     return pack_linear(patch_model(_sharing(model), check_weights=False))
 
 
 def packed(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights in Hugging Face's own model, with the linear layers that `ours` has and its own attention."""
-    from kvexp.models import pack_linear
+    from kvexp.hf import pack_linear
 
     return pack_linear(_sharing(model))
 

@@ -19,9 +19,8 @@ from benchmarks.command import Command, error_of
 from benchmarks.processes import command as run_command
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.models.converted import whole
-from kvexp.models.fetch import WHEELS
-from kvexp.pipes import watch_pipes
+from kvexp.hf.fetch import WHEELS, whole
+from kvexp.util import watch_pipes
 
 TESTBED = ("model=testbed_rope", "task=testbed_summary")
 REAL = "run.py limit=1, default model"  # measured where its weights were fetched

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.store import RESULTS
-from kvexp.cache_folder import cache_folder
-from kvexp.pipes import watch_pipes
+from kvexp.util import cache_folder, watch_pipes
 
 MINUTES = 10
 

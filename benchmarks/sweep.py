@@ -23,7 +23,7 @@ from benchmarks.processes import command as run_command
 from benchmarks.shapes import SHAPES
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 VARIANTS = ("method=h2o,keyformer,a2sf", "kv_ratio=0.2,0.5,0.7")
 TARGETS = {"testbed": 4.0, "100m": 5.0}

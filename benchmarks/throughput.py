@@ -21,7 +21,7 @@ from benchmarks.store import Cell
 from benchmarks.table import Line
 from benchmarks.variants import Variant, variant
 from benchmarks.whole import joined, windows
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 
 def largest(fits: Callable[[int], bool], most: int, fine: float = 0.0) -> int:

@@ -23,7 +23,7 @@ from benchmarks.shapes import ours, stock
 from benchmarks.store import Cell
 from benchmarks.table import Line, Target
 from benchmarks.variants import Variant, variant
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 # Speed-up of tokens per second over full attention in Keyformer's Table 1 and Fig. 9 (arXiv:2403.09054), MPT-7B on an
 # A100 80GB with 4 beams: what the same ratio was there.

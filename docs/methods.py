@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
@@ -35,11 +35,11 @@ the authors' code does otherwise, a setting gives that. Where a default is kvpre
 departures or a note beside the setting give the paper's.
 
 Every method is compared, slot by slot, with an independent slow version of it (`tests/oracles.py`,
-`tests/test_kept_sets.py`, `tests/test_retrieval_oracles.py`). What it was compared with from outside:
+`tests/methods/test_kept_sets.py`, `tests/retrieval/test_retrieval_oracles.py`). What it was compared with from outside:
 
 - *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_2025.npz`): its
   authors', but for StreamingLLM Keyformer's, and for SparQ, InfLLM, Oracle and H2O(C) PQCache's. With a star: the
-  recording is not in this repository (`kvexp check-reference` compares it where it is at hand).
+  recording is not in this repository (`python tests/reference_check.py` compares it where it is at hand).
 - *kvpress*: the sets that NVIDIA's kvpress 0.5.5 keeps, which `make peers` computes (`tests/peers`).
 - *paper alone*: nothing; the slow version was written from the paper. *own oracle*: there is no paper either.
 """
@@ -107,7 +107,7 @@ def entries() -> list[Entry]:
 
 
 def _entry(path: Path) -> Entry:
-    from kvexp.build import build
+    from kvexp.run.build import build
 
     lines = path.read_text("utf-8").splitlines()
     node: dict[str, Any] = dict(OmegaConf.load(path))  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def _entry(path: Path) -> Entry:
 def text() -> str:
     """The whole page."""
     from kvexp.core import AttentionScoreSpec
-    from kvexp.retrieval.base import Retrieval
+    from kvexp.retrieval.method import Retrieval
 
     found = entries()
     evicting = [entry for entry in found if not entry.cls.full_cache]  # type: ignore[attr-defined]

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import GenerationParams, generate, receipts
-from kvexp.pipes import watch_pipes
 from kvexp.retrieval import PQCache
+from kvexp.util import watch_pipes
 
 POLICIES: tuple[Literal["lru", "lfu"], ...] = ("lru", "lfu")
 

@@ -20,8 +20,7 @@ from omegaconf import OmegaConf
 from experiments.lib.exhibits import HERE, PAPERS, load, names, sweeps
 from experiments.lib.pages import TITLES, VERDICT, examples_of, recorded, status, write_or_check
 from experiments.lib.titles import exhibit_title
-from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
+from kvexp.util import ConfigError, watch_pipes
 
 FINDINGS, WORDS, SUMMARY = HERE / "FINDINGS.md", HERE / "findings.yaml", HERE / "summary.md"
 WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.lib.exhibits import HERE, PAPERS, load, names, sweeps
 from experiments.lib.pages import TITLES, VERDICT, recorded, status, write_or_check
 from experiments.lib.titles import exhibit_title
-from kvexp.pipes import watch_pipes
+from kvexp.util import watch_pipes
 
 README = HERE / "README.md"
 HEAD = """\
@@ -31,7 +31,7 @@ Each writes `outputs/exhibits/NAME/{table.csv,table.md,figure.png,figure.pdf}` (
 `divergence.csv` and `divergence.png`). **SmolLM2-135M**: a real model on real rows; two verdicts where answers are
 written, by the paper's metric and by KL divergence from the full cache. **Testbed**: models of less than a million
 parameters on a synthetic language, which say whether the mechanism behind a claim is seen there, never what a 7B
-model would score (`kvexp/testbed/__init__.py`). Intervals are 95 % intervals over examples, each by itself. **holds**
+model would score (`kvexp/tasks/testbed.py`). Intervals are 95 % intervals over examples, each by itself. **holds**
 / **does not hold**: every part of the claim is supported / one part is contradicted, by its interval or where it counts
 points, by the count; **undecided**:
 the intervals leave it open; **waits for a GPU**: it is about speed, and nothing was measured yet. Numbers of both and

@@ -23,8 +23,7 @@ from experiments.lib.league_calibration import calibrate_for_league
 from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, Piece, pieces
 from experiments.lib.real_scale import REAL, commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
-from kvexp.errors import CacheError, ConfigError
-from kvexp.pipes import watch_pipes
+from kvexp.util import CacheError, ConfigError, watch_pipes
 
 OWN = ("news", "news_qa")  # tasks on kvexp's own articles, which need no DATA
 SMOKE_RATIOS = "0.25,0.75"

@@ -22,15 +22,13 @@ import torch
 from experiments.lib.league_pieces import QUESTIONS
 from experiments.lib.real_scale import REAL, commands_of, scale_of
 from experiments.lib.sweep import jobs, late
-from kvexp.config.model_spec import load
-from kvexp.config.settings import Settings
-from kvexp.errors import CacheError, ConfigError
-from kvexp.evaluate.context_outputs import batch_cache
-from kvexp.evaluate.example_prompts import prompts_of
 from kvexp.generate import prefill_together
-from kvexp.pipes import watch_pipes
-from kvexp.results.question_place import WORDS
+from kvexp.results.read import WORDS
 from kvexp.results.stats import LEVEL, t_quantile
+from kvexp.run.model_spec import load
+from kvexp.run.prompts import prompts_of
+from kvexp.run.settings import Settings, batch_cache
+from kvexp.util import CacheError, ConfigError, watch_pipes
 
 WHOLE = 0.9  # share of a needle from which on a head counts as holding it
 

@@ -22,13 +22,12 @@ from torch import Tensor
 from experiments.lib.long_texts import add_options, read
 from kvexp.core import Budget
 from kvexp.generate import GenerationParams, generate
-from kvexp.models.retrieval_calibration import head_dim
-from kvexp.pipes import watch_pipes
+from kvexp.hf.patch import head_dim
 from kvexp.retrieval import Oracle, PQCache
-from kvexp.retrieval.base import PrefillKV
-from kvexp.retrieval.kv_index import KVIndex
+from kvexp.retrieval.index import KVIndex
+from kvexp.retrieval.method import PrefillKV, RetrievalQuery, Selection, reduce_group
 from kvexp.retrieval.pqcache import dots
-from kvexp.retrieval.query import RetrievalQuery, Selection, reduce_group
+from kvexp.util import watch_pipes
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from experiments.lib.exhibits import ROOT
 from experiments.lib.floors import floors_of
 from experiments.lib.real_scale import REAL, commands_of, scale_of
 from experiments.lib.sweep import late, sweep
-from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
-from kvexp.results import print_table, table
 from kvexp.results.read import folders
+from kvexp.results.table import print_table, table
+from kvexp.util import ConfigError, watch_pipes
 
 PREFIX = "tasks_"
 FULL = ["method=full", "kv_ratio=1.0"]

@@ -20,9 +20,8 @@ from experiments.lib.pages import VERDICT, record, record_real
 from experiments.lib.real_scale import REAL, commands, layout, scale_of
 from experiments.lib.runner import Asked, markdown, results
 from experiments.lib.titles import exhibit_title
-from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
-from kvexp.sweep.signals import INTERRUPTED, KEPT
+from kvexp.run.jobs import INTERRUPTED, KEPT
+from kvexp.util import ConfigError, watch_pipes
 
 
 def parser() -> argparse.ArgumentParser:

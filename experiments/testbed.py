@@ -22,12 +22,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvexp.pipes import watch_pipes
-from kvexp.results import table
-from kvexp.training.export_model import card
-from kvexp.training.layouts import NAMES as MODELS
+from experiments.studies.testbed import NAMES as MODELS
+from experiments.studies.testbed import card
+from kvexp.results.table import table
+from kvexp.util import watch_pipes
 
-FOLDER = Path(__file__).resolve().parents[1] / "kvexp" / "testbed" / "models"
+FOLDER = Path(__file__).resolve().parents[1] / "kvexp" / "tasks" / "testbed_models"
 SIZE = 120
 
 

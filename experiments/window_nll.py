@@ -19,13 +19,12 @@ import torch
 
 from experiments.lib.long_texts import windows
 from kvexp.core import Budget, Method
-from kvexp.errors import ConfigError
-from kvexp.figures.style import DASHES, color_of, marker_of
 from kvexp.generate.loglikelihood import continuation_logprobs
+from kvexp.hf import load_model, load_tokenizer, pack_linear
+from kvexp.hf.patch import max_positions
 from kvexp.methods import A2SF, H2O, TOVA, Full, Ideal, Keyformer, KNorm, Random, StreamingLLM, Window
-from kvexp.models import load_model, load_tokenizer, pack_linear
-from kvexp.models.families import max_positions
-from kvexp.pipes import watch_pipes
+from kvexp.results.plots import DASHES, color_of, marker_of
+from kvexp.util import ConfigError, watch_pipes
 
 # label -> method, and where its paper's positions need saying, how the cache is set up
 METHODS: dict[str, tuple[Method, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 NEUTRAL = ("outputs_dir", "batch_size", "log", "hydra")  # they choose nothing and change no objective
 
@@ -107,7 +107,7 @@ class OptunaSweeper(Sweeper):  # type: ignore[misc]
 
         import kvexp
         from kvexp.results.stats import lower_is_better
-        from kvexp.user_methods import admitted
+        from kvexp.run.user_methods import admitted
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         metric = str(self.config.objective)

@@ -15,7 +15,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 
-from kvexp.session import Session, current
+from kvexp.util import Session, current
 
 TARGET = "hydra_plugins.kvexp_shared_prefill.SharedPrefillLauncher"
 ConfigStore.instance().store(group="hydra/launcher", name="shared_prefill", node={"_target_": TARGET}, provider="kvexp")
@@ -44,7 +44,7 @@ class SharedPrefillLauncher(BasicLauncher):  # type: ignore[misc]
 
     def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
         """Each job's objective."""
-        from kvexp.sweep.hydra_job import run_jobs
+        from kvexp.run.jobs import run_jobs
 
         return run_jobs(jobs, session)
 

@@ -15,8 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hydra_plugins.kvexp_shared_prefill import SharedPrefillLauncher
-from kvexp.errors import ConfigError
-from kvexp.session import Session
+from kvexp.util import ConfigError, Session
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,7 +31,7 @@ class ShippingLauncher(SharedPrefillLauncher):
         self.options = {k: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for k, v in options.items()}
 
     def perform(self, jobs: list[Any], session: Session) -> list[float | None]:
-        from kvexp.sweep.remote_jobs import run_remote
+        from kvexp.run.workers import run_remote
 
         try:
             _check_lines(self.options, "hydra.launcher")
@@ -43,7 +42,7 @@ class ShippingLauncher(SharedPrefillLauncher):
             sys.exit(1)
 
     def engine(self, work: Any, shipments: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """See `kvexp.sweep.remote_jobs.run_remote`."""
+        """See `kvexp.run.workers.run_remote`."""
         raise NotImplementedError
 
     def package(self) -> Any:

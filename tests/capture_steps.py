@@ -9,14 +9,13 @@ from capture_checker import CaptureChecker, changes
 from omegaconf import OmegaConf
 from tiny import CONFIGS, prompts_of, tiny
 
-from kvexp.build import build
 from kvexp.core import Budget
-from kvexp.core.decode.capture_obstacles import capture_obstacle
-from kvexp.core.decode.replayable_step import ReplayableStep
+from kvexp.core.graph import ReplayableStep, capture_obstacle
 from kvexp.generate import CacheConfig, prefill_together
-from kvexp.generate.decode_loop import batched_cache
-from kvexp.generate.prefilled_context import decode_step
+from kvexp.generate.loop import batched_cache
+from kvexp.generate.prefill import decode_step
 from kvexp.methods import H2O, VATP, Keyformer, StreamingLLM
+from kvexp.run.build import build
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "method"
 HALF = Budget(kv_ratio=0.5)

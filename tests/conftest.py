@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvexp.cache_folder import cache_folder
+from kvexp.util import cache_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
@@ -46,9 +46,8 @@ def stories260k() -> str:
 @pytest.fixture(scope="session")
 def smollm2(own_cache) -> str:
     """The path of the real model: what was fetched before these tests, shown to them in their own cache."""
-    from kvexp.models.converted import folder_of_gguf
-    from kvexp.models.fetch import WHEELS
-    from kvexp.paths import WHEEL
+    from kvexp.hf.fetch import WHEELS, folder_of_gguf
+    from kvexp.util import WHEEL
 
     wheel = WHEELS["smollm2_135m"]
     shown = folder_of_gguf(wheel.gguf_sha256)
@@ -64,7 +63,7 @@ def smollm2(own_cache) -> str:
 @pytest.fixture(scope="session")
 def tiny_calibration(own_cache) -> None:
     """What methods that need a calibration find of model=tiny."""
-    from kvexp.calibrate.__main__ import main
+    from kvexp.run.calibrate import calibrate_main as main
 
     assert main(["model=tiny", "tokens=64", "sequences=1"]) == 0
 
@@ -72,7 +71,7 @@ def tiny_calibration(own_cache) -> None:
 @pytest.fixture(scope="session")
 def tiny_surrogate(own_cache, tmp_path_factory) -> None:
     """What method=kvzap finds of model=tiny, trained on no article."""
-    from kvexp.calibrate.__main__ import main
+    from kvexp.run.calibrate import calibrate_main as main
 
     text = tmp_path_factory.mktemp("surrogate") / "text.txt"
     text.write_text("The mill stands by the river. " * 4)

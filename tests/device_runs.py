@@ -21,23 +21,23 @@ LEARNED = ("gpt2", "opt")  # families whose positions no cache can renumber
 STEPS = 20
 
 # Where the host waits once the prompt has been read, and why. At every step:
-PER_STEP = {"generate/decode_loop.py:<listcomp>": "which rows have ended, so that they stop and times are true"}
+PER_STEP = {"generate/loop.py:<listcomp>": "which rows have ended, so that they stop and times are true"}
 BEAM_STEP = {
-    "generate/beam_search.py:beam_search": "transformers asks whether a beam can still be beaten",
-    "generate/beam_search.py:__call__": "the device has finished, so that times are true",
+    "generate/loop.py:beam_search": "transformers asks whether a beam can still be beaten",
+    "generate/loop.py:__call__": "the device has finished, so that times are true",
 }
-OWN_ANSWER = {"generate/divergence.py:compare_next": "whether the full cache's own answers have all ended"}
+OWN_ANSWER = {"generate/kl.py:compare_next": "whether the full cache's own answers have all ended"}
 # In all, once for every cache or layer:
 ONCE = {
-    "generate/prefilled_context.py:prefill": "the prompt has been computed, so that its time is true",
-    "generate/decode_loop.py:__init__": "ids of end tokens, sent before the first step",
-    "models/cache.py:logits_were_finite": "whether any logit was NaN, asked at the end",
-    "models/cache.py:<genexpr>": "the same, of every layer",
-    "generate/finish_reason.py:truncate_at_end": "the tokens, when all are there",
-    "generate/beam_search.py:beam_search": "tokens and scores of the best beams, at the end",
-    "generate/divergence.py:found": "the divergences of all steps, at the end",
-    "core/decode/noised_attention.py:from_schedule": "temperatures of all steps, sent at the first",
-    "core/decode/bookkeeping.py:_by_row": "sinks and decays of every row, sent at the first step",
+    "generate/prefill.py:prefill": "the prompt has been computed, so that its time is true",
+    "generate/loop.py:__init__": "ids of end tokens, sent before the first step",
+    "hf/cache.py:logits_were_finite": "whether any logit was NaN, asked at the end",
+    "hf/cache.py:<genexpr>": "the same, of every layer",
+    "generate/inputs.py:truncate_at_end": "the tokens, when all are there",
+    "generate/loop.py:beam_search": "tokens and scores of the best beams, at the end",
+    "generate/kl.py:found": "the divergences of all steps, at the end",
+    "core/decode.py:from_schedule": "temperatures of all steps, sent at the first",
+    "core/decode.py:_by_row": "sinks and decays of every row, sent at the first step",
 }
 # Of retrieval methods, at every layer and step. Tokens are in CPU memory, lengths of rows are integers of the host:
 FETCHING = {
@@ -45,8 +45,8 @@ FETCHING = {
     "retrieval/offload.py:components": "which components of the query are the largest, likewise, and back",
     "retrieval/offload.py:all_keys": "all keys, for a method that compares all",
     "retrieval/offload.py:_copy": "where each fetched token goes; with offload=false which places are meant",
-    "retrieval/kv_index.py:__getitem__": "an index that was made in the background, at the first step",
-    "retrieval/kv_index.py:write": "where in its row's index the new token goes",
+    "retrieval/index.py:__getitem__": "an index that was made in the background, at the first step",
+    "retrieval/index.py:write": "where in its row's index the new token goes",
     "retrieval/quest.py:extend": "which pages the new tokens begin or go on",
     "retrieval/infllm.py:extend": "where the attention that new tokens receive is added up",
     "retrieval/infllm.py:select": "how many blocks each row has",
@@ -54,13 +54,13 @@ FETCHING = {
     "retrieval/infllm.py:_scores": "where far blocks stand",
     "retrieval/infllm.py:_observe": "how long each row's window is, and blocks that are full",
     "retrieval/pqcache.py:relevance": "how many tokens each row has",
-    "retrieval/resident.py:read": "how many tokens each row has",
-    "retrieval/resident.py:write_token": "where in its row the new token goes",
-    "retrieval/step_layout.py:_step_layout": "how many tokens each row has",
-    "core/select.py:topk_slots": "how many slots each row may choose",
+    "retrieval/offload.py:read": "how many tokens each row has",
+    "retrieval/offload.py:write_token": "where in its row the new token goes",
+    "retrieval/offload.py:_step_layout": "how many tokens each row has",
+    "core/slots.py:topk_slots": "how many slots each row may choose",
 }
 # Of single methods, at every layer and step:
-GUARD = {"models/cache.py:reorder_cache": "that no row went to another sample, where a sample's beams share scores"}
+GUARD = {"hf/cache.py:reorder_cache": "that no row went to another sample, where a sample's beams share scores"}
 OF_METHOD = {
     "ideal": {"methods/ideal.py:query_mask": "the largest budget of the batch; a simulation, never timed"},
     "keyformer": GUARD,

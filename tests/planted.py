@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MptConfig, MptForCausalLM
 
-from kvexp.models import patch_model
+from kvexp.hf import patch_model
 
 # <s> sink, . filler, P popular distractor, N needle, m mentions it, ? the question, A-D a phrase to copy
 WORDS = ["<s>", ".", "P", "N", "m", "?", "A", "B", "C", "D", "red", "blue", "yes", "no"]

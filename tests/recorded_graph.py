@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class RecordedGraphs:
-    """`kvexp.generate.decode_graph.GraphDevice`. calls: "warm_up", "capture" and "replay", in order.
+    """`kvexp.generate.graph.GraphDevice`. calls: "warm_up", "capture" and "replay", in order.
 
     forbidden: names of operators during which a capture fails, as it does on CUDA where the host would wait.
     """

@@ -8,9 +8,10 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.evictions.eviction_files import EVICTIONS, ExampleLog, write_example_log, write_table
-from kvexp.record import Run, divergence_lines, refuse
-from kvexp.results.divergence_scale import write_scale
+from kvexp.results.divergence import write_scale
+from kvexp.run import store as divergence_lines
+from kvexp.run.evictions import EVICTIONS, ExampleLog, write_example_log, write_table
+from kvexp.run.store import Run, refuse
 
 EVIL = "<script>alert(1)</script>"
 WORSE = "</script><img src=x onerror=alert(2)><b>&lt;"

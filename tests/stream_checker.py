@@ -268,7 +268,8 @@ class CheckedTask:
 @contextlib.contextmanager
 def checked_streams(monkeypatch: Any, luck: Callable[[], bool] = lambda: True) -> Iterator[StreamChecker]:
     """Everything inside runs as if beside a GPU "cuda:0", and is checked."""
-    from kvexp.retrieval import copy_streams, retrieval_layer
+    from kvexp.retrieval import layer as retrieval_layer
+    from kvexp.retrieval import offload as copy_streams
 
     checker, empty = StreamChecker(), torch.empty
     names = iter(ACTORS[3:])

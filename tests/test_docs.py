@@ -1,7 +1,12 @@
 """Every command in the documentation runs, at a tiny scale; what needs a hub or a GPU composes at least."""
 
+from __future__ import annotations
+
+import ast
 import contextlib
+import dataclasses
 import importlib.util
+import inspect
 import io
 import json
 import linecache
@@ -9,11 +14,48 @@ import re
 import runpy
 import subprocess
 import sys
+import typing
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from conftest import SHARED
+from golden.make import MADE as MADE_RECORDINGS
 from hydra import compose, initialize_config_dir
-from pages import DOCS, LINK, NEEDS, PAGES, ROOT, Block, anchors, blocks, files, first_of, mentioned, scripts, words_of
+from omegaconf import OmegaConf
+from pages import (
+    DOCS,
+    LINK,
+    NEEDS,
+    PAGES,
+    PYTHON,
+    Block,
+    anchors,
+    blocks,
+    files,
+    first_of,
+    mentioned,
+    scripts,
+    words_of,
+)
+from pages import ROOT as ROOT_of_pages
+from torch import Tensor
+
+import kvexp.retrieval
+from kvexp.core import eviction as layer_attention
+from kvexp.core.attention import AttentionInputs, with_renumbered_positions
+from kvexp.core.config import CacheSettings
+from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
+from kvexp.run.batches import evaluate_run
+from kvexp.run.build import build, typed
+from kvexp.run.settings import settings_of
+from kvexp.util import ConfigError
+
+# Every command in the documentation runs, at a tiny scale; what needs a hub or a GPU composes at least.
+
 
 TINY = ("limit=1", "task.max_new_tokens=4")  # added to every run.py; the documentation's own limit gives way
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -58,7 +100,7 @@ def called(words: list[str]) -> tuple[int, str, str]:
                 runpy.run_module(words[2], run_name="__main__", alter_sys=True)
             else:
                 sys.argv = words[1:]
-                runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+                runpy.run_path(str(ROOT_of_pages / words[1]), run_name="__main__")
     except SystemExit as stopped:
         code = int(stopped.code or 0)
     finally:
@@ -79,14 +121,14 @@ def composed(words: list[str]) -> None:
     given = [word for word in words[2:] if "=" in word and not word.startswith(("-", "hydra"))]
     overrides = [first_of(word) for word in given if "(" not in word]  # interval(0,1) is the sweeper's
     overrides = [word for word in overrides if not re.match(r"method=\w+\.", word)]  # the page's own file
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT_of_pages / "conf"), version_base="1.3"):
         compose("config", overrides)
 
 
 def check_named(words: list[str]) -> None:
     """A make target, a module or a configuration that exists."""
     if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+)(%?):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+)(%?):", (ROOT_of_pages / "Makefile").read_text("utf-8"), re.MULTILINE)
         asked = next(word for word in words[1:] if "=" not in word)
         assert any(asked == name if not more else asked.startswith(name) for name, more in targets), asked
     elif words[1] == "run.py":
@@ -109,7 +151,7 @@ def folder_of(page: Path, empty: Path) -> Path:
     written = files(page)
     for name, text in written.items():
         (empty / name).write_text(text, "utf-8")
-    return empty if written else ROOT
+    return empty if written else ROOT_of_pages
 
 
 @pytest.mark.parametrize(
@@ -176,7 +218,7 @@ def test_python_of_a_page_runs(page, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out
 
 
-README = (ROOT / "README.md").read_text("utf-8")
+README = (ROOT_of_pages / "README.md").read_text("utf-8")
 
 
 def test_the_first_page_is_read_in_minutes():
@@ -187,7 +229,9 @@ def test_the_first_page_is_read_in_minutes():
 
 def test_the_result_on_the_first_page_is_the_recorded_one():
     found = re.search(r"<!-- measured: (\w+) -->\n((?:> .*\n)+)", README)
-    recorded = json.loads((ROOT / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][found[1]]
+    recorded = json.loads((ROOT_of_pages / "experiments" / "measured_real.json").read_text("utf-8"))["exhibits"][
+        found[1]
+    ]
     assert " ".join(found[2].replace("> ", "").split()) == recorded["divergence"]["words"]
     assert f"(commit {recorded['commits'][0]})" in README
 
@@ -195,7 +239,7 @@ def test_the_result_on_the_first_page_is_the_recorded_one():
 def test_the_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed (the extra docs)")
     line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    built = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    built = subprocess.run(line, cwd=ROOT_of_pages, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "concepts/index.html", "experiments/index.html", "CONTRIBUTING/index.html"} <= pages
@@ -204,3 +248,363 @@ def test_the_site_is_built_without_a_warning(tmp_path):
 def test_there_is_something_to_run():
     assert {page.name for page in DOCS} >= {"concepts.md", "methods.md", "protocols.md", "results.md", "faq.md"}
     assert len(BLOCKS) >= 20 and len(MENTIONED) >= 20
+
+
+# What the documentation says of methods, tasks, protocols, rows and tables, held against the code.
+
+
+CONF = ROOT_of_pages / "conf"
+METHODS = (ROOT_of_pages / "docs" / "methods.md").read_text("utf-8")
+PROTOCOLS = (ROOT_of_pages / "docs" / "protocols.md").read_text("utf-8")
+RESULTS = (ROOT_of_pages / "docs" / "results.md").read_text("utf-8")
+PRESETS = sorted([*(CONF / "protocol").glob("*.yaml"), *(CONF / "protocol_task").glob("*.yaml")])
+MADE = ("benchmarks/results",)  # there once something was measured
+CLASSES = [getattr(package, name) for package in (kvexp.methods, kvexp.retrieval) for name in package.__all__]
+
+
+def named(key: str, page: str) -> bool:
+    """Whether the page has this word between backticks, alone or in front of a value."""
+    return re.search(rf"`[^`\n]*(?<![\w]){re.escape(key)}(?![\w])[^`\n]*`", page) is not None
+
+
+PAGE = runpy.run_path(str(ROOT_of_pages / "docs" / "methods.py"))
+
+
+def test_the_page_of_methods_is_current():
+    assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
+
+
+def test_what_methods_were_compared_with_is_what_the_recordings_hold():
+    """The table's last column claims each recording and export that there is, and no other."""
+    computed = {make.__name__ for make in MADE_RECORDINGS}
+    recordings = {path for path in (ROOT_of_pages / "tests" / "golden").glob("*.npz") if path.stem not in computed}
+    recordings.add(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz")
+    assert {ROOT_of_pages / name for name in PAGE["AUTHORS"]} == recordings
+    with np.load(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz") as file:
+        about = json.loads(str(file["about"]))
+    held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
+    assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
+
+    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    exported = {}
+    for path in sorted((ROOT_of_pages / "tests" / "peers").glob("export_*.py")):
+        presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
+        exported[f"tests/peers/{path.name}"] = presses & methods
+    wrapped = set().union(*PAGE["KVPRESS"].values())
+    for name, presses in exported.items():
+        claimed = set(PAGE["KVPRESS"].get(name, ()))
+        assert claimed <= presses | ({"kvzip", "kvzip_plus"} if name.endswith("kvzip.py") else set()), name
+        assert presses <= wrapped, name
+    assert set(PAGE["KVPRESS"]) <= set(exported)
+
+
+@pytest.mark.skipif(not (SHARED / "golden").is_dir(), reason=f"no recordings at {SHARED / 'golden'}")
+def test_the_recordings_that_are_not_carried_along_were_there():
+    names = [path.stem for path in (SHARED / "golden").glob("*.npz")]
+    for start in PAGE["NOT_CARRIED"]:
+        assert any(name.startswith(start) for name in names), start
+
+
+def test_every_method_has_an_oracle_as_the_page_says():
+    """Those that choose nothing, or are another's with other settings, need none."""
+    told = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    oracles = "".join(
+        (ROOT_of_pages / "tests" / f"test_{name}.py").read_text("utf-8") for name in ("kept_sets", "retrieval_oracles")
+    )
+    for cls in CLASSES:
+        if cls.name in told and cls.name != "full":
+            assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_method_and_each_of_its_settings_is_told(path):
+    assert f"](#{path.stem})" in METHODS
+    section = METHODS.partition(f"\n### {path.stem}\n")[2].partition("\n### ")[0]
+    assert section
+    for key in set(OmegaConf.load(path)) - {"_target_"}:
+        assert f"`method.{key}`" in section, key
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.name)
+def test_a_docstring_has_a_source_and_its_switches_exist(cls):
+    told = inspect.getdoc(cls)
+    assert re.search(r"arXiv:\d{4}\.\d{5}", told) or cls.name == "full" or "no paper" in told, "no source"
+    hints = typing.get_type_hints(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for key, value in re.findall(r"(?<![\w.])(\w+)=([\w.]+)", told.replace('"', "")):
+        if key in fields:
+            typed(_plain(value), hints[key], f"{cls.name}.{key}")
+        else:
+            assert key in ("mode", "positions", "every", "at_prefill"), f"{cls.name} has no {key}={value}"
+
+
+def _plain(value: str) -> object:
+    """A word of a docstring as yaml reads it; Python's False and True are yaml's too."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.rstrip('.')}"]))["value"]
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "task").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_task_is_in_the_table(path):
+    assert re.search(rf"^\|.*`{path.stem}`", PROTOCOLS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_all_that_a_protocol_sets_is_told(path):
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    paper = next(each.stem for each in (CONF / "protocol").glob("*.yaml") if path.stem.startswith(each.stem))
+    rows = PROTOCOLS.partition(f"| `{paper}` (arXiv")[2]
+    section = re.split(r"\n\| `\w+` \(arXiv|\n\n", rows)[0]
+    keys = {key for value in node.values() if isinstance(value, dict) for key in value}
+    keys |= {key for key, value in node.items() if not isinstance(value, dict)}
+    for key in keys - {"defaults", "paper", "tasks"}:
+        assert named(key, section) or (key == "limit" and "all rows" in section), f"{path.stem} sets {key}"
+    for task in node.get("protocol", {}).get("tasks", []):
+        assert f"`{task}`" in section, task
+
+
+@pytest.fixture(scope="module")
+def row(tmp_path_factory):
+    """A row of a retrieval method, whose receipt has everything, and of a task that chooses."""
+    words = [
+        "model=testbed_rope",
+        "task=testbed_choice",
+        "method=oracle",
+        "limit=1",
+        f"outputs_dir={tmp_path_factory.mktemp('out')}",
+    ]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config", words), resolve=True)
+    given = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
+    (made,) = evaluate_run(settings_of(given, {"task": "testbed_choice", "model": "testbed_rope"})).rows()
+    return made
+
+
+def test_every_field_of_a_row_is_told(row):
+    table = RESULTS.partition("## A row")[2].partition("## The table")[0]
+    assert {"choices", "receipt"} <= set(row) and row["receipt"]["retrieval"]
+    for key in (*row, *row["seconds"], *row["receipt"], *row["receipt"]["retrieval"]):
+        assert named(key, table), key
+
+
+def test_every_column_of_the_table_is_told():
+    table = RESULTS.partition("## The table")[2]
+    for key in (*FIRST, *COUNTS, *VERDICTS, *COST, *LAST, "tokens", "setting", "revision"):
+        assert named(key, table), key
+
+
+def test_every_file_of_a_run_folder_is_told():
+    source = "".join(path.read_text("utf-8") for path in sorted((ROOT_of_pages / "kvexp" / "record").glob("*.py")))
+    files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
+    assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
+    for name in files:
+        assert name in RESULTS.partition("## Identity")[0], name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_are_there(page):
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    roots = "kvexp|conf|tests|experiments|benchmarks|docs|hydra_plugins"
+    for name in re.findall(rf"`((?:{roots})/[\w./{{}}-]*)`", text):
+        if name not in MADE and not re.search(r"NAME|[{<]", name):
+            assert (ROOT_of_pages / name).exists() or (ROOT_of_pages / f"{name}.yaml").exists(), f"{page.name}: {name}"
+
+
+def test_a_class_that_is_not_exported_and_an_import_that_fails_are_told_apart(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"no kvexp\.methods\.H3O; a new .* imported in kvexp/methods/__in"):
+        build({"_target_": "kvexp.methods.H3O"}, "method", within="kvexp.methods")
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
+    monkeypatch.setattr(kvexp.methods, "__path__", [*kvexp.methods.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        build({"_target_": "kvexp.methods.broken.H2O"}, "method", within="kvexp.methods")
+    with pytest.raises(ConfigError, match=r"there is no kvexp\.methods\.gone\.H2O"):
+        build({"_target_": "kvexp.methods.gone.H2O"}, "method", within="kvexp.methods")
+
+
+def test_the_index_of_decisions_has_every_entry_of_its_pages():
+    index = (ROOT_of_pages / "DECISIONS.md").read_text("utf-8")
+    pages = sorted((ROOT_of_pages / "docs" / "decisions").glob("*.md"))
+    listed = re.findall(r"\| (20\d\d-.*) \|$", index, re.M)
+    entries = [head for page in pages for head in re.findall(r"^## (20\d\d-.*)$", page.read_text("utf-8"), re.M)]
+    assert entries and sorted(listed) == sorted(entries)
+
+
+# What docs/answers.md says of its commands' output, where it is more than a score, holds on the first examples.
+
+
+ANSWERS_PAGE = next(page for page in DOCS if page.name == "answers.md")
+COMMANDS = [command for block in blocks(ANSWERS_PAGE) for command, _ in block.commands]
+
+
+@pytest.fixture
+def rows(tmp_path: Path):
+    """Run the one command of the page that has these words; label of each run -> its rows, of two examples."""
+
+    def ran(*words: str) -> dict[str, list[dict[str, Any]]]:
+        (command,) = (each for each in COMMANDS if all(word in each for word in words))
+        overrides = [word for word in words_of(command)[2:] if not word.startswith(("limit=", "-m"))]
+        own = ["limit=2", "divergence=false", f"outputs_dir={tmp_path}"]
+        code, _, err = called(["python", "run.py", "-m", *own, *overrides])
+        assert code == 0, err
+        found = {}
+        for folder in tmp_path.glob("*/config.json"):
+            labels = json.loads(folder.read_text("utf-8"))["labels"]
+            text = (folder.parent / "examples.jsonl").read_text("utf-8")
+            found[f"{labels['method']} {labels['setting']}"] = [json.loads(line) for line in text.splitlines()]
+        return found
+
+    return ran
+
+
+def of(found: dict[str, list[dict[str, Any]]], *words: str) -> list[dict[str, Any]]:
+    """The rows of the one run whose label has these words."""
+    (label,) = (label for label in found if all(word in label for word in words))
+    return found[label]
+
+
+def receipts(rows: list[dict[str, Any]], field: str) -> list[Any]:
+    return [row["receipt"][field] for row in rows]
+
+
+def test_an_answer_of_one_token_does_not_feel_eviction_unless_the_question_comes_after_it(rows) -> None:
+    found = rows("task.max_new_tokens=1")
+    for place, same in (("in_prompt", True), ("after_eviction", False)):
+        full = [row["output_tokens"] for row in of(found, "full", place)]
+        for method in ("window", "h2o"):
+            run = of(found, method, place)
+            assert receipts(run, "first_eviction_step") == [0, 0]
+            assert ([row["output_tokens"] for row in run] == full) == same, (method, place)
+
+
+def test_hiding_keeps_the_same_tokens_and_more_bytes_than_the_full_cache(rows) -> None:
+    found = rows("cache.mode=overwrite,mask")
+    full, drops, hides = of(found, "full"), of(found, "mode=overwrite"), of(found, "mode=mask")
+    assert receipts(drops, "slots") == receipts(hides, "slots")
+    assert receipts(drops, "kept_digest") == receipts(hides, "kept_digest")
+    assert [row["output"] for row in drops] == [row["output"] for row in hides]
+    for less, all_of_it, more in zip(*(receipts(each, "kv_bytes") for each in (drops, full, hides)), strict=True):
+        assert less < all_of_it <= more
+
+
+def test_what_chooses_once_grows_with_the_answer(rows) -> None:
+    found = rows("method=snapkv,h2o", "budget.tokens=64")
+    for once, each_step in zip(of(found, "snapkv"), of(found, "h2o"), strict=True):
+        assert each_step["receipt"]["slots"] == 63
+        assert once["receipt"]["slots"] == 63 + once["new_tokens"] - 1
+
+
+def proof_of_positions() -> None:
+    """Run the page's Python block that holds a cache's answers against the stock model's."""
+    (code,) = (code for code in PYTHON.findall(ANSWERS_PAGE.read_text("utf-8")) if "assert_close" in code)
+    exec(compile(code, ANSWERS_PAGE.name, "exec"), {})
+
+
+def test_the_proof_of_positions_holds() -> None:
+    proof_of_positions()
+
+
+def unmoved(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
+    return inputs
+
+
+def mixed(inputs: AttentionInputs, positions: Tensor) -> AttentionInputs:
+    """Keys at 0, 1, 2 …, and the query where it was."""
+    turned, rope = with_renumbered_positions(inputs, positions), inputs.params.rope
+    assert rope is not None and turned.rope_positions is not None
+    moved = turned.rope_positions[1][:, :, -1:] - inputs.query_positions[:, None, -1:]
+    return replace(turned, keys=rope.rotate_by(turned.keys, moved.expand_as(positions)))
+
+
+@pytest.mark.parametrize("fault", [unmoved, mixed], ids=lambda fault: fault.__name__)
+def test_the_proof_of_positions_fails_where_keys_and_query_are_not_moved_alike(
+    fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_attention, "with_renumbered_positions", fault)
+    with pytest.raises(AssertionError, match="not close"):
+        proof_of_positions()
+
+
+def test_the_proof_of_positions_fails_where_original_ones_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheSettings, "renumbered", property(lambda _: True))
+    with pytest.raises(AssertionError, match="not close"):
+        proof_of_positions()
+
+
+def test_blocks_of_rows_choose_what_the_whole_matrix_chooses(rows) -> None:
+    found = rows("cache.observe=blocked,naive")
+    assert receipts(of(found, "blocked"), "kept_digest") == receipts(of(found, "naive"), "kept_digest")
+
+
+def told(command: str) -> list[str]:
+    """The scores that the page says the command shows: numbers with a decimal point in the sentences after its block.
+
+    Sentences about a real model are another measurement.
+    """
+    after = ANSWERS_PAGE.read_text("utf-8").partition(f"{command}\n```\n")[2].split("\n## ")[0]
+    sentences = re.split(r"(?<=[.)])\s+(?=[A-Z])", after.strip().split("\n\n")[0])
+    return re.findall(r"\d+\.\d+", " ".join(each for each in sentences if "real model" not in each))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in COMMANDS if told(each)], ids=lambda command: command[14:60])
+def test_the_scores_told_are_those_printed(command: str, tmp_path: Path) -> None:
+    """The whole command; the page may round further than the table."""
+    words = [word for word in words_of(command)[2:] if word != "-m"]
+    code, out, err = called(["python", "run.py", "-m", f"outputs_dir={tmp_path}", *words])
+    assert code == 0, err
+    printed = [float(number) for number in re.findall(r"\d+\.\d+", out)]
+
+    def shown(score: str) -> bool:
+        half = 0.5 * 10.0 ** -len(score.partition(".")[2])
+        return any(abs(number - float(score)) <= half * (1 + 1e-9) for number in printed)
+
+    assert [score for score in told(command) if not shown(score)] == [], out
+
+
+# The glossary says each word once, its classes exist, and words it replaces do not come back.
+
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted([*(ROOT / "kvexp").rglob("*.py"), *(ROOT / "experiments" / "studies").glob("*.py")])
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+
+
+def classes(path: Path) -> list[str]:
+    return [node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+
+
+def terms() -> list[str]:
+    """The first cells of the glossary's tables."""
+    cells = re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE)
+    return [cell.strip() for cell in cells if cell.strip() not in ("term", "---") and not set(cell) <= set("- ")]
+
+
+def test_the_glossary_says_each_word_once() -> None:
+    assert len(terms()) > 30
+    assert [term for term, count in Counter(terms()).items() if count > 1] == []
+
+
+def test_the_glossarys_classes_are_there() -> None:
+    known = {name for path in FILES for name in classes(path)}
+    named = {
+        name for cell in re.findall(r"^\| ([^|]+) \|", GLOSSARY, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert len(named) >= 5 and named <= known, named - known
+
+
+PRIVATE = "sight|limbo|quota|timeline|ladder|rung|tempered_rows|moment|ledger|crew|tally"
+
+
+def test_private_words_do_not_come_back() -> None:
+    """Words that the glossary has a standard one for, as identifiers in the core and the layers above it."""
+    words = set(PRIVATE.split("|"))
+    found = []
+    for path in FILES:
+        if path.parts[-2] in ("core", "methods", "retrieval", "hf", "generate"):
+            text = path.read_text("utf-8")
+            if not re.search(rf"\b({PRIVATE})\b", text):
+                continue  # to parse every file takes seconds
+            for node in ast.walk(ast.parse(text)):
+                name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+                if name in words:
+                    found.append(f"{path.relative_to(ROOT)}: {name}")
+    assert found == []

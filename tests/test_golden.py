@@ -1,5 +1,7 @@
 """The authors' own numbers: every recording at hand reproduces, and the check itself can fail."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +9,9 @@ import pytest
 from conftest import SHARED
 from golden import half
 from golden.make import MADE
+from reference_check import Report, alpha_of, main, run
 
-from kvexp.errors import ConfigError
-from kvexp.reference_check.__main__ import main
-from kvexp.reference_check.comparison import Report
-from kvexp.reference_check.dispatch import run
-from kvexp.reference_check.tensors import alpha_of
+from kvexp.util import ConfigError
 
 HERE = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 OTHERS = sorted((SHARED / "golden").glob("*.npz"))

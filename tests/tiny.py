@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvexp.core import AttentionParams, CacheConfig, EvictionLayer, MemoryTracker, SequenceState
-from kvexp.core.cross_layer_score import CrossLayerScore
-from kvexp.generate.loglikelihood import forward_last
-from kvexp.models import EvictionCache, patch_model
+from kvexp.core.observe import CrossLayerScore
+from kvexp.generate.prefill import forward_last
+from kvexp.hf import EvictionCache, patch_model
 
 VOCAB = 61
 _LLAMA = {

@@ -19,8 +19,7 @@ from benchmarks.machine_code.cases import ALL, DEFAULT, Case
 from benchmarks.machine_code.compiler import check_installed, compile_all
 from benchmarks.machine_code.launches import Specialisation, specialisations
 from benchmarks.machine_code.table import Line, differences, markdown, write
-from kvexp.errors import ConfigError
-from kvexp.pipes import watch_pipes
+from kvexp.util import ConfigError, watch_pipes
 
 PAGE = ROOT / "docs" / "gpu.md"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.machine_code.launches import Specialisation
 from benchmarks.machine_code.sass import MachineCode, read
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 WARP = 32  # threads
 
@@ -34,8 +34,8 @@ def check_installed() -> str:
 
 
 def _kernel(name: str) -> Any:
-    from kvexp.core.decode import triton_decode_kernels
-    from kvexp.core.observe import triton_observe_kernels
+    from kvexp.core import triton_kernels as triton_decode_kernels
+    from kvexp.core import triton_kernels as triton_observe_kernels
 
     module = triton_observe_kernels if hasattr(triton_observe_kernels, name) else triton_decode_kernels
     return getattr(module, name)

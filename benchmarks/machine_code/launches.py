@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine_code.cases import Case
+from kvexp.core import triton_ops as triton_decode
+from kvexp.core import triton_ops as triton_observe
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.decode import triton_decode
-from kvexp.core.observe import triton_observe
-from kvexp.core.observe.noise import POOL_SIZE
-from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.method import AttentionScoreSpec
+from kvexp.core.noise import POOL_SIZE
 from kvexp.core.slots import Slots
 from kvexp.methods import H2O, Keyformer
 
@@ -151,7 +151,7 @@ def _params(case: Case) -> AttentionParams:
 
 
 def _prompt(case: Case) -> list[Specialisation]:
-    from kvexp.core.observe import triton_observe_kernels as kernels
+    from kvexp.core import triton_kernels as kernels
 
     (h, g), s, d, dtype = case.heads, case.slots, case.head_size, DTYPES[case.dtype]
     query = (
@@ -180,7 +180,7 @@ def _prompt(case: Case) -> list[Specialisation]:
 
 
 def _decode(case: Case) -> list[Specialisation]:
-    from kvexp.core.decode import triton_decode_kernels as kernels
+    from kvexp.core import triton_kernels as kernels
 
     (h, g), s, d, dtype = case.heads, case.slots, case.head_size, DTYPES[case.dtype]
     sequence = SimpleNamespace(

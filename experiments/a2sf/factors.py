@@ -10,7 +10,7 @@ from experiments.lib.divergence import KL, Closer, by_divergence
 from experiments.lib.draw import METRICS, curves
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, better, ends, estimate
-from kvexp.results.question_place import WORDS, titled
+from kvexp.results.read import WORDS, titled
 
 KEY, ASKED = "method.alpha", "task.question"
 PEAK = "0.1"  # of the paper's peak, 0.1 to 0.3, the factor of the authors' sweeps

@@ -13,10 +13,10 @@ from experiments.lib.attention import accumulated, full_attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
-from kvexp.errors import ConfigError
-from kvexp.figures.style import color_of
 from kvexp.methods import A2SF
+from kvexp.results.plots import color_of
+from kvexp.run.settings import Settings
+from kvexp.util import ConfigError
 
 BINS = 16  # parts of the prompt, oldest first
 EVEN = 50.0  # percent of the score that the older half would hold if age did not matter

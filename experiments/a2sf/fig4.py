@@ -16,9 +16,9 @@ from experiments.lib.attention import attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
-from kvexp.errors import ConfigError
 from kvexp.lm_eval import check_row_mask
+from kvexp.run.settings import Settings
+from kvexp.util import ConfigError
 
 CELLS = 72  # a map is drawn with so many cells on a side
 ORDER = (("ideal", ""), ("window", ""), ("h2o", ""), ("a2sf", "method.alpha=0.1"), ("a2sf", "method.alpha=0.5"))

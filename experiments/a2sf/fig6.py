@@ -13,9 +13,9 @@ from experiments.lib.attention import accumulated, full_attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap, positive
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
-from kvexp.errors import ConfigError
 from kvexp.methods import A2SF
+from kvexp.run.settings import Settings
+from kvexp.util import ConfigError
 
 NEXT = 16  # rows after the pruning point whose attention is to be foreseen
 TOKENS = 3  # followed besides the first token

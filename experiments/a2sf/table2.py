@@ -13,12 +13,12 @@ from experiments.lib.attention import attention
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import ends, estimate, interval_columns, mean_columns, paired_gap
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
 from kvexp.core.budget import floor_share
 from kvexp.core.row_mask import row_cosine, window_mask
-from kvexp.figures.style import color_of
 from kvexp.lm_eval import check_row_mask
 from kvexp.methods import Ideal, Window
+from kvexp.results.plots import color_of
+from kvexp.run.settings import Settings
 
 ORDER = ("window", "h2o", "a2sf")
 SHOWN = (

@@ -13,7 +13,7 @@ from experiments.lib.data import paper_numbers
 from experiments.lib.draw import model_lines
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import all_hold, ends, estimate, mean_columns
-from kvexp.config.settings import Settings
+from kvexp.run.settings import Settings
 
 BELOW = 0.01
 MOST_TICKS = 12  # layers; of more every fifth is named

@@ -13,7 +13,7 @@ from experiments.lib.data import paper_numbers
 from experiments.lib.draw import model_lines
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, estimate, mean_columns
-from kvexp.config.settings import Settings
+from kvexp.run.settings import Settings
 
 SHARES = [share / 10 for share in range(1, 10)]
 KEY, MOST = 0.4, 90.0

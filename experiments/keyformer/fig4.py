@@ -14,9 +14,9 @@ from experiments.lib.draw import MODELS, in_order
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, mean_columns
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
-from kvexp.errors import ConfigError
-from kvexp.figures.style import color_of
+from kvexp.results.plots import color_of
+from kvexp.run.settings import Settings
+from kvexp.util import ConfigError
 
 AFTER = 32  # query rows after the reduction, as many as tokens of an answer
 RANKS = 20  # parts of the tokens that stay, best first

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvexp.core import Budget, Method
-from kvexp.lm_eval.row_mask_protocol import mask_fn_of
+from kvexp.hf import RowMaskCache
+from kvexp.lm_eval.evaluator import mask_fn_of
 from kvexp.methods import Full
-from kvexp.models import RowMaskCache
 
 
 @torch.no_grad()

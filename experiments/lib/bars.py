@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from experiments.lib.data import paper_numbers_for
 from experiments.lib.draw import HEIGHT, METRICS, legend, levels, panels_of
 from experiments.lib.titles import panel_title
-from kvexp.figures.style import color_of
+from kvexp.results.plots import color_of
 
 SHADES = (1.0, 0.72, 0.5, 0.35)  # of a method's color, for the runs of one method side by side in a group
 

@@ -12,10 +12,9 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE
 from experiments.lib.stats import mean_interval, paired_difference
-from kvexp.config.labels import override_label as setting_of
-from kvexp.record import Run
-from kvexp.record.sent_prompts import check_same_prompts
-from kvexp.results import table
+from kvexp.results.table import table
+from kvexp.run.labels import override_label as setting_of
+from kvexp.run.store import Run, check_same_prompts
 
 Columns = dict[str, list[float]]
 KEYS = ["model", "task", "method", "setting", "kv_ratio"]

@@ -16,10 +16,9 @@ import numpy as np
 import pandas as pd
 
 from experiments.lib.stats import Side, all_hold, better, estimate, pooled_difference
-from kvexp.record import Run
-from kvexp.record.divergence_lines import EPSILON_KL, OWN, read
-from kvexp.results.divergence_table import PerExample, share_interval
+from kvexp.results.divergence import PerExample, share_interval
 from kvexp.results.stats import LEVEL
+from kvexp.run.store import EPSILON_KL, OWN, Run, read
 
 KL = "kl"  # nats per token
 COLUMNS = ["model", "task", "method", "setting", "kv_ratio", "hash"]
@@ -28,7 +27,7 @@ Judge = Callable[[pd.DataFrame], tuple[bool | None, str]]
 
 def measure_missing(outputs: Path, hashes: Sequence[str]) -> dict[str, str]:
     """Measure what these runs lack; hash -> why a run has no divergence (choices, baselines)."""
-    from kvexp.divergence.measure import measure_claimed
+    from kvexp.run.batches import measure_claimed
 
     return measure_claimed([Run.load(outputs / name) for name in hashes], (OWN,))
 

@@ -21,9 +21,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from experiments.lib.divergence import pooled_kl
 from experiments.lib.draw import METHODS, in_order, legend
 from experiments.lib.titles import panel_title
-from kvexp.figures.divergence_curves import LEAST, divergence
-from kvexp.figures.style import color_of, marker_of
-from kvexp.record.divergence_lines import EPSILON_KL
+from kvexp.results.plots import LEAST, color_of, divergence, marker_of
+from kvexp.run.store import EPSILON_KL
 
 WIDTH, HEIGHT = 3.9, 2.6  # inches of a panel of curves
 DOTS, ROW, LETTER = 2.9, 0.19, 0.065  # inches: width of a panel of dots, height of a line of it, a letter of its words

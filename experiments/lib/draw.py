@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from experiments.lib.data import paper_numbers_for
 from experiments.lib.titles import model_words, panel_title
-from kvexp.figures.dodge import dodge
-from kvexp.figures.style import DASHES, MARK_COLOR, color_of, marker_of
+from kvexp.results.plots import DASHES, MARK_COLOR, color_of, dodge, marker_of
 
 # As the papers order them, each testbed model at the place of the one whose layout it has.
 MODELS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd

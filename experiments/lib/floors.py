@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvexp.diagnose.runs import examples_of, settings_at
-from kvexp.record import Run
-from kvexp.results import intervals, stats
+from kvexp.results import stats
+from kvexp.results import stats as intervals
 from kvexp.results.read import Folder, Row
+from kvexp.run.batches import examples_of, settings_at
+from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.tasks.base import Task
 from kvexp.tasks.rouge import sentences

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from experiments.lib.real_scale import MODEL
-from kvexp.articles import training_articles
-from kvexp.errors import ConfigError
-from kvexp.record.files import replace
+from kvexp.tasks.articles import training_articles
+from kvexp.util import ConfigError, replace
 
 TEXTS = "calibration_texts.jsonl"  # in the league's outputs
 DIGESTS = "calibrations.json"
@@ -20,11 +19,10 @@ def calibrate_for_league(outputs: Path) -> None:
     They are made on the articles that are kept for training, and take the place of the model's older ones in the cache
     folder. ConfigError where one cannot be made.
     """
-    from kvexp.calibrate.kvzap_training import train_kvzap
-    from kvexp.calibrate.model_calibration import calibrate_model
-    from kvexp.config.calibration_of_model import model_digest
-    from kvexp.models.surrogate_file import read_surrogate
-    from kvexp.sweep.composed_model import composed_model
+    from kvexp.hf.calibrate import read_surrogate
+    from kvexp.run.calibrate import calibrate_model, train_kvzap
+    from kvexp.run.calibrated import model_digest
+    from kvexp.run.jobs import composed_model
 
     words = [f"model={MODEL}"]
     digest = model_digest(composed_model(words)[1])
@@ -44,7 +42,7 @@ def calibrate_for_league(outputs: Path) -> None:
 
 def _digests(model: str) -> dict[str, str | None]:
     """Digests of what the cache folder holds of a model's queries and heads; None for what is not there."""
-    from kvexp.models.calibration_file import read_calibration, read_head_scores
+    from kvexp.hf.calibrate import read_calibration, read_head_scores
 
     found: dict[str, str | None] = {}
     for name, read in (("queries", read_calibration), ("heads", read_head_scores)):

@@ -18,14 +18,12 @@ import pandas as pd
 
 from experiments.lib.exhibits import HERE, ROOT
 from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, RATIOS
-from kvexp.errors import ConfigError
-from kvexp.record.divergence_lines import OWN
-from kvexp.results.columns import without_question
-from kvexp.results.divergence_table import compared_means, divergence_table, example_means, holm_corrected
-from kvexp.results.question_place import AFTER_EVICTION, IN_PROMPT, WORDS
-from kvexp.results.read import folders
+from kvexp.results.divergence import compared_means, divergence_table, example_means, holm_corrected
+from kvexp.results.read import AFTER_EVICTION, IN_PROMPT, WORDS, folders
 from kvexp.results.stats import LEVEL
-from kvexp.results.table import table
+from kvexp.results.table import table, without_question
+from kvexp.run.store import OWN
+from kvexp.util import ConfigError
 
 PAGE, RECORDED = ROOT / "docs" / "methods_league.md", HERE / "methods_league.csv"
 BEGIN, END = "<!-- league: made by experiments/lib/league_page.py -->", "<!-- end of the league -->"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvexp.results.question_place import AFTER_EVICTION, IN_PROMPT
+from kvexp.results.read import AFTER_EVICTION, IN_PROMPT
 
 RATIOS = (0.125, 0.25, 0.5, 0.75)
 QUESTIONS = (AFTER_EVICTION, IN_PROMPT)

@@ -8,13 +8,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import kvexp.testbed
-from kvexp.errors import ConfigError
-from kvexp.models import load_model, load_tokenizer, pack_linear
-from kvexp.testbed.document import LONGEST, DocumentShape, document
-from kvexp.testbed.forms import opening
+import kvexp.tasks.testbed
+from kvexp.hf import load_model, load_tokenizer, pack_linear
+from kvexp.tasks.testbed import LONGEST, DocumentShape, document, opening
+from kvexp.util import ConfigError
 
-MODELS = Path(kvexp.testbed.__file__).parent / "models"
+MODELS = Path(kvexp.tasks.testbed.__file__).parent / "testbed_models"
 SPREAD = 3  # a testbed document has a fact for every so many sentences of the longest kind,
 FACTS = 40  # up to so many
 SLACK = 32  # tokens: its last sentence need not fit

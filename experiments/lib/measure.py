@@ -13,10 +13,10 @@ import kvexp
 from experiments.lib.data import KEYS, spelled, without
 from experiments.lib.exhibits import HERE, Exhibit, load, module_of
 from experiments.lib.sweep import jobs
-from kvexp.config.model_spec import load as load_model
-from kvexp.config.settings import Settings
-from kvexp.evaluate.example_prompts import prompt_of
-from kvexp.record import identity
+from kvexp.run.model_spec import load as load_model
+from kvexp.run.prompts import prompt_of
+from kvexp.run.settings import Settings
+from kvexp.run.store import identity
 
 
 def measured(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.lib.exhibits import HERE
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 if TYPE_CHECKING:
     from experiments.lib.made import Made

@@ -11,8 +11,8 @@ import pandas as pd
 
 import kvexp
 from experiments.lib.real_scale import Command
-from kvexp.record import Run
-from kvexp.record.canonical_json import load
+from kvexp.run.store import Run
+from kvexp.util import load
 
 
 @dataclass(frozen=True)

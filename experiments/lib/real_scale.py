@@ -16,10 +16,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import HERE, ROOT, sweeps
-from kvexp.errors import ConfigError
-from kvexp.models.converted import whole
-from kvexp.models.fetch import WHEELS
-from kvexp.pipes import watch_pipes
+from kvexp.hf.fetch import WHEELS, whole
+from kvexp.util import ConfigError, watch_pipes
 
 REAL, MODEL, HUB = "real", "smollm2_135m", "hub"
 FILES = HERE / "real_data.yaml"

@@ -24,7 +24,7 @@ from experiments.lib.provenance import provenance_of
 from experiments.lib.real_scale import REAL, Command, commands
 from experiments.lib.sweep import smaller
 from experiments.lib.titles import exhibit_title
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _cell(value: Any) -> str:
 def results(names: Sequence[str], asked: Asked, workers: int) -> Iterator[tuple[str, Made | str]]:
     """(name, what was made or why it could not be) as each is ready; those that took longest when recorded come first.
 
-    Processes that want the same run wait for each other (`kvexp.record`): none is made twice.
+    Processes that want the same run wait for each other (`kvexp.run.store`): none is made twice.
     """
     if workers == 1 or len(names) == 1:
         yield from ((name, attempt(name, asked)) for name in names)

@@ -19,7 +19,7 @@ from benchmarks.store import Cell, Results
 from experiments.lib.data import paper_numbers
 from experiments.lib.draw import METHODS, finish, in_order, legend
 from experiments.lib.pages import WAITS
-from kvexp.figures.style import color_of, marker_of
+from kvexp.results.plots import color_of, marker_of
 
 NONE_YET = f"{WAITS}: `make bench-gpu` writes benchmarks/results"
 COLUMNS = ("source", "seqlen", "method", "metric", "value", "low", "high", "machine")

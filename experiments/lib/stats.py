@@ -9,17 +9,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvexp.results.intervals import mean_interval as interval_of_mean
-from kvexp.results.intervals import mean_moments
-from kvexp.results.stats import LEVEL, RESAMPLES, resampled_means
-from kvexp.results.units import TOO_FEW
+from kvexp.results.stats import LEVEL, RESAMPLES, mean_moments, resampled_means
+from kvexp.results.stats import mean_interval as interval_of_mean
+from kvexp.results.table import TOO_FEW
 
 Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
 Gap = tuple[float, float, float]  # mean, low, high
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean (`kvexp.results.intervals`); NaN for fewer than two values."""
+    """95 % interval of a mean (`kvexp.results.stats`); NaN for fewer than two values."""
     column = np.array(values, dtype=np.float64)
     if len(column) < 2:
         return math.nan, math.nan

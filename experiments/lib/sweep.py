@@ -12,11 +12,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from experiments.lib.exhibits import ROOT
-from kvexp.config.settings import Settings, settings_of
-from kvexp.errors import ConfigError
-from kvexp.run import main
-from kvexp.session import Session
-from kvexp.sweep.signals import INTERRUPTED, KEPT, TERMINATED, summary
+from kvexp.run.jobs import INTERRUPTED, KEPT, TERMINATED, summary
+from kvexp.run.main import main
+from kvexp.run.settings import Settings, settings_of
+from kvexp.util import ConfigError, Session
 
 QUIET = "~hydra.callbacks.table"  # the exhibit has a table of its own
 
@@ -79,8 +78,7 @@ def planned_seconds(experiment: str, overrides: Sequence[str] = ()) -> float:
 
     ConfigError for a job that cannot run.
     """
-    from kvexp.dry_run.planned_runs import total_seconds
-    from kvexp.dry_run.planner import show_plan
+    from kvexp.run.plan import show_plan, total_seconds
 
     session = Session()
     session.collect_jobs()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from experiments.lib.exhibits import load, module_of
-from kvexp.results.question_place import titled
+from kvexp.results.read import titled
 
 MODELS = {
     "gptj_6b": "GPT-J 6B",

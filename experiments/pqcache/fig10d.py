@@ -12,11 +12,11 @@ from experiments.lib.data import option, paper_numbers
 from experiments.lib.draw import finish, legend
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, all_hold, ends, estimate, interval_columns, mean_columns, paired_gap
-from kvexp.config.settings import Settings
-from kvexp.errors import ConfigError
-from kvexp.figures.style import DASHES, color_of
 from kvexp.generate import GenerationParams, generate, receipts
+from kvexp.results.plots import DASHES, color_of
 from kvexp.retrieval import PQCache
+from kvexp.run.settings import Settings
+from kvexp.util import ConfigError
 
 NEW = 48  # tokens decoded after each document
 ALIKE = 0.05  # the difference between policies up to which they count as alike

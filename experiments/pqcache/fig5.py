@@ -15,7 +15,7 @@ from experiments.lib.draw import legend
 from experiments.lib.exhibits import Exhibit
 from experiments.lib.stats import above, ends, estimate, mean_columns
 from experiments.lib.titles import model_words
-from kvexp.config.settings import Settings
+from kvexp.run.settings import Settings
 
 PLACES = 16  # (layer, head, query) drawn from every prompt
 SHOWN = 4  # of them are drawn, as in the paper

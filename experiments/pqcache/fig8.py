@@ -21,7 +21,7 @@ from experiments.lib.stats import (
     positive,
     runs_of,
 )
-from kvexp.figures.heatmap import heatmap
+from kvexp.results.plots import heatmap
 
 RIVALS = ("h2o_c", "sparq", "infllm")
 NEARLY_ALL = 95.0  # percent of the needles

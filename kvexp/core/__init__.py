@@ -7,25 +7,19 @@ a batch are its tokens, padding included; a "column sum" is the attention that o
 rows.
 """
 
+from __future__ import annotations
+
 from kvexp.core.attention import AttentionParams, RoPE
-from kvexp.core.budget import Budget, Cadence
-from kvexp.core.bytes_budget import BytesBudget
-from kvexp.core.cache_config import CacheConfig
-from kvexp.core.cache_settings import CacheOptions
-from kvexp.core.eviction_layer import EvictionLayer
-from kvexp.core.head_scores import HeadScores
-from kvexp.core.memory_tracker import MemoryTracker
-from kvexp.core.method import EvictionContext, Method
-from kvexp.core.needs import Needs
-from kvexp.core.observe.noise import Noise
-from kvexp.core.quantization import Quantization
-from kvexp.core.query_calibration import QueryCalibration
-from kvexp.core.score_spec import AttentionScoreSpec
-from kvexp.core.second_pass import SecondPass
+from kvexp.core.budget import Budget, BytesBudget, Cadence
+from kvexp.core.config import CacheConfig, CacheOptions
+from kvexp.core.eviction import EvictionLayer, MemoryTracker
+from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, Needs, SecondPass
+from kvexp.core.noise import Noise
+from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection
 from kvexp.core.sequence import SequenceState
 from kvexp.core.slots import Slots
-from kvexp.core.surrogate import Surrogate
+from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 
 __all__ = [
     "AttentionParams",

@@ -1,21 +1,181 @@
-"""What an eviction method is: a frozen description that gives slots a priority. The core keeps its score."""
+"""What an eviction method is: its score, its needs, its order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import RoPE
-from kvexp.core.layer_budgets import LayerBudgets
-from kvexp.core.needs import NOTHING, Needs, output_norms
-from kvexp.core.query_calibration import LayerCalibration
-from kvexp.core.query_statistics import QueryStatistics
-from kvexp.core.score_spec import AttentionScoreSpec
+from kvexp.core.attention import AttentionInputs, LocalChunks, RoPE
+from kvexp.core.budget import LayerBudgets
+from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
-from kvexp.errors import ConfigError
+from kvexp.core.statistics import LayerCalibration, QueryStatistics
+from kvexp.util import ConfigError
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """How a prompt is repeated: its tokens from position `start` on, `chunk` at a time, each chunk in one forward.
+
+    instruction: text fed ahead of the first chunk; next_instruction: ahead of every later one, followed by the
+    `overlap` tokens before the chunk. end_turn: where the tokenizer has a chat template, its end of the user's turn
+    stands between instruction and chunk, else a newline. instruction="": chunks are fed behind the `overlap` tokens
+    alone, which takes no tokenizer. over_input: each query's attention is divided by the 2-norm of the attention
+    layer's input at that query.
+    """
+
+    start: int = 0
+    chunk: int = 2000
+    overlap: int = 8
+    instruction: str = ""
+    next_instruction: str = ""
+    end_turn: bool = True
+    over_input: bool = False
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.overlap < 0:
+            raise ConfigError(f"start and overlap must be at least 0, got {self.start} and {self.overlap}")
+        if self.chunk < 1:
+            raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
+
+
+# What a method looks at beside keys, values, positions and its score: declared, so that nothing else is computed.
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The declaration of a method's needs. Caches of a method that declares one take the ordinary decode step.
+
+    newest_attention: the attention of the newest query, each query head by itself (a score sums up those of a kv head).
+    queries_after: mean and covariance of the prompt's queries before RoPE, in each query head, over the positions from
+    this one on; None: not needed. output_norms: the size of every value behind the output projection, in each query
+    head. last_queries: the logits of so many newest queries over the slots, each query head by itself; 0: not needed.
+    calibration: statistics of the model's queries from a calibration pass (`QueryCalibration`).
+    local_chunks: what each token of the prompt gets from the queries of its own chunk, before and behind; None: not
+    needed. rope: the model's, with which cached keys are turned back. surrogate: new tokens start with the score that a
+    trained `Surrogate` predicts from what the attention layer gets.
+    second_pass: the prompt is fed once more before its eviction, and the largest attention of those queries to every
+    slot is observed, each query head by itself; None: not needed.
+    """
+
+    newest_attention: bool = False
+    queries_after: int | None = None
+    output_norms: bool = False
+    last_queries: int = 0
+    calibration: bool = False
+    local_chunks: LocalChunks | None = None
+    rope: bool = False
+    surrogate: bool = False
+    second_pass: SecondPass | None = None
+
+
+NOTHING = Needs()
+
+
+def output_norms(values: Tensor, factors: Tensor) -> Tensor:
+    """||R v_j||_2 [B, H, G, S] of values [B, H, S, Dv]; factors R [H, G, n, Dv], float32.
+
+    With R of W = QR, the block of the output projection that a query head's output goes through, this is ||W v_j||_2.
+    """
+    sizes = [torch.linalg.vector_norm(values.float() @ each.transpose(-1, -2), dim=-1) for each in factors.unbind(1)]
+    return torch.stack(sizes, dim=2)
+
+
+def newest_attention(inputs: AttentionInputs, probabilities: Tensor | None) -> Tensor:
+    """The newest query's softmax over all slots [B, H, G, S], 0 for slots that it does not see.
+
+    probabilities [B, H, G, Q, S]: of this forward, if at hand; None: the last query row is computed from `inputs`.
+    """
+    if probabilities is not None:
+        return probabilities[..., -1, :]
+    count = inputs.query.shape[3]
+    return torch.softmax(inputs.logits(slice(count - 1, count), inputs.keys.shape[2]), dim=-1)[..., 0, :]
+
+
+# The attention statistic that a method scores slots by, as a declaration: the core chooses how to compute it.
+
+
+@dataclass(frozen=True)
+class AttentionScoreSpec:
+    """Column sums of a (tempered, noised) softmax over the query rows of a forward:
+
+        S_t(k) = decay^m * S_{t-1}(k) + sum over the m new rows q of decay^(rows after q) * softmax_k((x + zeta) / tau)
+
+    tau        (start, end): prompt rows use start, the j-th decode token start + j * (end - start) / max_new_tokens.
+    noise      zeta, None for zero.
+    decay      forgetting factor in [0, 1]; 0 remembers the newest row only (0**0 is 1).
+    last_rows  only the newest so many prompt rows count (None: all).
+    over       softmax over the slots that survive, or (mask mode only) over everything ever seen.
+    pool_heads every kv head of a layer gets the layer's sum over heads.
+    across_layers  one score by position for the whole model: every layer adds to it and selects from it.
+    batch      whose scores are added up: each row's own, those of the beams of one sample, or the whole batch's.
+    """
+
+    tau: tuple[float, float] = (1.0, 1.0)
+    noise: Noise | None = None
+    decay: float = 1.0
+    last_rows: int | None = None
+    over: Literal["survivors", "full"] = "survivors"
+    pool_heads: bool = False
+    across_layers: bool = False
+    batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"
+
+    def __post_init__(self) -> None:
+        if min(self.tau) <= 0:
+            raise ConfigError(f"tau must be positive, got tau_init={self.tau[0]:g} tau_end={self.tau[1]:g}")
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"the forgetting factor must be in [0, 1], got {self.decay:g}")
+        if self.last_rows is not None and self.last_rows < 1:
+            raise ConfigError(f"at least one query row must be observed, got last_rows={self.last_rows}")
+        if self.over not in ("survivors", "full"):
+            raise ConfigError(f"score_source must be survivors or full, got {self.over!r}")
+        if self.batch not in ("per_beam", "per_sample", "sum_all"):
+            raise ConfigError(f"score_batch must be per_sample, per_beam or sum_all, got {self.batch!r}")
+
+    def check_lengths(self, prompt_lengths: Sequence[int]) -> None:
+        """ConfigError where the scores of rows with prompts of these lengths cannot be added up."""
+        if self.batch == "sum_all" and len(set(prompt_lengths)) > 1:
+            raise ConfigError("score_batch=sum_all adds up rows column by column: prompts must be of equal length")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the observed probabilities are the model's attention itself: tau 1, no noise, over survivors."""
+        return self.tau == (1.0, 1.0) and self.noise is None and self.over == "survivors"
+
+    @property
+    def sums_key(self) -> AttentionScoreSpec:
+        """The fields that decide a prompt's column sums, as a key: methods of equal key share the sums."""
+        start = self.tau[0]
+        return replace(self, tau=(start, start), pool_heads=False, across_layers=False, batch="per_beam")
+
+    def tau_at(self, step: int, max_new_tokens: int | None) -> float:
+        """tau of the query row of decode step `step`; 0 is a prompt row. ConfigError past the schedule's end."""
+        start, end = self.tau
+        if start == end or step == 0:
+            return start
+        if max_new_tokens is None:
+            raise ConfigError("a tau schedule needs max_new_tokens: say how many tokens will be generated")
+        if step > max_new_tokens:
+            raise ConfigError(
+                f"decode step {step} is past max_new_tokens={max_new_tokens}, where the tau schedule ends: "
+                "make the cache with the number of tokens that will really be generated"
+            )
+        return start + step * (end - start) / max_new_tokens
+
+    def taus(self, steps: list[int], max_new_tokens: int | None, device: torch.device) -> Tensor:
+        """tau [Q] float32 of query rows at consecutive steps, made on the device so that no copy is waited for."""
+        first, last = (self.tau_at(step, max_new_tokens) for step in (steps[0], steps[-1]))
+        if first == last:
+            return torch.full((len(steps),), first, device=device)
+        slope = (last - first) / (len(steps) - 1)
+        return first + slope * torch.arange(len(steps), device=device)
+
+
+# What an eviction method is: a frozen description that gives slots a priority. The core keeps its score.
 
 
 @dataclass(frozen=True)
@@ -75,7 +235,7 @@ class EvictionContext:
         if self.output_factors is None:
             raise ConfigError(
                 "the size of projected values needs the model's output projection: declare Needs(output_norms=True) "
-                "and make the cache with kvexp.models.EvictionCache"
+                "and make the cache with kvexp.hf.EvictionCache"
             )
         return output_norms(self.slots.values[:, :, : self.slots.length], self.output_factors)
 

@@ -13,35 +13,9 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
-from kvexp.core.observe.blocked import BLOCK_ELEMENTS
+from kvexp.core.observe import BLOCK_ELEMENTS
 from kvexp.core.slots import Slots
-from kvexp.errors import CacheError, ConfigError
-
-
-@dataclass(frozen=True)
-class SecondPass:
-    """How a prompt is repeated: its tokens from position `start` on, `chunk` at a time, each chunk in one forward.
-
-    instruction: text fed ahead of the first chunk; next_instruction: ahead of every later one, followed by the
-    `overlap` tokens before the chunk. end_turn: where the tokenizer has a chat template, its end of the user's turn
-    stands between instruction and chunk, else a newline. instruction="": chunks are fed behind the `overlap` tokens
-    alone, which takes no tokenizer. over_input: each query's attention is divided by the 2-norm of the attention
-    layer's input at that query.
-    """
-
-    start: int = 0
-    chunk: int = 2000
-    overlap: int = 8
-    instruction: str = ""
-    next_instruction: str = ""
-    end_turn: bool = True
-    over_input: bool = False
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.overlap < 0:
-            raise ConfigError(f"start and overlap must be at least 0, got {self.start} and {self.overlap}")
-        if self.chunk < 1:
-            raise ConfigError(f"chunk must be at least 1 token, got {self.chunk}")
+from kvexp.util import CacheError
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvexp.core.budget import Budget
 from kvexp.core.method import EvictionContext, Method
-from kvexp.core.select import INT64_MAX, keep_mask
-from kvexp.errors import ConfigError
+from kvexp.core.slots import INT64_MAX, keep_mask
+from kvexp.util import ConfigError
 
 CHUNK = 10  # tokens, as in ChunkKV's paper
 STAGES = 2  # in the first of which a half of the kept slots is chosen, as in CriticalKV's paper and code
@@ -156,7 +156,7 @@ def by_values(
     """Infinity for the first half of the slots, else attention times values; arguments as of `priorities`."""
     if projection is None:
         raise ConfigError(
-            "select.values=critical needs the model's output projection: make the cache with kvexp.models.EvictionCache"
+            "select.values=critical needs the model's output projection: make the cache with kvexp.hf.EvictionCache"
         )
     held = ctx.held()
     first, most = keep // STAGES, min(max_keep // STAGES, priority.shape[-1])

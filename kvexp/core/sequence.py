@@ -1,14 +1,68 @@
-"""Sequence bookkeeping of a cache, shared by all its layers: position ids, lengths and decode steps."""
+"""One sequence: its positions, padding and marked spans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvexp.core.spans import MarkedSpans, Span
-from kvexp.errors import CacheError, ConfigError
+from kvexp.util import CacheError, ConfigError
+
+# Marked spans of a prompt, such as a system prompt or one instruction of several, which an eviction is to spare.
+#
+# Two remedies for any method, after "The Pitfalls of KV Cache Compression" (arXiv:2510.00231): spans that are never
+# evicted ("span"; the paper whitelists tokens), and spans that lose no larger share than the rest of the prompt
+# ("fair").
+
+
+Span = tuple[int, int]  # first position and the one behind the last, among the real tokens of a prompt
+
+
+@dataclass
+class MarkedSpans:
+    """The marked spans of a batch of prompts, by position id.
+
+    number [B, P + 1] int64: which span a prompt position belongs to, from 0, -1 for none; the last entry stands for
+    positions behind the prompts. lengths: tokens of each span of each row; prompts: real tokens of each row.
+    """
+
+    number: Tensor
+    lengths: list[list[int]]
+    prompts: list[int]
+
+    @classmethod
+    def of(cls, spans: Sequence[Sequence[Span]], prompts: Sequence[int]) -> MarkedSpans:
+        """Spans per row, in order and apart; ConfigError where one is empty, overlaps another or leaves its prompt."""
+        number = torch.full((len(prompts), max(prompts) + 1), -1, dtype=torch.int64)
+        for row, (each, length) in enumerate(zip(spans, prompts, strict=True)):
+            end = 0
+            for place, (first, behind) in enumerate(each):
+                if not end <= first < behind <= length:
+                    raise ConfigError(
+                        f"row {row}: span {place} is tokens {first} to {behind} of a prompt of {length}; spans are not "
+                        "empty, in order, and do not overlap"
+                    )
+                number[row, first:behind] = place
+                end = behind
+        return cls(number, [[behind - first for first, behind in each] for each in spans], list(prompts))
+
+    def of_slots(self, positions: Tensor) -> Tensor:
+        """The span [B, H, S] of every slot, -1 for none; positions [B, H, S]: position ids, -1 for dead slots."""
+        last = self.number.shape[1] - 1
+        places = torch.where(positions < 0, last, positions.clamp_max(last)).flatten(1)
+        self.number = self.number.to(positions.device)
+        return self.number.gather(1, places).view_as(positions)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+        self.number = self.number[rows.to(self.number.device)]
+        self.lengths = [self.lengths[row] for row in rows.tolist()]
+        self.prompts = [self.prompts[row] for row in rows.tolist()]
+
+
+# Sequence bookkeeping of a cache, shared by all its layers: position ids, lengths and decode steps.
 
 
 class SequenceState:

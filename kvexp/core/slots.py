@@ -1,9 +1,15 @@
-"""The slots of one layer: keys, values, position ids and scores, which always move together."""
+"""Slots of a layer: keys, values, positions and scores that move together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+
+# The slots of one layer: keys, values, position ids and scores, which always move together.
+
 
 GROWTH = 64  # slots added at a time when a cache grows and its final size is not known
 
@@ -240,3 +246,342 @@ class Slots:
 def _fill_invalid(name: str, dead: Tensor) -> None:
     """Fill new slots of the buffer called `name` as dead slots: position -1, zeros elsewhere, since 0 * NaN is NaN."""
     dead.fill_(-1 if name == "positions" else 0)
+
+
+# Keys or values of kv heads that hold different numbers of slots, packed: their bytes are the sum over the heads.
+
+
+class PackedStates:
+    """Keys or values of every batch row and kv head, one behind the other in one buffer [sum of widths, D].
+
+    widths: slots of each pair of a row b and a kv head h, in the order b * H + h. parts: views [width, D] of the
+    buffer, in the same order.
+    """
+
+    def __init__(self, buffer: Tensor, widths: Sequence[int]) -> None:
+        self.buffer, self.widths = buffer, list(widths)
+        self.parts = list(buffer.split(self.widths))
+        starts = list(accumulate(self.widths, initial=0))[:-1]
+        self._starts = torch.tensor(starts, dtype=torch.int64, device=buffer.device)
+
+    @classmethod
+    def zeros(cls, like: Tensor, widths: Sequence[int]) -> PackedStates:
+        """Of zeros, with the last dimension, dtype and device of `like`."""
+        return cls(like.new_zeros(sum(widths), like.shape[-1]), widths)
+
+    @classmethod
+    def gathered(cls, parts: Sequence[Tensor], index: Tensor, widths: Sequence[int]) -> PackedStates:
+        """The slots index [B, H, N] of each pair, the first of them up to its width; zeros behind.
+
+        parts: keys or values [any width, D] of each pair. An index beyond a pair's slots stands for any of them: it is
+        that of a dead slot.
+        """
+        made = cls.zeros(parts[0], widths)
+        for new, old, chosen in zip(made.parts, parts, index.flatten(0, 1), strict=True):
+            count = min(len(new), len(chosen))
+            if count and len(old):
+                new[:count] = old.index_select(0, chosen[:count].clamp_max(len(old) - 1))
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.buffer.nbytes
+
+    def places(self, index: Tensor) -> Tensor:
+        """Rows [B * H * n] of the buffer that hold the slots index [B, H, n]; the same wherever `widths` are."""
+        return (self._starts[:, None] + index.flatten(0, 1)).flatten()
+
+    def write(self, places: Tensor, states: Tensor) -> None:
+        """Overwrite the slots at `places` (see there) with states [B, H, n, D]."""
+        self.buffer.index_copy_(0, places, states.flatten(0, 2).to(self.buffer.dtype))
+
+    def widened(self, widths: Sequence[int]) -> PackedStates:
+        """A copy with at least as much room for every pair, zeros behind what it holds."""
+        made = PackedStates.zeros(self.buffer, widths)
+        for new, old in zip(made.parts, self.parts, strict=True):
+            new[: len(old)] = old
+        return made
+
+    def of_pairs(self, pairs: Sequence[int]) -> PackedStates:
+        """A copy of these pairs, in this order."""
+        chosen = [self.parts[pair] for pair in pairs]
+        return PackedStates(torch.cat(chosen), [len(part) for part in chosen])
+
+    def padded(self, heads: int, columns: int) -> Tensor:
+        """A copy as [B, H, columns, D], zeros behind the slots of each pair."""
+        made = self.buffer.new_zeros(len(self.parts), columns, self.buffer.shape[-1])
+        for new, part in zip(made, self.parts, strict=True):
+            new[: len(part)] = part
+        return made.view(-1, heads, columns, made.shape[-1])
+
+
+# The slots of one layer whose kv heads hold different numbers of tokens (`Budget.heads`).
+
+
+class RaggedSlots(Slots):
+    """`Slots` whose keys and values are packed by the first eviction; positions and score stay [B, H, C].
+
+    C is the width of the widest head; behind a head's own slots, slots are dead and have neither key nor value.
+    `keys` and `values` are then copies, with zeros there: right for whoever reads them, and slow. The fast decode step
+    (`kvexp.core.decode`) reads the packed ones. Copies share nothing.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, visible: Tensor | None = None):
+        self._states: dict[str, Tensor | PackedStates] = {}
+        self._used: list[int] = []  # of each pair of row and head: its slots in use, from the left
+        super().__init__(keys, values, positions, score, visible)
+
+    @classmethod
+    def of(cls, slots: Slots) -> RaggedSlots:
+        """The same slots, in the same buffers, until `pack` replaces them."""
+        made = cls(slots.keys, slots.values, slots.positions, slots.score, slots.visible)
+        made.length, made.same_order = slots.length, slots.same_order
+        made._borrowed, made._shared, made._peak_bytes = slots._borrowed, slots._shared, slots._peak_bytes
+        return made
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, C, D]; a copy once packed."""
+        return self._rectangle("keys")
+
+    @keys.setter
+    def keys(self, states: Tensor) -> None:
+        self._states["keys"] = states
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, C, Dv]; a copy once packed."""
+        return self._rectangle("values")
+
+    @values.setter
+    def values(self, states: Tensor) -> None:
+        self._states["values"] = states
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys and values are packed, as from the first eviction on."""
+        return isinstance(self._states["values"], PackedStates)
+
+    def packed(self, name: str) -> PackedStates:
+        """The packed keys or values; an AssertionError before the first eviction."""
+        states = self._states[name]
+        assert isinstance(states, PackedStates)
+        return states
+
+    @property
+    def key_buffer(self) -> Tensor:
+        states = self._states["keys"]
+        return states.buffer if isinstance(states, PackedStates) else states
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, room to grow included."""
+        return sum(states.nbytes for states in self._states.values())
+
+    def _rectangle(self, name: str) -> Tensor:
+        """Keys or values as [B, H, C, D]; a copy, once packed, which counts towards the peak as if both were copied."""
+        states = self._states[name]
+        if isinstance(states, Tensor):
+            return states
+        heads, columns = self.positions.shape[1:]
+        both = (self.packed("keys"), self.packed("values"))
+        copied = sum(len(one.parts) * columns * one.buffer[:1].nbytes for one in both)
+        self._peak_bytes = max(self._peak_bytes, self.kv_bytes + copied)
+        return states.padded(heads, columns)
+
+    def _take(self, name: str, states: PackedStates) -> None:
+        """Put packed keys or values in place of the old ones, and count the bytes while both are in memory."""
+        self._peak_bytes = max(self._peak_bytes, self.kv_bytes + states.nbytes)
+        self._states[name] = states
+
+    def pack(self, index: Tensor, keep: Tensor, reserve: int, widths: Sequence[Sequence[int]]) -> None:
+        """`gather` into packed buffers: of row b and head h the first widths[b][h] of the slots index [B, H, N].
+
+        keep [B, H, N] bool: where it is False the copied slot is made dead. C is N + reserve.
+        """
+        b, h, n = index.shape
+        flat = [min(width, n + reserve) for row in widths for width in row]
+        for name, old in list(self._states.items()):
+            parts = old.parts if isinstance(old, PackedStates) else [head for row in old.unbind(0) for head in row]
+            self._take(name, PackedStates.gathered(parts, index, flat))
+        positions = self.positions.new_full((b, h, n + reserve), -1)
+        positions[:, :, :n] = self.positions.gather(2, index).masked_fill(~keep, -1)
+        score = self.score.new_zeros(b, h, n + reserve)
+        score[:, :, :n] = self.score.gather(2, index)
+        self.positions, self.score, self._used = positions, score, flat
+        self.length, self.same_order, self._borrowed, self._shared = n + reserve, False, False, False
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, reserve: int = 0) -> None:
+        """As `Slots.append`; once packed, behind the slots in use of each head, whatever their number."""
+        if not self.is_packed:
+            super().append(keys, values, positions, score, reserve)
+            return
+        b, h, count = score.shape
+        after = [used + count for used in self._used]
+        if any(need > width for need, width in zip(after, self.packed("keys").widths, strict=True)):
+            for name in ("keys", "values"):
+                self._take(name, self.packed(name).widened([need + GROWTH for need in after]))
+            self._add_columns(max(after) + GROWTH - self.positions.shape[2])
+        first = torch.tensor(self._used, device=self.positions.device).view(b, h, 1)
+        index = first + torch.arange(count, device=self.positions.device)
+        self.write(index, keys, values)
+        self.positions.scatter_(2, index, positions[:, None].expand(index.shape))
+        self.score.scatter_(2, index, score)
+        self._used, self.length = after, max(self.length, *after)
+
+    def widen(self, columns: int) -> None:
+        """Have so many columns of positions and score in use; new ones are dead."""
+        self._add_columns(columns - self.positions.shape[2])
+        self.length = columns
+
+    def _add_columns(self, count: int) -> None:
+        """Add so many dead columns to positions and score, if any."""
+        if count > 0:
+            b, h, _ = self.positions.shape
+            self.positions = torch.cat([self.positions, self.positions.new_full((b, h, count), -1)], dim=2)
+            self.score = torch.cat([self.score, self.score.new_zeros(b, h, count)], dim=2)
+
+    def own(self) -> None:
+        if not self.is_packed:
+            super().own()
+
+    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `Slots.write`, of n slots per head: index [B, H, n], keys [B, H, n, D], values [B, H, n, Dv]."""
+        if not self.is_packed:
+            super().write(index, keys, values)
+            return
+        places = self.packed("keys").places(index)  # of values too, which are as wide
+        self.packed("keys").write(places, keys)
+        self.packed("values").write(places, values)
+
+    def select_rows(self, rows: Tensor) -> None:
+        if not self.is_packed:
+            super().select_rows(rows)
+            return
+        pairs, there = self._pairs(rows), rows.to(self.positions.device)
+        for name in ("keys", "values"):
+            self._take(name, self.packed(name).of_pairs(pairs))
+        self.positions, self.score = self.positions[there], self.score[there]
+        self._used = [self._used[pair] for pair in pairs]
+
+    def index_rows(self, rows: Tensor) -> Slots:
+        """A copy of the batch rows `rows` [n], which may repeat; once packed it shares nothing with these slots."""
+        if not self.is_packed:
+            return super().index_rows(rows)
+        there, pairs = rows.to(self.positions.device), self._pairs(rows)
+        keys, values = (self.packed(name).of_pairs(pairs) for name in ("keys", "values"))
+        empty = self.score.new_empty(0, 0, 0, 0)
+        other = RaggedSlots(empty, empty, self.positions[there], self.score[there])
+        other._states = {"keys": keys, "values": values}
+        other._used, other.length = [self._used[pair] for pair in pairs], self.length
+        return other
+
+    def _pairs(self, rows: Tensor) -> list[int]:
+        """The pairs of row and head, b * H + h, of these batch rows."""
+        heads = self.positions.shape[1]
+        return [row * heads + head for row in rows.tolist() for head in range(heads)]
+
+
+# SlotSelection of slots by priority, for keeping and for evicting. Ties are broken by position (the newer is kept).
+
+
+INT32_MAX, INT64_MAX, INT64_MIN = (
+    torch.iinfo(torch.int32).max,
+    torch.iinfo(torch.int64).max,
+    torch.iinfo(torch.int64).min,
+)
+
+
+def keep_order(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
+    """Slot indices [B, H, S] in the order of keeping: protected, then by priority, then newer first; dead slots last.
+
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool.
+    """
+    priority = priority.masked_fill(protected, torch.inf).masked_fill(positions < 0, -torch.inf)
+    index = positions.argsort(dim=-1, descending=True, stable=True)
+    topk_slots = priority.gather(-1, index).argsort(dim=-1, descending=True, stable=True)
+    # A live slot of priority -inf is kept before a dead one: dead positions (-1) sort last among equals.
+    return index.gather(-1, topk_slots)
+
+
+def select_keep(
+    priority: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, max_keep: int
+) -> tuple[Tensor, Tensor]:
+    """The first keep slots of every row or head in `keep_order`, sorted by position, padded to `max_keep`.
+
+    priority, positions, protected: as of `keep_order`; keep [B] or [B, H]. Returns their indices [B, H, max_keep], and
+    bool [B, H, max_keep]: False for padding.
+    """
+    index = keep_order(priority, positions, protected)[..., :max_keep]
+    chosen = torch.arange(index.shape[-1], device=index.device) < keep.view(len(keep), -1, 1)
+    chosen = chosen & (positions.gather(-1, index) >= 0)
+    order = positions.gather(-1, index).masked_fill(~chosen, INT64_MAX).argsort(dim=-1, stable=True)
+    return index.gather(-1, order), chosen.gather(-1, order)
+
+
+def keep_mask(priority: Tensor, positions: Tensor, protected: Tensor, keep: Tensor, max_keep: int) -> Tensor:
+    """The slots that `select_keep` returns, as bool [B, H, S], found without putting all slots in order.
+
+    Arguments as of `select_keep`; no two live slots of a head have the same position.
+    """
+    if priority.dtype != torch.float32:
+        index, chosen = select_keep(priority, positions, protected, keep, max_keep)
+    else:
+        key = order_key(priority.masked_fill(protected, torch.inf), positions)
+        key = key.masked_fill_(positions < 0, INT64_MIN)
+        # One row, or one budget: the order within the chosen does not matter.
+        best, index = key.topk(max_keep, dim=-1, sorted=len(keep) > 1)
+        chosen = best != INT64_MIN
+        if len(keep) > 1:
+            chosen = chosen & (torch.arange(max_keep, device=key.device) < keep[:, None, None])
+    return torch.zeros_like(protected).scatter_(-1, index, chosen)
+
+
+def order_key(priority: Tensor, positions: Tensor) -> Tensor:
+    """One int64 per slot, in the order of priority (float32) and then position: the float's bits above, position below.
+
+    NaN comes first, as torch sorts it; -0.0 is 0.0.
+    """
+    bits = (priority + 0.0).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & INT32_MAX)).masked_fill_(priority.isnan(), INT32_MAX)
+    return (ordered.to(torch.int64) << 32) | positions
+
+
+def select_evict(priority: Tensor, positions: Tensor, protected: Tensor, out_of_budget: Tensor, count: int) -> Tensor:
+    """The `count` slots of every head to free: dead ones first, then the lowest priority, among equals the older.
+
+    priority [B, H, S] float32; positions [B, H, S], -1 for dead slots; protected [B, H, S] bool; out_of_budget [B, 1
+    or H, S] bool: slots that a row's budget does not reach, never freed. Returns indices [B, H, count].
+    """
+    priority = priority.masked_fill(positions < 0, -torch.inf).masked_fill(protected, torch.inf)
+    priority = priority.masked_fill(out_of_budget.expand_as(priority), torch.inf)
+    if count == 1:
+        # argmin of (priority, position) without a sort. A slot outside the budget can tie with a protected one at +inf,
+        # never win.
+        lowest = priority == priority.amin(dim=-1, keepdim=True)
+        return positions.masked_fill(~lowest, INT64_MAX).argmin(dim=-1, keepdim=True)
+    index = positions.argsort(dim=-1, stable=True)
+    worst = priority.gather(-1, index).argsort(dim=-1, stable=True)
+    return index.gather(-1, worst)[..., :count]
+
+
+def topk_slots(priority: Tensor, candidates: Tensor, counts: list[int], max_keep: int) -> Tensor:
+    """The candidates of highest relevance in every head, counts[i] in row i, ascending: [B, H, max_keep], -1: none.
+
+    priority [B, H, S] float32, NaN last; candidates [B, 1 or H, S] bool; max_keep is at most S. For caches in which
+    slot = position: among equals the newer slot is chosen.
+    """
+    # One int64 per slot: the float's bits, in the order of their values, above; the position below.
+    bits = (priority + 0.0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    key = (ordered << 32) | torch.arange(priority.shape[-1], device=priority.device)
+    key = key.masked_fill_(~candidates, INT64_MIN)
+    alike = min(counts) == max_keep  # then the order within the chosen does not matter
+    found = key.topk(max_keep, dim=-1, sorted=not alike).values
+    if alike and key.device.type == "cpu" and max_keep and int(found.amin()) != INT64_MIN:
+        return (found & 0xFFFFFFFF).sort(dim=-1).values
+    asked = torch.tensor(counts, device=key.device)[:, None, None]
+    chosen = (found != INT64_MIN) & (torch.arange(max_keep, device=key.device) < asked)
+    slots = torch.where(chosen, found & 0xFFFFFFFF, INT64_MAX).sort(dim=-1).values
+    return slots.masked_fill(slots == INT64_MAX, -1)

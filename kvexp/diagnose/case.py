@@ -1,14 +1,15 @@
-"""One example of a run as it was generated: enough to generate it again, watched, twinned or with evictions undone."""
+"""One example of a run and of its baseline, to be diagnosed."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvexp.core import CacheConfig
-from kvexp.core.spans import Span
+from kvexp.core.sequence import Span
 from kvexp.generate import (
     Generation,
     GenerationParams,
@@ -18,9 +19,98 @@ from kvexp.generate import (
     generate_from_context,
     prefill,
 )
-from kvexp.generate.divergence import read_questions
+from kvexp.generate.kl import read_questions
+from kvexp.hf import EvictionCache
 from kvexp.methods import Full
-from kvexp.models import EvictionCache
+from kvexp.results.read import chosen as labelled
+from kvexp.results.read import folders, question_of, titled
+from kvexp.results.stats import lower_is_better
+from kvexp.run.answers import noise_seed, turns_fed
+from kvexp.run.batches import Row, examples_of, settings_at
+from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
+from kvexp.run.prompts import Weightless, prompt_of, with_stop_tokens
+from kvexp.run.settings import Settings, batch_cache
+from kvexp.run.store import Run
+from kvexp.tasks import Example, LMEval
+from kvexp.util import ConfigError
+
+# Run folders and their rows, as the commands take them. Nothing here loads a model.
+
+
+def run_at(words: str) -> Run:
+    """The run that OUTPUTS/HASH names, or OUTPUTS@LABEL=VALUE,...: the one run under OUTPUTS with these labels.
+
+    ConfigError lists what there is where that is none, or several.
+    """
+    outputs, at, labels = words.rpartition("@")
+    if not at:
+        if not (Path(words) / "config.json").exists():
+            raise ConfigError(f"{words} is no run: name its folder, outputs/HASH, or outputs@method=h2o,kv_ratio=0.3")
+        return Run.load(words)
+    pairs = [word.partition("=") for word in labels.split(",")]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ConfigError(f"{words}: labels are given as in outputs@method=h2o,kv_ratio=0.3")
+    known = [folder for folder in folders(outputs) if not folder.refused]
+    found = labelled(known, {name: value for name, _, value in pairs})
+    if len(found) != 1:
+        each = "\n".join(f"  {folder.run.path}  {title_of(folder.run)}" for folder in (found or known))
+        raise ConfigError(f"{len(found)} runs have the labels {labels}; give more labels, or a folder:\n{each}")
+    return found[0].run
+
+
+def baseline_of(run: Run) -> Run:
+    """The full-attention run beside a run, with the same model, task and examples."""
+    if run.baseline is None:
+        raise ConfigError(f"{run.path} is a run of full attention: there is nothing to compare it with")
+    return Run.load(run.path.parent / run.baseline)
+
+
+def rows_of(run: Run) -> dict[str, Row]:
+    """The rows that were answered, by example; ConfigError for one that lacks what a diagnosis needs."""
+    found = {row["example"]: row for row in run.rows() if not row.get("skipped")}
+    for name, row in found.items():
+        for field in ("index", "metrics", "output", "receipt"):
+            if row.get(field) is None:
+                raise ConfigError(
+                    f"{run.path}: the row of example {name} has no {field}; remove its line from examples.jsonl and "
+                    "run the same command again, which makes that row anew"
+                )
+    return found
+
+
+def chosen(rows: Mapping[str, Row], name: str) -> Row:
+    """The row of this example: its id, the beginning of one id alone, or its index in the task."""
+    found = [row for key, row in rows.items() if key == name]
+    found = found or [row for row in rows.values() if str(row["index"]) == name]
+    found = found or [row for key, row in rows.items() if key.startswith(name)]
+    if len(found) != 1:
+        some = ", ".join(list(rows)[:5])
+        what = "no example" if not found else f"{len(found)} examples"
+        raise ConfigError(f"{what} of the run named {name!r}; it has {len(rows)}: {some}, ...")
+    return found[0]
+
+
+def headline(row: Row) -> float:
+    """The row's first metric, negated where less is better."""
+    name, value = next(iter(row["metrics"].items()))
+    return -float(value) if lower_is_better(name) else float(value)
+
+
+def short_title(run: Run) -> str:
+    """Method, budget and task of a run for messages, as "h2o 0.3 testbed_needle"."""
+    labels = run.asked[-1]
+    ratio = "" if labels.get("kv_ratio") is None else f" {labels['kv_ratio']:g}"
+    return f"{labels.get('method')}{ratio} {labels.get('task')}"
+
+
+def title_of(run: Run) -> str:
+    """The run's `short_title`, its model, what else was set by hand, and whether eviction has seen the question."""
+    labels = run.asked[-1]
+    known = ", ".join(word for word in (short_title(run), labels.get("model"), labels.get("setting")) if word)
+    return titled(known, [question_of(run.config)])
+
+
+# One example of a run as it was generated: enough to generate it again, watched, twinned or with evictions undone.
 
 
 @dataclass(frozen=True)
@@ -99,3 +189,78 @@ class Case:
             prepare=prepare,
             spans=[self.spans],
         )
+
+
+# A run folder back to its settings, its examples and the model, of which a `Case` is made.
+
+
+def cases(settings: Settings, rows: list[Row]) -> Iterator[tuple[Row, Case, Example]]:
+    """The case of every row, in the order of the task; loads the model."""
+    wanted = {row["example"]: row for row in rows}
+    todo = examples_of(settings, rows)
+    model, tokenizer = load(settings.model)
+    settings = with_stop_tokens(settings, model, tokenizer)
+    fed: dict[str, tuple[list[list[int]], int]] = {}  # of conversations, by their first message
+    for example in todo:
+        prompt = prompt_of(settings, model, tokenizer, example)
+        question: list[int] = prompt.question_ids
+        ahead: int | None = None
+        if settings.task.has_turns:
+            if example.prompt not in fed:
+                last = max(one.number for one in todo if one.prompt == example.prompt)
+                fed[example.prompt] = turns_fed(settings, model, tokenizer, prompt, last)
+            questions, ahead = fed[example.prompt]
+            question = questions[example.number]
+        asked = settings.task.has_turns or bool(prompt.question_ids)
+        yield (
+            wanted[example.id],
+            Case(
+                model=model,
+                prompt=prompt.ids,
+                question=question,
+                cache=batch_cache(settings, [len(prompt.ids)]),
+                decoding=settings.decoding,
+                tokenizer=tokenizer,
+                seed=noise_seed(settings, prompt.example, asked=asked),
+                spans=tuple(prompt.spans),
+                ahead=ahead,
+            ),
+            example,
+        )
+
+
+# The prompt of a row as it was fed to the model, made again from the run's data and tokenizer.
+
+
+@dataclass(frozen=True)
+class FedPrompt:
+    """A prompt as it was fed.
+
+    text: of all tokens fed before the answer, special ones included; told: their number and digest, as a sentence.
+    """
+
+    text: str
+    told: str
+
+
+def fed_prompt(run: Run, row: Row) -> FedPrompt:
+    """The prompt of a row; ConfigError where data, chat template or tokenizer do not give the row's tokens any more."""
+    if row.get("prompt_digest") is None:
+        raise ConfigError(f"{run.path}: the row of {row['example']} has no digest of its prompt: run it again")
+    settings = settings_at(run)
+    (example,) = examples_of(settings, [row])
+    tokenizer = tokenizer_of(settings.model)
+    # Of the model a prompt needs how long it may be; lm-eval's items also need what ends an answer.
+    model: Any = Weightless(config_of_spec(settings.model))
+    if isinstance(settings.task, LMEval):
+        model, tokenizer = load(settings.model)
+    prompt = prompt_of(settings, model, tokenizer, example)
+    if prompt.digest != row["prompt_digest"]:
+        raise ConfigError(
+            f"example {row['example']}: the prompt made today has the digest {prompt.digest}, the one that was sent "
+            f"{row['prompt_digest']}: data, chat template or tokenizer have changed"
+        )
+    fed = [*prompt.ids, *prompt.question_ids]
+    after = f", the last {len(prompt.question_ids)} after the eviction" if prompt.question_ids else ""
+    text = tokenizer.decode(fed, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return FedPrompt(text, f"example {row['example']}: {len(fed)} tokens{after}; digest {prompt.digest}")

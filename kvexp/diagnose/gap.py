@@ -1,22 +1,35 @@
-"""Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method."""
+"""How far a method is from ideal choices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from rich.markup import escape
 from rich.table import Table
 
-from kvexp.console import Console
-from kvexp.errors import ConfigError
-from kvexp.results import intervals, stats
-from kvexp.results.question_place import titled
-from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
-from kvexp.results.units import TOO_FEW, absent
+from kvexp.diagnose.case import baseline_of as baseline_of_of_case
+from kvexp.diagnose.case import headline, rows_of, short_title
+from kvexp.diagnose.options import ensure_diagnosed
+from kvexp.diagnose.replay import CLASSES, classes_of
+from kvexp.results import stats
+from kvexp.results import stats as intervals
+from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number, titled
+from kvexp.results.table import TOO_FEW, absent
+from kvexp.run.batches import Row, evaluate_run, prefill_groups, run_group, settings_at, with_limit_of
+from kvexp.run.evictions import EVICTIONS, ExampleLog, has, read_table, require_example_log
+from kvexp.run.settings import Settings, settings_of
+from kvexp.run.store import Run, check_same_prompts
+from kvexp.util import ConfigError, Console, Session
+
+# Quality lost because of the budget, and because of what was chosen to fill it: full less ideal, ideal less method.
+
 
 IDEAL = "ideal"
 PARTS = {"budget": "#0072b2", "selection": "#e69f00"}  # what a loss is due to, and its color
@@ -172,6 +185,180 @@ def _bars(axis: Any, part: pd.DataFrame) -> None:
 
 def parse_where(pairs: Sequence[str]) -> dict[str, Any]:
     """The LABEL=VALUE words of --where as a mapping."""
-    from kvexp.results.where import where
+    from kvexp.results.read import where
 
     return where(pairs)
+
+
+# The runs of method=ideal that `gap` compares with, made where they are missing.
+
+
+OWN = ("method", "cache.mode", "cache.positions")  # options that are another method's
+
+
+def make_ideals(outputs: str, where: Mapping[str, Any], console: Console) -> None:
+    """Run method=ideal at the model, task, budget and examples of every run that has no such run beside it."""
+    wanted: dict[str, Settings] = {}
+    for folder in without_ideal(outputs, where):
+        try:
+            settings = with_limit_of(_ideal(folder.run), 1 + max(row["index"] for row in folder.rows))
+        except ConfigError as error:
+            console.print(f"{short_title(folder.run)}: no ideal run: {error}", highlight=False, markup=False)
+            continue
+        wanted[str(settings.identity)] = settings
+    session = Session()
+    for group in prefill_groups(wanted.values()):
+        run_group(group, session)
+    for settings in wanted.values():
+        evaluate_run(settings, session)
+
+
+def _ideal(record: Run) -> Settings:
+    """The settings of the run, with method=ideal; ConfigError where the run's own cannot be composed any more."""
+    settings = settings_at(record)
+    asked = settings.command
+    cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
+    config = {**asked["config"], "method": {"_target_": "kvexp.methods.Ideal"}, "cache": cache}
+    left = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN)]
+    return settings_of(config, {**asked["choices"], "method": "ideal"}, left)
+
+
+# Two methods on the same examples: where only one is right, and what it kept that the other did not.
+
+
+DECILES = tuple(f"{10 * part}-{10 * part + 10} %" for part in range(10))
+WORDS = 12  # tokens that are named one by one
+
+
+@dataclass
+class HeldCounts:
+    """Sums over examples of what one side held and the other did not: one count per token, layer and kv head.
+
+    by_class, by_decile, by_text: such counts; there: the same of all prompt tokens, held or not.
+    """
+
+    by_class: Counter[str] = field(default_factory=Counter)
+    by_decile: Counter[str] = field(default_factory=Counter)
+    by_text: Counter[str] = field(default_factory=Counter)
+    there: Counter[str] = field(default_factory=Counter)
+
+    def add(self, told: ExampleLog, positions: Sequence[int]) -> None:
+        """positions: of prompt tokens, one for each head."""
+        count, kinds = told.prompt_tokens, classes_of(told.texts[: told.prompt_tokens])
+        deciles = [DECILES[10 * place // count] for place in range(count)]
+        for name in (*kinds, *deciles):
+            self.there[name] += sum(told.heads)
+        for place, times in Counter(positions).items():
+            self.by_class[kinds[place]] += times
+            self.by_decile[deciles[place]] += times
+            self.by_text[told.texts[place].strip() or repr(told.texts[place])] += times
+
+
+@dataclass(frozen=True)
+class PairedOutcome:
+    """Examples by who is right: as good as the full cache, which scores more than nothing, in the first metric."""
+
+    both: list[str]
+    only_a: list[str]
+    only_b: list[str]
+    neither: list[str]
+
+
+def outcome(a: Run, b: Run) -> PairedOutcome:
+    """The examples of two runs by who is right; ConfigError for runs that cannot be compared."""
+    if a.baseline is None or a.baseline != b.baseline:
+        raise ConfigError(
+            f"{a.path} and {b.path} are not measured against the same full-attention run: compare runs of one model, "
+            "task and generation"
+        )
+    full, rows_a, rows_b = (rows_of(run) for run in (baseline_of_of_case(a), a, b))
+    check_same_prompts(a.path, rows_a, b.path, rows_b)
+    check_same_prompts(a.path, rows_a, baseline_of_of_case(a).path, full)
+    result = PairedOutcome([], [], [], [])
+    for name in (name for name in rows_a if name in rows_b and name in full):
+        if not _solvable(full[name]):
+            continue
+        right = headline(rows_a[name]) >= headline(full[name]), headline(rows_b[name]) >= headline(full[name])
+        places = {(True, True): result.both, (True, False): result.only_a, (False, True): result.only_b}
+        places.get(right, result.neither).append(name)
+    return result
+
+
+def _solvable(row: Row) -> bool:
+    value = headline(row)
+    return value > 0 or value < 0  # a negative log-likelihood has no zero to be wrong at
+
+
+def differences(a: Run, b: Run, names: Sequence[str], step: int = 0) -> tuple[HeldCounts, HeldCounts]:
+    """What A held and B did not, and what B did, of the prompt after this step (or the last, where it comes first)."""
+    only_a, only_b = HeldCounts(), HeldCounts()
+    for name in names:
+        told = require_example_log(a, name)
+        if require_example_log(b, name).ids[: told.prompt_tokens] != told.ids[: told.prompt_tokens]:
+            raise ConfigError(f"example {name} has other tokens in {a.path} than in {b.path}")
+        gone_a, gone_b = (_gone(run, name, told, step) for run in (a, b))
+        only_a.add(told, (np.setdiff1d(gone_b, gone_a) % told.prompt_tokens).tolist())
+        only_b.add(told, (np.setdiff1d(gone_a, gone_b) % told.prompt_tokens).tolist())
+    return only_a, only_b
+
+
+def _gone(run: Run, name: str, told: ExampleLog, step: int) -> np.ndarray:
+    """A number for each (layer, head, prompt position) that was evicted by then."""
+    frame = read_table(run, name, EVICTIONS)
+    frame = frame[(frame["step"] <= step) & (frame["position"] < told.prompt_tokens)]
+    place = frame["layer"].to_numpy(dtype=np.int64) * max(told.heads) + frame["head"].to_numpy()
+    return np.asarray(place * told.prompt_tokens + frame["position"].to_numpy())
+
+
+def diff(a: Run, b: Run, step: int, console: Console) -> None:
+    """Print the outcome of two runs, and what each kept that the other did not where only one is right."""
+    found = outcome(a, b)
+    name_a, name_b = short_title(a), short_title(b)
+    if name_a == name_b:
+        name_a, name_b = f"{name_a} ({a.hash[:6]})", f"{name_b} ({b.hash[:6]})"
+    console.print(f"A: {name_a}\nB: {name_b}", highlight=False, markup=False)
+    console.print(
+        f"right (as good as the full cache): both {len(found.both)}, only A {len(found.only_a)}, only B "
+        f"{len(found.only_b)}, neither {len(found.neither)}",
+        highlight=False,
+    )
+    for side, names in (("A", found.only_a), ("B", found.only_b)):
+        for line in _told(a, b, side, names, step):
+            console.print(line, highlight=False, soft_wrap=not isinstance(line, Table))
+
+
+def _told(a: Run, b: Run, side: str, names: list[str], step: int) -> Iterator[str | Table]:
+    if not names:
+        return
+    yield f"\nonly {side} is right: {escape(', '.join(names[:8]))}{', ...' if len(names) > 8 else ''}"
+    logged = [name for name in names if has(a, name, EVICTIONS) and has(b, name, EVICTIONS)]
+    if not logged:
+        for run in (a, b):
+            rows = rows_of(run)
+            ensure_diagnosed(run, [rows[name] for name in names])
+        logged = names
+    if len(logged) < len(names):
+        yield f"of {len(logged)} of them, which both runs have logged:"
+    when = "the end of the prompt" if step == 0 else f"{step} decode tokens"
+    yield f"prompt tokens times layers times heads, held after {when}:"
+    kept = differences(a, b, logged, step)
+    for title, keys, counters in (
+        ("token", CLASSES, tuple(each.by_class for each in kept)),
+        ("position", DECILES, tuple(each.by_decile for each in kept)),
+    ):
+        yield _table(title, keys, counters, kept[0].there)
+    for name, mine, other in (("A", kept[0], kept[1]), ("B", kept[1], kept[0])):
+        most = (mine.by_text - other.by_text).most_common(WORDS)
+        words = ", ".join(f"{escape(text)} {count}" for text, count in most)
+        yield f"most where {name} kept more, less what the other did: {words}"
+
+
+def _table(title: str, keys: Sequence[str], counters: tuple[Counter[str], ...], there: Counter[str]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    for head in (title, "there", "A held, B not", "B held, A not"):
+        table.add_column(head, justify="left" if head == title else "right", no_wrap=True)
+    for key in keys:
+        if there[key]:
+            shares = (f"{counter[key]} ({100 * counter[key] / there[key]:.1f} %)" for counter in counters)
+            table.add_row(key, str(there[key]), *shares)
+    return table

@@ -1,27 +1,435 @@
-"""Which eviction changed an answer: `search` on an example of a run, and what to say of what it found."""
+"""Undo evictions, and see which one cost the answer."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import replace as replace_of_dataclasses
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import pandas as pd
+import pyarrow as pa
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
 
-from kvexp.diagnose.case import Case
-from kvexp.diagnose.causal.search_order import search_order
-from kvexp.diagnose.folders import Row
-from kvexp.diagnose.search import Cause, cause
-from kvexp.diagnose.undo import Place, Replay, UndoneEvictions
-from kvexp.errors import CacheError
-from kvexp.evictions.eviction_files import ExampleLog, require_example_log, stem
-from kvexp.record import Run
-from kvexp.record.files import explained, replace
+from kvexp.core import CacheConfig, EvictionLayer, SequenceState
+from kvexp.core.backends import Mask
+from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.slots import Slots
+from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
+from kvexp.diagnose.log import held_slots
+from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
+from kvexp.generate import PrefilledContext
+from kvexp.generate.kl import compare, read_questions
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import EvictionCache
+from kvexp.run.batches import Row, settings_at
+from kvexp.run.evictions import EVICTIONS, FOLDER, ExampleLog, has, read_table, require_example_log, stem
+from kvexp.run.store import OWN, Line, Run, check_same_prompts, read
 from kvexp.tasks import Example, Task
+from kvexp.tasks.testbed import NAMES
+from kvexp.util import CacheError, ConfigError, Console, Progress, explained, load, replace
+
+# Evictions undone: what a method would have answered without losing certain tokens in certain heads and steps.
+#
+# Undoing an eviction means exactly this: from the step on at which the method evicted it, the token stays visible to
+# attention in that head, in addition to the budget, and the method neither chooses nor evicts it again. All other
+# choices
+# remain the method's own, made anew with the token in sight: it takes its share of the attention, so scores may move.
+# With every eviction undone each query sees all there is, which is full attention.
+
+
+Place = tuple[int, int]  # layer, kv head
+
+
+@dataclass(frozen=True)
+class UndoneEvictions:
+    """The evictions of these positions, in these places (layer, kv head), at steps first to last, both included."""
+
+    positions: tuple[int, ...]
+    places: tuple[Place, ...]
+    first: int
+    last: int
+
+
+def check_undoing(cache: CacheConfig) -> None:
+    """ConfigError for a cache in which no eviction can be undone."""
+    if cache.quantization is not None:
+        raise ConfigError(
+            "undoing an eviction keeps every token in sight, and quantised slots drop what is evicted: explain a run "
+            "of the same method with cache.bits=16 (its log and its twin are there with any cache.bits)"
+        )
+
+
+class UndoMask(Mask):
+    """Mode mask with some evictions undone, row by row; none until `undo` is called.
+
+    wanted [B, H, N] bool by position; first, last [B, 1, 1]: steps.
+    """
+
+    def __init__(self, layer: int, sequence: SequenceState) -> None:
+        self.layer, self.sequence = layer, sequence
+        self.wanted: Tensor | None = None
+        self.first = self.last = torch.zeros(0)
+
+    def undo(self, slots: Slots, trials: Sequence[UndoneEvictions], columns: int) -> None:
+        """Let row i undo trials[i] from now on; what it names and is evicted already, at step 0, is visible again."""
+        heads, device = slots.keys.shape[1], slots.keys.device
+        wanted = torch.zeros(len(trials), heads, columns, dtype=torch.bool)
+        for row, trial in enumerate(trials):
+            mine = [head for layer, head in trial.places if layer == self.layer]
+            if mine and trial.positions:
+                wanted[row, torch.tensor(mine)[:, None], torch.tensor(trial.positions)] = True
+        self.wanted = wanted.to(device)
+        self.first, self.last = (
+            torch.tensor([getattr(trial, name) for trial in trials], device=device)[:, None, None]
+            for name in ("first", "last")
+        )
+        self._bring_back(slots, slots.valid() & ~held_slots(slots))
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        held = held_slots(slots)
+        assert slots.visible is not None
+        back = slots.visible[:, :, : slots.length] & ~held  # brought back before
+        super().evict(slots, priority, protected, resolved, hidden_next_step)
+        slots.visible[:, :, : slots.length] |= back
+        self._bring_back(slots, held & ~held_slots(slots))
+
+    def _bring_back(self, slots: Slots, gone: Tensor) -> None:
+        """gone [B, H, S]: evicted at this very step."""
+        if self.wanted is None:
+            return
+        assert slots.visible is not None
+        step = self.sequence.seq_len - (self.sequence.prompt_columns or 0)
+        named = self.wanted.gather(-1, slots.positions[:, :, : slots.length].clamp(min=0))
+        slots.visible[:, :, : slots.length] |= gone & named & (self.first <= step) & (step <= self.last)
+
+    def select_rows(self, rows: Tensor) -> None:
+        assert self.wanted is None, "rows are chosen before evictions are undone"
+
+
+class Replay:
+    """Answers of one case with evictions undone; the prompt is prefilled once.
+
+    size: trials at a time, rows of one batch, each with a copy of the whole prompt's keys and values. progress: is
+    called with the number of trials made since its last call.
+    """
+
+    def __init__(self, case: Case, size: int = 8, progress: Callable[[int], None] | None = None) -> None:
+        self.case, self.size, self.progress = case, size, progress
+        self.trials = 0
+        check_undoing(case.cache)
+        self.context = case.prefill_prompt(prepare=_make_undoable, cache=dataclasses.replace(case.cache, mode="mask"))
+
+    @property
+    def everything(self) -> UndoneEvictions:
+        """The undoing of every possible eviction, which is full attention."""
+        heads = [
+            state.require_slots().keys.shape[1]
+            for state in self.context.cache.layer_states
+            if isinstance(state, EvictionLayer)
+        ]
+        places = tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
+        return UndoneEvictions(
+            tuple(range(len(self.case.prompt) + self.case.max_tokens_to_come)), places, 0, self.case.max_tokens_to_come
+        )
+
+    def answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
+        """New tokens of each trial."""
+        made: list[list[int]] = []
+        for start in range(0, len(trials), self.size):
+            made += self._answers(trials[start : start + self.size])
+            if self.progress is not None:
+                self.progress(len(trials[start : start + self.size]))
+        self.trials += len(trials)
+        return made
+
+    def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
+        case = self.case
+        context: PrefilledContext = self.context.fork([0] * len(trials))
+        undo_in(context, trials, len(case.prompt) + case.max_tokens_to_come)
+        return case.answer(context).tokens
+
+
+def undo_in(context: PrefilledContext, trials: Sequence[UndoneEvictions], columns: int) -> None:
+    """From now on row i of a replay's context undoes trials[i]. columns: all tokens to come, the prompt's included."""
+    for state in context.cache.layer_states:
+        assert isinstance(state, EvictionLayer) and isinstance(state.backend, UndoMask)
+        state.backend.undo(state.require_slots(), trials, columns)
+
+
+def _make_undoable(cache: EvictionCache) -> None:
+    """Give every layer of a new cache an `UndoMask`."""
+    for layer, state in enumerate(cache.layer_states):
+        assert isinstance(state, EvictionLayer)
+        state.backend = UndoMask(layer, cache.sequence)
+
+
+TOKEN, SPAN, LAYER, HEAD = "token", "span", "layer", "head"
+
+
+# Where a causal measurement lies: beside its run's other diagnoses, one set of files per example.
+#
+# outputs/<hash>/diagnose/NAME.removals.parquet     every removal and its effect; written first
+#                         NAME.causal.parquet       every score at every removal
+#                         NAME.methods.parquet      one row per score, and one per score and layer
+#                         NAME.causal.json          the plan, and what the effects are over; written last
+
+
+REMOVALS, SCORES, METHODS, MEASURED = "removals.parquet", "causal.parquet", "methods.parquet", "causal.json"
+
+
+@dataclass(frozen=True)
+class CausalExample:
+    """NAME.causal.json.
+
+    plan: of the removals; tokens, judged: of the prompt, and of the answer that effects are means over; floor: KL of a
+    row from which nothing is removed, in nats: what rounding makes; seconds: the removals took; methods: of the scores.
+    """
+
+    example: str
+    plan: dict[str, Any]
+    tokens: int
+    judged: int
+    floor: float
+    seconds: float
+    methods: list[str]
+
+
+def write_frame(run: Run, example: str, ending: str, frame: pd.DataFrame) -> None:
+    """One table of an example's measurement."""
+    sink = io.BytesIO()
+    frame.to_parquet(sink, index=False, compression="zstd")
+    _write(run, example, ending, sink.getvalue())
+
+
+def read_frame(run: Run, example: str, ending: str) -> pd.DataFrame | None:
+    """None where it is not there; ConfigError where it cannot be read."""
+    start = stem(run, example)
+    file = start.with_name(f"{start.name}.{ending}")
+    if not file.exists():
+        return None
+    try:
+        return pd.read_parquet(file)
+    except (OSError, pa.ArrowException) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"cannot read {file}: {why}; remove it and run python -m experiments.studies.causal again"
+        ) from error
+
+
+def write_measured(run: Run, measured: CausalExample) -> None:
+    """The file that says that an example is complete."""
+    _write(run, measured.example, MEASURED, json.dumps(asdict(measured)).encode())
+
+
+def read_measured(run: Run, example: str) -> CausalExample | None:
+    """None where the example has no complete measurement."""
+    start = stem(run, example)
+    file = start.with_name(f"{start.name}.{MEASURED}")
+    if not file.exists():
+        return None
+    try:
+        return CausalExample(**load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}; remove it and run python -m experiments.studies.causal again") from error
+
+
+def _write(run: Run, example: str, ending: str, data: bytes) -> None:
+    start = stem(run, example)
+    file = start.with_name(f"{start.name}.{ending}")
+    with explained(file):
+        (run.path / FOLDER).mkdir(exist_ok=True)
+        replace(file, data)
+
+
+# In which order a search tries positions, where the effects of removing them are measured: the largest first.
+
+
+def search_order(run: Run, example: str, positions: Sequence[int]) -> list[int] | None:
+    """All of `positions`, those of largest effect first; None where the example has no causal measurement.
+
+    A token that was not removed by itself has its share of its span's effect; positions behind the prompt come last.
+    """
+    removals = read_frame(run, example, REMOVALS) if read_measured(run, example) is not None else None
+    return None if removals is None else ordered_by_effect(removals, positions)
+
+
+def ordered_by_effect(removals: pd.DataFrame, positions: Sequence[int]) -> list[int]:
+    """`search_order` of these removals."""
+    effect: dict[int, float] = {}
+    for span in removals[removals["kind"] == SPAN].itertuples():
+        first, length = int(str(span.position)), int(str(span.length))
+        effect |= dict.fromkeys(range(first, first + length), float(str(span.kl)) / length)
+    for token in removals[removals["kind"] == TOKEN].itertuples():
+        effect[int(str(token.position))] = float(str(token.kl))
+    return sorted(positions, key=lambda position: (-effect.get(position, -1.0), position))
+
+
+# The smallest set of evictions whose undoing brings an answer back: spans, then layers, heads and steps.
+
+
+T = TypeVar("T")
+Works = Callable[[list[list[T]]], list[bool]]
+TOGETHER = 3  # needed tokens at most this far apart are of one span: "code ... 4711" is one thing lost
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The smallest set of evictions found whose undoing brings an answer back.
+
+    undone: None where not even all evictions undone do; trials: answers that the search generated; whole: False where
+    the trials ran out, so that `undone` may hold more than is needed.
+    """
+
+    undone: UndoneEvictions | None
+    trials: int
+    whole: bool
+
+    @property
+    def spans(self) -> list[list[int]]:
+        """The positions of the cause, in groups of neighbours (at most TOGETHER apart)."""
+        spans: list[list[int]] = []
+        for position in self.undone.positions if self.undone else ():
+            if spans and position - spans[-1][-1] <= TOGETHER:
+                spans[-1].append(position)
+            else:
+                spans.append([position])
+        return spans
+
+
+def cause(
+    replay: Replay,
+    right: Callable[[list[int]], bool],
+    trials: int = 1000,
+    order: Sequence[int] | None = None,
+) -> Cause:
+    """Search, given that nothing undone is not `right` (of the new tokens). About log(tokens) trials per span lost.
+
+    First the interval of positions: the shortest beginning of the prompt that is enough, of it the shortest end; where
+    all positions are given in an `order`, the likeliest causes first, the shortest beginning of that instead. In it
+    the tokens that are needed (delta debugging: Zeller and Hildebrandt 2002, in chunks of halves, quarters, ...), then
+    likewise layers, heads within them, and the window of steps; at last positions once more. What is found works, and
+    of its tokens, then of its layers and heads, none can be left out alone; a smaller set may exist elsewhere. The log
+    has no part in it: with some evictions undone a method may make others.
+    """
+    best = replay.everything
+    start = replay.trials
+
+    def spent() -> bool:
+        return replay.trials - start >= trials
+
+    def works(make: Callable[[list[T]], UndoneEvictions]) -> Works[T]:
+        def tested(candidates: list[list[T]]) -> list[bool]:
+            if spent():
+                return [False] * len(candidates)
+            return [right(tokens) for tokens in replay.answers([make(candidate) for candidate in candidates])]
+
+        return tested
+
+    def of_positions(some: Sequence[int]) -> UndoneEvictions:
+        return replace_of_dataclasses(best, positions=tuple(some))
+
+    def of_places(some: Sequence[Place]) -> UndoneEvictions:
+        return replace_of_dataclasses(best, places=tuple(some))
+
+    def of_layers(some: Sequence[int]) -> UndoneEvictions:
+        return replace_of_dataclasses(best, places=tuple(place for place in best.places if place[0] in some))
+
+    def of_steps(some: Sequence[int]) -> UndoneEvictions:
+        return replace_of_dataclasses(best, first=min(some), last=max(some))
+
+    if not works(of_positions)([list(best.positions)])[0]:
+        return Cause(None, replay.trials - start, True)
+    if order is None:
+        best = of_positions(interval(list(best.positions), works(of_positions), replay.size))
+    else:
+        best = of_positions(sorted(beginning(list(order), works(of_positions), replay.size)))
+    best = of_positions(smallest(list(best.positions), works(of_positions)))
+    best = of_layers(smallest(sorted({layer for layer, _ in best.places}), works(of_layers)))
+    best = of_places(smallest(list(best.places), works(of_places)))
+    best = of_steps(interval(list(range(best.first, best.last + 1)), works(of_steps), replay.size))
+    best = of_positions(smallest(list(best.positions), works(of_positions)))
+    return Cause(best, replay.trials - start, not spent())
+
+
+def interval(items: list[T], works: Works[T], ways: int) -> list[T]:
+    """The shortest beginning of items that works, of it the shortest end; all of them do. `ways` trials at a time."""
+    begin = items[: _cut(len(items), lambda counts: works([items[:count] for count in counts]), ways)]
+    return begin[len(begin) - _cut(len(begin), lambda n: works([begin[len(begin) - count :] for count in n]), ways) :]
+
+
+def beginning(items: list[T], works: Works[T], ways: int) -> list[T]:
+    """The shortest beginning of items that works, given that all of them do: 1, 2, 4, ... of them first.
+
+    `ways` trials at a time; where what is needed stands far ahead, fewer trials are made than `interval` makes.
+    """
+    counts = [1 << power for power in range(len(items).bit_length()) if 1 << power < len(items)]
+    fails, good = 0, len(items)
+    for start in range(0, len(counts), ways):
+        some = counts[start : start + ways]
+        fine = works([items[:count] for count in some])
+        if any(fine):
+            place = start + fine.index(True)
+            fails, good = counts[place - 1] if place else 0, counts[place]
+            break
+        fails = some[-1]
+    least = _cut(good - fails, lambda more: works([items[: fails + count] for count in more]), ways)
+    return items[: fails + least]
+
+
+def _cut(count: int, works: Callable[[list[int]], list[bool]], ways: int) -> int:
+    """The least number from 1 to `count` (which works) that works, if from there on all do."""
+    fails, good = 0, count
+    while good - fails > 1:
+        between = sorted({fails + (good - fails) * way // (ways + 1) for way in range(1, ways + 1)} - {fails, good})
+        for number, fine in zip(between, works(between), strict=True):
+            if fine:
+                good = number
+                break
+            fails = number
+    return good
+
+
+def smallest(items: list[T], works: Works[T]) -> list[T]:
+    """A part of items, which work together, that works and does not without any single one of them."""
+    parts = 2
+    while len(items) > 1:
+        chunks = [items[len(items) * i // parts : len(items) * (i + 1) // parts] for i in range(parts)]
+        alone = [chunk for chunk, fine in zip(chunks, works(chunks), strict=True) if fine]
+        if alone:
+            items, parts = min(alone, key=len), 2
+            continue
+        rests = [[item for chunk in (*chunks[:i], *chunks[i + 1 :]) for item in chunk] for i in range(parts)]
+        fine = works(rests) if parts > 2 else [False]
+        if any(fine):
+            items, parts = rests[fine.index(True)], max(parts - 1, 2)
+        elif parts == len(items):
+            break
+        else:
+            parts = min(2 * parts, len(items))
+    return items
+
+
+# Which eviction changed an answer: `search` on an example of a run, and what to say of what it found.
+
 
 SHOWN = 3  # spans that are named one by one
 
@@ -179,3 +587,328 @@ def saved(run: Run, example: str, until: str) -> FoundCause | None:
 def _file(run: Run, example: str, until: str) -> Path:
     start = stem(run, example)
     return start.with_name(f"{start.name}.replay-{until}.json")
+
+
+# Replays of a run's lost examples, one told in full or all of them counted.
+
+
+NOTHING = "not even with every eviction undone does the full cache's answer come back"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a search.
+
+    until: output or score; trials: at most so many per example; again: search even where a result is saved.
+    """
+
+    until: str = "output"
+    trials: int = 1000
+    again: bool = False
+
+
+def lost(run: Run) -> list[Row]:
+    """The rows that score less than the full cache's of the same example, in the order of the task."""
+    full, rows = rows_of(baseline_of(run)), rows_of(run)
+    check_same_prompts(run.path, rows, baseline_of(run).path, full)
+    worse = [row for name, row in rows.items() if name in full and headline(row) < headline(full[name])]
+    return sorted(worse, key=lambda row: row["index"])
+
+
+def find_causes(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
+    """The cause of every row, or why there is none; each is saved once found."""
+    known = {row["example"]: _known(run, row, options) for row in rows}
+    todo = [row for row in rows if known[row["example"]] is None]
+    made = _made(run, todo, options) if todo else iter(())
+    for row in rows:
+        yield known[row["example"]] or next(made)
+
+
+def _known(run: Run, row: Row, options: Options) -> FoundCause | None:
+    """The saved cause; None where more trials may find a smaller one than an earlier search that ran out of them."""
+    found = None if options.again else saved(run, row["example"], options.until)
+    unfinished = found is not None and not found.cause.whole and found.cause.trials < options.trials
+    return None if unfinished else found
+
+
+def _made(run: Run, rows: list[Row], options: Options) -> Iterator[FoundCause | str]:
+    settings = settings_at(run)
+    alone = len(rows) == 1
+    total, what = (options.trials, "trials at most") if alone else (len(rows), "examples")
+    with Progress(f"replay {short_title(run)}", total, 0, what) as progress:
+        size = settings.batch_size
+        for row, case, example in cases(settings, rows):
+            replay = Replay(case, size, progress.advance if alone else None)
+            try:
+                found = replayed(run, row, replay, example, settings.task, options.until, options.trials)
+            except CacheError as error:
+                yield str(error)
+            else:
+                save(run, found)
+                yield found
+            if not alone:
+                progress.advance()
+
+
+def tell(run: Run, row: Row, options: Options, console: Console) -> None:
+    """One example in words, and how the method scored what it lost."""
+    (found,) = find_causes(run, [row], options)
+    console.print(f"{title_of(run)}: {row['example']}", highlight=False, markup=False)
+    if isinstance(found, str):
+        console.print(found, highlight=False, markup=False)
+        return
+    for name, output in (("full cache", found.full), ("method", found.answer)):
+        console.print(f"{name + ':':12}{output.strip()}", highlight=False, markup=False)
+    undone = found.cause.undone
+    if undone is None:
+        why = (
+            "not even with every eviction undone does it come back" if found.answer != found.full else "nothing to find"
+        )
+        console.print(f"{why} ({found.cause.trials} trials)", highlight=False)
+        return
+    console.print(f"\n{found.phrase}.", highlight=False, markup=False, soft_wrap=True, style="bold")
+    slots = len(evidence(read_table(run, row["example"], EVICTIONS), undone))
+    few = "" if found.cause.whole else "; the trials ran out, there may be less in it"
+    console.print(
+        f"With {slots} evictions of {len(undone.positions)} tokens undone it answers: {found.back.strip()} "
+        f"({found.cause.trials} trials{few})\n",
+        highlight=False,
+        markup=False,
+    )
+    console.print(_scores(run, row, found))
+
+
+def _scores(run: Run, row: Row, found: FoundCause) -> Table:
+    assert found.cause.undone is not None
+    table = Table(box=None, header_style="bold", caption="rank: place among the slots there, 1 is kept longest")
+    for name in ("token", "position", "layer", "head", "step", "score", "least score kept", "rank"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    rows = evidence(read_table(run, row["example"], EVICTIONS), found.cause.undone)
+    for each in list(rows.itertuples())[:40]:
+        table.add_row(
+            escape(repr(each.text)),
+            *(str(value) for value in (each.position, each.layer, each.head, each.step)),
+            f"{each.score:.3g}",
+            f"{each.threshold:.3g}",
+            f"{each.rank} of {each.of}",
+        )
+    if len(rows) > 40:
+        table.add_row(f"... and {len(rows) - 40} more")
+    return table
+
+
+def explain(runs: list[Run], options: Options, first: int | None, console: Console) -> None:
+    """How often one span explains a loss, per run."""
+    table = Table(box=None, header_style="bold")
+    heads = ("run", "lost", "explained", "one span", "two", "more", "tokens", "evictions", "step 0", "trials")
+    for name in heads:
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for run in runs:
+        rows = lost(run)
+        logged = [row for row in rows if has(run, row["example"], EVICTIONS)]
+        if not logged:
+            logged = rows[:first]
+            ensure_diagnosed(run, logged)
+        asked, name = logged[:first], short_title(run)
+        made = list(find_causes(run, asked, options))
+        table.add_row(escape(name), *_counts(run, made, len(rows)))
+        for row, found in zip(asked, made, strict=True):
+            what = found if isinstance(found, str) else found.phrase or NOTHING
+            what += (
+                "" if isinstance(found, str) or found.cause.whole else " (the trials ran out: there may be less in it)"
+            )
+            console.print(f"{name}: {row['example']}: {what}", highlight=False, markup=False, soft_wrap=True)
+        if len(logged) < len(rows):
+            console.print(f"{name}: {len(rows) - len(logged)} lost examples have no log", highlight=False, markup=False)
+    console.print(table)
+    console.print("lost: scored less than with the full cache. explained: undoing evictions brings it back, of those")
+    console.print("searched; one span, two, more, step 0: of those; tokens, evictions, trials: their medians.")
+
+
+def _counts(run: Run, made: list[FoundCause | str], lost: int) -> list[str]:
+    done = [found for found in made if not isinstance(found, str) and found.cause.undone is not None]
+    spans = [len(found.cause.spans) for found in done]
+    undone = [found.cause.undone for found in done if found.cause.undone is not None]
+    sizes = [
+        len(evidence(read_table(run, found.example, EVICTIONS), found.cause.undone))
+        for found in done
+        if found.cause.undone is not None
+    ]
+    middle = [
+        f"{median(values):g}" if values else "-"
+        for values in ([len(each.positions) for each in undone], sizes, [found.cause.trials for found in done])
+    ]
+    return [
+        str(lost),
+        f"{len(done)} of {len(made)}",
+        str(spans.count(1)),
+        str(spans.count(2)),
+        str(sum(count > 2 for count in spans)),
+        *middle[:2],
+        str(sum(each.last == 0 for each in undone)),
+        middle[2],
+    ]
+
+
+# Which evictions are behind a run's divergence: its token of largest KL, forced again with evictions undone.
+
+
+CLOSE = 0.05  # of the recorded KL, and nats: more is no rounding of another batch and mode
+BEFORE = 12  # tokens of the text that are shown before the one in question
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The token of largest KL of one example: its place in the text, from 0, and the KL there, in nats."""
+
+    line: Line
+    place: int
+    kl: float
+
+
+def worst_tokens(run: Run, text: str = OWN) -> list[Worst]:
+    """Of every measured example, the largest first; a token that the prefill predicts is none."""
+    found = []
+    for (_, kind), line in read(run).items():
+        skip = int(line["first_by_prefill"])
+        if kind == text and len(line["kl"]) > skip:
+            place = max(range(skip, len(line["kl"])), key=line["kl"].__getitem__)
+            found.append(Worst(line, place, line["kl"][place]))
+    return sorted(found, key=lambda worst: -worst.kl)
+
+
+class ForcedReplay(Replay):
+    """Trials that are fed one text and judged at its next token: an answer is [1] where KL there is within epsilon.
+
+    text: token ids before that token; kl: of each trial of the latest call, in nats.
+    """
+
+    def __init__(
+        self, case: Case, text: Sequence[int], epsilon: float, progress: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(case, progress=progress)
+        self.text, self.epsilon = list(text), epsilon
+        self.full = self._forced(case.full().prefill_prompt())
+        self.kl: list[float] = []
+
+    def _answers(self, trials: Sequence[UndoneEvictions]) -> list[list[int]]:
+        context: PrefilledContext = self.context.fork([0] * len(trials))
+        undo_in(context, trials, len(self.case.prompt) + self.case.max_tokens_to_come)
+        token = self.full.argmax(-1)
+        self.kl = compare(self.full, self._forced(context), token)[0].tolist()
+        return [[int(kl <= self.epsilon)] for kl in self.kl]
+
+    @torch.no_grad()
+    def _forced(self, context: PrefilledContext) -> Tensor:
+        """[B, V]: the logits behind the text, the same text for every row."""
+        rows = len(context.ids)
+        if self.case.question:
+            read_questions(self.case.model, [context], [self.case.question] * rows)
+        positions, logits = context.mask.sum(1, keepdim=True) - 1, context.logits
+        for token in self.text:
+            positions = positions + 1
+            fed = torch.full((rows, 1), token, device=context.ids.device)
+            logits = decode_step(self.case.model, fed, positions, context.cache)
+        return logits.float()
+
+
+def explain_worst(run: Run, options: Options, first: int | None, console: Console) -> None:
+    """Say of the tokens of largest KL (the first so many examples', one by default) which evictions are behind them."""
+    settings = settings_at(run)
+    if (why := nothing_to_log(settings)) is not None:
+        raise ConfigError(f"{short_title(run)} evicted nothing to undo: {why}")
+    rows = rows_of(run)
+    worst = [each for each in worst_tokens(run) if each.line["example"] in rows][: first or 1]
+    if not worst:
+        raise ConfigError(f"{run.path} has no divergence of its rows: kvexp divergence {run.path.parent}")
+    by_name = {each.line["example"]: each for each in worst}
+    epsilon = float(((run.command or {}).get("config") or {}).get("epsilon_kl") or 0.05)
+    for row, case, _ in cases(settings, [rows[name] for name in by_name]):
+        _tell(run, row, case, by_name[row["example"]], epsilon, options, console)
+
+
+def _tell(run: Run, row: Row, case: Case, worst: Worst, epsilon: float, options: Options, console: Console) -> None:
+    tokens = worst.line["tokens"]
+    replay = ForcedReplay(case, tokens[: worst.place], epsilon)
+    replay.answers([UndoneEvictions((), (), 0, 0)])
+    again = replay.kl[0]
+    if abs(again - worst.kl) > CLOSE + CLOSE * worst.kl:
+        raise CacheError(
+            f"example {row['example']}: KL at token {worst.place + 1} is {again:.3f} here and {worst.kl:.3f} in its "
+            "line: sums round otherwise in another batch or mode, and nothing can be concluded"
+        )
+
+    def said(ids: Sequence[int]) -> str:
+        return str(case.tokenizer.decode(list(ids)))
+
+    texts = [said([token]) for token in [*case.prompt, *case.question, *tokens]]
+    order = search_order(run, row["example"], replay.everything.positions)
+    found: Cause = cause(replay, lambda answer: answer == [1], options.trials, order)
+    console.print(f"{short_title(run)}: {row['example']}: token {worst.place + 1} of {len(tokens)}", highlight=False)
+    before = said(tokens[max(0, worst.place - BEFORE) : worst.place])
+    line = f"{before!r} then {said([tokens[worst.place]])!r}: KL {worst.kl:.3f} nats"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if found.undone is None:
+        console.print(f"not even with every eviction undone is KL there within {epsilon:g}", highlight=False)
+        return
+    replay.answers([found.undone])
+    places = replay.everything.places
+    heads = [sum(place[0] == layer for place in places) for layer in range(1 + max(layer for layer, _ in places))]
+    words = phrase_of(found.undone, spans_of_texts(texts, found.spans), heads, what="is behind it")
+    few = "" if found.whole else "; the trials ran out, there may be less in it"
+    count = len(found.undone.positions)
+    undone = f"with {count} token{'s' * (count != 1)} undone"
+    line = f"{words}: {undone} KL is {replay.kl[0]:.3f} ({found.trials} trials{few})"
+    console.print(line, highlight=False, markup=False, soft_wrap=True, style="bold")
+
+
+# What kind of token stands at a position: first, last, digits, names, punctuation, or any other word.
+
+
+FIRST, LAST = 4, 8  # tokens at either end of a prompt that are counted apart, whatever they are
+CLASSES = ("first", "last", "digits", "names", "punctuation", "other")
+NUMBERS = frozenset(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"])
+PEOPLE = frozenset(NAMES)  # the testbed's language has no capitals
+_EDGE = re.compile(r"(?<=\s)(?=\S)|(?<=\w)(?=[^\w\s])|(?<=[^\w\s])(?=\w)")
+
+
+def classes_of(texts: Sequence[str]) -> list[str]:
+    """The class of every token of a prompt, by the word it is part of; `first` and `last` go before all others.
+
+    digits: a word with a digit in it, or a number from zero to ten written out. names: a capital that starts no
+    sentence, or a name of the testbed's language.
+    """
+    words, where = _words(texts)
+    kinds, starts = [], True
+    for word in words:
+        kinds.append(_kind(word, starts))
+        if word.strip():
+            starts = word.strip()[-1] in ".!?:\u3002" or "\n" in word
+    last = len(texts) - LAST
+    return [
+        "first" if place < FIRST else "last" if place >= last else kinds[where[place]] for place in range(len(texts))
+    ]
+
+
+def _words(texts: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The words of the text, and the number of the word in which each token's first letter stands."""
+    whole = "".join(texts)
+    edges = [0, *(match.start() for match in _EDGE.finditer(whole)), len(whole)]
+    words = [whole[start:end] for start, end in pairwise(edges)]
+    where, place, word = [], 0, 0
+    for text in texts:
+        letter = place + len(text) - len(text.lstrip())
+        while word < len(words) - 1 and edges[word + 1] <= letter:
+            word += 1
+        where.append(word)
+        place += len(text)
+    return words, where
+
+
+def _kind(word: str, starts: bool) -> str:
+    bare = word.strip()
+    if any(letter.isdigit() for letter in bare) or bare.lower() in NUMBERS:
+        return "digits"
+    if bare in PEOPLE or (bare[:1].isupper() and not starts and len(bare) > 1):
+        return "names"
+    return "other" if any(letter.isalnum() for letter in bare) else "punctuation"

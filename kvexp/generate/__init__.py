@@ -1,12 +1,10 @@
 """Prefill, evict and decode: generation with timing, and log-probabilities of given continuations."""
 
-from kvexp.core import CacheConfig
-from kvexp.generate.api import generate, generate_from_context, generate_from_contexts
-from kvexp.generate.decode_loop import decode, decode_batches
-from kvexp.generate.divergence import ForcedBatch, TextDivergence, divergence_from_full, divergence_of_batches
-from kvexp.generate.eviction_stats import EvictionStats, receipts
-from kvexp.generate.generation_params import GenerationParams
-from kvexp.generate.inputs import pad_left
+from __future__ import annotations
+
+from kvexp.core.config import CacheConfig
+from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, Timing, pad_left, receipts
+from kvexp.generate.kl import ForcedBatch, TextDivergence, divergence_from_full, divergence_of_batches
 from kvexp.generate.loglikelihood import (
     Token,
     can_score_in_one_forward,
@@ -14,9 +12,8 @@ from kvexp.generate.loglikelihood import (
     score_continuations,
     score_tokens,
 )
-from kvexp.generate.output import Generation, Timing
-from kvexp.generate.prefilled_context import PrefilledContext, forward_last, prefill
-from kvexp.generate.shared_prefill import prefill_together
+from kvexp.generate.loop import decode, decode_batches, generate, generate_from_context, generate_from_contexts
+from kvexp.generate.prefill import PrefilledContext, forward_last, prefill, prefill_together
 
 __all__ = [
     "CacheConfig",

@@ -1,19 +1,41 @@
-"""Arguments of generation: token ids, seeds and lengths, checked before the model runs, and padded to one batch."""
+"""What generation takes and gives: prompts, parameters, results."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from kvexp.core import CacheConfig
-from kvexp.errors import ConfigError
-from kvexp.models.families import max_positions
-from kvexp.models.moving_rope import MovingRope
+from kvexp.core import CacheConfig, MemoryTracker
+from kvexp.core.config import CacheOptions, check_keywords
+from kvexp.core.noise import gumbel
+from kvexp.hf import EvictionCache
+from kvexp.hf.chat_template import Thinking
+from kvexp.hf.moving_rope import MovingRope
+from kvexp.hf.patch import max_positions
+from kvexp.retrieval.layer import retrieval_stats
+from kvexp.util import CacheError, ConfigError, NotFinite
+
+# Arguments of generation: token ids, seeds and lengths, checked before the model runs, and padded to one batch.
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -235,3 +257,499 @@ def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> li
     if eos is None:
         return []
     return [eos] if isinstance(eos, int) else list(eos)
+
+
+# Seeded sampling whose draws do not depend on batch neighbours, batch size or the order of calls.
+
+
+class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
+    """Adds Gumbel noise of (row seed, step, token) to logits, so that their arg max is an exact sample of the softmax.
+
+    Used as the last processor of a greedy generation: a row draws the same tokens alone or in a batch. seeds: one per
+    row; prompt_columns: width of the prompt, so that the first new token is step 0.
+    """
+
+    def __init__(self, seeds: list[int], prompt_columns: int) -> None:
+        self.seeds, self.prompt_columns = seeds, prompt_columns
+        self._seeds: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        device = scores.device
+        if self._seeds is None or self._seeds.device != device:
+            self._seeds = torch.tensor(self.seeds, device=device)
+        seeds = self._seeds
+        step = torch.full((len(self.seeds),), input_ids.shape[1] - self.prompt_columns, device=device)
+        tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), -1)
+        # Layer -1 keeps these draws apart from the noise inside the model under the same seed.
+        return scores.float() + gumbel(seeds, -1, step, tokens)
+
+
+# How tokens are chosen: greedily, by seeded sampling or by beam search; and the logits processors for it.
+#
+# Of a model's generation_config.json what changes its most probable tokens holds here as in Hugging Face's generate():
+# MODEL_PROCESSORS and its stop strings. How tokens are searched for and drawn, and how many, GenerationParams says
+# alone.
+
+
+MOST_BEAMS = 1024  # each is a row of the batch
+# Fields of a generation_config.json that change the logits, and their values that do not (None is one of each).
+MODEL_PROCESSORS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "sequence_bias": ([], {}),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+}
+# Fields that would change the tokens as well, by more than the logits of one step, and their values that do not.
+NOT_OFFERED: dict[str, tuple[Any, ...]] = {
+    "guidance_scale": (1,),
+    "token_healing": (False,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+}
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """How tokens are chosen, and how many.
+
+    num_beams > 1: beam search; sample: draw from softmax with temperature, top_k, top_p (never with beams).
+    eos: token id, several, "model" for the model's own, or None for never stopping. prefill_chunk: prompt columns per
+    forward (None: all at once). thinking: tags of what is no part of the answer yet, so that no stop string ends it;
+    kvexp takes them from the chat template.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    num_beams: int = 1
+    early_stopping: bool = True
+    length_penalty: float = 1.0
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos: int | Sequence[int] | str | None = "model"
+    stop_strings: tuple[str, ...] = ()
+    prefill_chunk: int | None = None
+    thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "num_beams", "top_k"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens must be between 0 and max_new_tokens={self.max_new_tokens}, got {self.min_new_tokens}"
+            )
+        if self.num_beams < 1:
+            raise ConfigError(f"num_beams must be at least 1, got {self.num_beams}")
+        if self.num_beams > MOST_BEAMS:
+            raise ConfigError(f"num_beams may be at most {MOST_BEAMS}, got {self.num_beams}")
+        if self.sample and self.num_beams > 1:
+            raise ConfigError("sampling with beams is not offered: set sample=false or num_beams=1")
+        if self.sample and self.temperature <= 0:
+            raise ConfigError(f"temperature must be positive, got {self.temperature:g}; sample=false is greedy")
+        if self.eos not in (None, "model") and not _token_ids(self.eos):
+            raise ConfigError(f"eos must be a token id, a list of them, 'model' or null, got {self.eos!r}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p:g}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be at least 1, or 0 for no limit, got {self.top_k}")
+        stops: Any = self.stop_strings
+        if isinstance(stops, str) or not all(isinstance(s, str) and s for s in stops):
+            raise ConfigError(f"stop_strings must be a list of texts, got {stops!r}")
+        if not isinstance(self.thinking, Thinking | None):
+            raise ConfigError(f"thinking must be the tags of a chat template, got {self.thinking!r}")
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be at least 1 column, got {self.prefill_chunk}")
+
+
+class GenerationOptions(CacheOptions, total=False):
+    """Options of the cache, and `GenerationParams` under the names that transformers gives them."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    num_beams: int
+    early_stopping: bool
+    length_penalty: float
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    eos_token_id: int | Sequence[int] | str | None
+    stop_strings: str | Sequence[str]
+    prefill_chunk_size: int | None
+
+
+OWN_NAMES = {"do_sample": "sample", "eos_token_id": "eos", "prefill_chunk_size": "prefill_chunk"}
+GENERATION_NAMES = tuple(GenerationOptions.__annotations__.keys() - CacheOptions.__annotations__.keys())
+
+
+def parted(decoding: GenerationParams | None, options: Mapping[str, Any]) -> tuple[GenerationParams, dict[str, Any]]:
+    """(GenerationParams, what is left of the keyword arguments): decoding with the arguments that transformers knows.
+
+    ConfigError for an argument that neither transformers nor `CacheOptions` calls so.
+    """
+    check_keywords(options, GenerationOptions.__annotations__)
+    words = {name: value for name, value in options.items() if name in GENERATION_NAMES}
+    return with_keywords(decoding, words), {name: options[name] for name in options if name not in words}
+
+
+def with_keywords(decoding: GenerationParams | None, words: Mapping[str, Any]) -> GenerationParams:
+    """These parameters, or the defaults, with keyword arguments in transformers' words; ConfigError for others.
+
+    None leaves an argument as it is, but for eos_token_id=None, which never stops.
+    """
+    check_keywords(words, GENERATION_NAMES)
+    kept = {name: value for name, value in words.items() if value is not None or name == "eos_token_id"}
+    given = {OWN_NAMES.get(name, name): value for name, value in kept.items()}
+    if isinstance(stops := given.get("stop_strings", ()), str | list):
+        given["stop_strings"] = (stops,) if isinstance(stops, str) else tuple(stops)
+    return replace(decoding or GenerationParams(), **given)
+
+
+def _token_ids(eos: Any) -> bool:
+    """Whether `eos` is a token id or several."""
+    each = eos if isinstance(eos, list | tuple) else [eos]
+    return all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in each)
+
+
+def set_fields(config: GenerationConfig, table: dict[str, tuple[Any, ...]]) -> list[str]:
+    """The fields of MODEL_PROCESSORS or NOT_OFFERED that a generation configuration sets to what changes tokens."""
+    values = {name: getattr(config, name, None) for name in table}
+    return [name for name, value in values.items() if value is not None and value not in table[name]]
+
+
+def check_generation_config(config: GenerationConfig) -> None:
+    """ConfigError for generation settings of a model that Hugging Face's generate() would follow and kvexp cannot."""
+    for name in set_fields(config, NOT_OFFERED):
+        raise ConfigError(
+            f"the model's generation_config.json sets {name}={getattr(config, name)!r}, which kvexp does not offer: "
+            "use a copy of the model whose generation_config.json leaves it out"
+        )
+
+
+def stop_strings_of(model: PreTrainedModel, decoding: GenerationParams) -> tuple[str, ...]:
+    """The stop strings of these parameters, or else those of the model's own generation configuration."""
+    own = getattr(model.generation_config, "stop_strings", None) or ()
+    return decoding.stop_strings or ((own,) if isinstance(own, str) else tuple(own))
+
+
+def is_plain_greedy(model: PreTrainedModel, decoding: GenerationParams) -> bool:
+    """Whether a greedy answer is the most probable token of every step, until an end token."""
+    own = set_fields(model.generation_config, MODEL_PROCESSORS)
+    return not (own or decoding.min_new_tokens or stop_strings_of(model, decoding))
+
+
+class RowProcessors(LogitsProcessor):  # type: ignore[misc]
+    """The logits processors of the model's own generation configuration, one list per row.
+
+    Each sees a row's real tokens alone, so that no penalty is for padding and no row knows its neighbours. padding: how
+    many columns of each row are; rows that are beams of one prompt follow each other.
+    """
+
+    def __init__(self, lists: Sequence[LogitsProcessorList], padding: Sequence[int]) -> None:
+        self.lists, self.padding = list(lists), list(padding)
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, decoding: GenerationParams, ids: Tensor, mask: Tensor, eos: list[int]
+    ) -> RowProcessors | None:
+        """The processors of the rows ids, mask [R, columns] (0: padding); None where the model has none.
+
+        eos: ids of end tokens. ConfigError for what kvexp does not offer, and for values that transformers refuses.
+        """
+        own = copy.deepcopy(model.generation_config)
+        check_generation_config(own)
+        if not set_fields(own, MODEL_PROCESSORS):
+            return None
+        own.do_sample, own.num_beams, own.remove_invalid_values = False, decoding.num_beams, False
+        own.min_new_tokens = decoding.min_new_tokens or own.min_new_tokens
+        own._eos_token_tensor = torch.tensor(eos, device=ids.device) if eos else None
+        if not eos:
+            own.exponential_decay_length_penalty = None
+        padding = (mask == 0).sum(1).tolist()
+        lists = []
+        for row, pads in zip(ids, padding, strict=True):
+            prompt = row[None, pads:]
+            one, length = copy.copy(own), prompt.shape[1]
+            one.max_length = length + decoding.max_new_tokens
+            if own.min_new_tokens:
+                one.min_length = length + own.min_new_tokens
+            try:
+                made = model._get_logits_processor(
+                    one, input_ids_seq_length=length, encoder_input_ids=prompt, device=ids.device
+                )
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"the model's generation_config.json cannot be followed: {error}") from error
+            lists.append(made)
+        return cls(lists, padding)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        each = len(scores) // len(self.lists)  # 1, or the number of beams
+        rows = [
+            self.lists[row // each](input_ids[row : row + 1, self.padding[row // each] :], scores[row : row + 1])
+            for row in range(len(scores))
+        ]
+        return torch.cat(rows)
+
+    def keep(self, rows: Sequence[int]) -> RowProcessors:
+        """The processors of these rows."""
+        return RowProcessors([self.lists[row] for row in rows], [self.padding[row] for row in rows])
+
+
+def logits_processors(
+    decoding: GenerationParams, seeds: list[int], columns: int, eos: list[int], device: Any, own: RowProcessors | None
+) -> LogitsProcessorList:
+    """Hugging Face's processors for these parameters, sampling included.
+
+    seeds: one per row; columns: of the prompt; eos: ids of end tokens; own: the model's, min_new_tokens among them.
+    """
+    steps: list[Any] = [] if own is None else [own]
+    if own is None and decoding.min_new_tokens and eos and decoding.num_beams == 1:
+        steps.append(MinNewTokensLengthLogitsProcessor(columns, decoding.min_new_tokens, eos, device=device))
+    if decoding.sample:
+        if decoding.temperature != 1:
+            steps.append(TemperatureLogitsWarper(decoding.temperature))
+        if decoding.top_k:
+            steps.append(TopKLogitsWarper(decoding.top_k))
+        if decoding.top_p < 1:
+            steps.append(TopPLogitsWarper(decoding.top_p))
+        steps.append(SeededGumbelSampler(seeds, columns))
+    return LogitsProcessorList(steps)
+
+
+# Where each row's answer ended, and at what: an end token, a stop string or its length.
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ended a row.
+
+    reason, in vLLM's words: "stop" at an end token (its id: token) or a stop string (text), else "length".
+    """
+
+    reason: str
+    token: int | None = None
+    text: str | None = None
+
+
+class StopStrings:
+    """Tells which rows have written a stop string. The prompt is no part of what a row has written.
+
+    strings: the stop strings, none for never stopping; tokenizer: the model's. A row has written a string once the
+    text of its new tokens holds it, as lm-eval sees it, special tokens included. thinking: tags of what no stop string
+    ends: none inside the thinking, nor the white space behind it. ConfigError where there are strings but no tokenizer.
+    """
+
+    def __init__(
+        self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None, thinking: Thinking | None = None
+    ) -> None:
+        if strings and tokenizer is None:
+            raise ConfigError("stop_strings need the tokenizer: pass tokenizer=")
+        self.strings, self.tokenizer, self.thinking = tuple(strings), tokenizer, thinking
+        # A token may be a part of a character, or no text at all. The newest tokens suffice: the search is made anew
+        # after every one of them.
+        self.window = 16 + 2 * max((len(string.encode()) for string in self.strings), default=0)
+
+    def __bool__(self) -> bool:
+        return bool(self.strings)
+
+    def found(self, new: Sequence[int]) -> str | None:
+        """The stop string that ends last in the text of a row's new tokens; None: it holds none."""
+        if not self.strings:
+            return None
+        assert self.tokenizer is not None
+        text: str = self.tokenizer.decode(list(new[-self.window :]))
+        ends = {string: text.rfind(string) + len(string) for string in self.strings if string in text}
+        if ends and self.thinking is not None:
+            answer = self.thinking.part(list(new), self.tokenizer)
+            ends = {} if answer.cut else {string: end for string, end in ends.items() if string in answer.raw}
+        return max(ends, key=ends.__getitem__) if ends else None
+
+    def done(self, ids: Tensor, columns: int) -> Tensor:
+        """[R] bool: the rows of ids [R, columns + new] that have written a stop string. columns: of the prompt."""
+        new = ids[:, columns:]
+        rows = (new if self.thinking is not None else new[:, -self.window :]).tolist()
+        return torch.tensor([self.found(row) is not None for row in rows], device=ids.device)
+
+
+def truncate_at_end(
+    ids: Tensor, columns: int, eos: Sequence[int], stops: StopStrings
+) -> tuple[list[list[int]], list[Ending]]:
+    """New tokens of every row of ids [R, columns + new], cut at the row's end, and how it ended.
+
+    The cut is behind the first end token, or behind the token that completes a stop string: what follows is padding.
+    columns: of the prompt; eos: ids of end tokens.
+    """
+    ends = set(eos)
+    tokens, made = [], []
+    for new in ids[:, columns:].tolist():
+        ending = Ending("length")
+        for count, token in enumerate(new, 1):
+            if token in ends:
+                ending = Ending("stop", token=token)
+            elif stops and (text := stops.found(new[:count])):
+                ending = Ending("stop", text=text)
+            if ending.reason == "stop":
+                new = new[:count]
+                break
+        tokens.append(new)
+        made.append(ending)
+    return tokens, made
+
+
+# Statistics of what eviction did to each row of a batch: slots and bytes held, the first eviction, what was kept.
+
+
+@dataclass(frozen=True)
+class EvictionStats:
+    """What eviction did to one sample.
+
+    slots: live slots per kv head at the row's end, mean over layers and heads. kv_bytes, peak_kv_bytes: the row's share
+    of the batch's bytes.
+
+    first_eviction_step: decode tokens seen when the row first lost a slot (0: at the end of prefill; None: never).
+    kept_digest: hash of the positions held in every layer and head. attention_kept: share of the last prompt query's
+    attention whose slots survived the first eviction, mean over layers and heads (None: nothing evicted at prefill).
+    batch_size: samples that shared the cache; bytes hold their padding too, so compare them at equal batch sizes.
+
+    For a retrieval method, which drops nothing: slots and kept_digest are of the tokens that the last token attended
+    to, attention_kept is that of the first new token, first_eviction_step is when a token was first not attended to,
+    kv_bytes are those on the device, index included; retrieval: see `retrieval_stats`.
+
+    kv_bytes_at_16: of quantised caches and retrieval methods, kv_bytes with every floating-point number that is not
+    quantised counted as 16 bits, whatever dtype ran; None elsewhere, where all numbers are of one dtype.
+    """
+
+    slots: float
+    slots_by_layer: list[float]
+    kv_bytes: int
+    peak_kv_bytes: int
+    first_eviction_step: int | None
+    kept_digest: str
+    attention_kept: float | None
+    batch_size: int
+    retrieval: dict[str, Any] | None = None
+    kv_bytes_at_16: int | None = None
+
+
+def receipts(cache: EvictionCache, ends: Mapping[int, EvictionStats] | None = None) -> list[EvictionStats]:
+    """The statistics of every sample of the batch; of a sample's beams, the first stands for all.
+
+    ends: statistics, by sample, of samples that ended before the batch did (`Generation.early_stats`). Bytes of these
+    are replaced by the batch's at its end.
+    """
+    rows = int(cache.sequence.seeds.shape[0]) // cache.sequence.num_beams
+    made = [(ends or {}).get(sample) or receipt_of(cache, sample) for sample in range(rows)]
+    held, peak = cache.memory_tracker.bytes // rows, cache.memory_tracker.peak_bytes // rows
+    return [replace(one, kv_bytes=held, peak_kv_bytes=peak, kv_bytes_at_16=_at_16(cache, rows)) for one in made]
+
+
+def receipt_of(cache: EvictionCache, sample: int) -> EvictionStats:
+    """The statistics of one sample (its index in the batch) as of now.
+
+    To be taken when the sample ends: the padding that is fed to it afterwards is held and evicts like any token.
+    """
+    beams = cache.sequence.num_beams
+    row, rows = sample * beams, int(cache.sequence.seeds.shape[0]) // beams
+    held = [state.kept_positions(slice(row, row + 1))[0] for state in cache.layer_states]
+    by_layer = [sum(map(len, heads)) / len(heads) for heads in held]
+    watched = [float(s.retained_attention[row]) for s in cache.layer_states if s.retained_attention is not None]
+    starts = [s.first_eviction[row] for s in cache.layer_states if s.first_eviction]
+    steps = [step for step in starts if step is not None]
+    return EvictionStats(
+        slots=sum(by_layer) / len(by_layer),
+        slots_by_layer=by_layer,
+        kv_bytes=cache.memory_tracker.bytes // rows,
+        peak_kv_bytes=cache.memory_tracker.peak_bytes // rows,
+        first_eviction_step=min(steps) if steps else None,
+        kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
+        attention_kept=sum(watched) / len(watched) if watched else None,
+        batch_size=rows,
+        retrieval=retrieval_stats(cache.layer_states, range(row, row + beams)),
+        kv_bytes_at_16=_at_16(cache, rows),
+    )
+
+
+def _at_16(cache: EvictionCache, rows: int) -> int | None:
+    """A sample's equal share, of `rows`, of the layers' bytes_at_16; None where a layer has none."""
+    each = [state.bytes_at_16 for state in cache.layer_states]
+    known = [held for held in each if held is not None]
+    return sum(known) // rows if len(known) == len(each) else None
+
+
+# The result of a generation, and the checks before it is returned.
+
+
+@dataclass
+class Timing:
+    """Seconds from the call to the first and second token, then per output token; NaN for too few tokens."""
+
+    ttft_s: float = float("nan")
+    tt2t_s: float = float("nan")
+    tpot_s: float = float("nan")
+
+    @classmethod
+    def of(cls, start: float, stamps: list[float]) -> Timing:
+        """The times of tokens known at `stamps`, counted from `start`; both in `time.perf_counter()` seconds."""
+        nan = float("nan")
+        first = stamps[0] - start if stamps else nan
+        second = stamps[1] - start if len(stamps) > 1 else nan
+        per_token = (stamps[-1] - stamps[0]) / (len(stamps) - 1) if len(stamps) > 1 else nan
+        return cls(first, second, per_token)
+
+
+@dataclass
+class Generation:
+    """The answers to a batch of B prompts.
+
+    tokens: new token ids per row, cut after the end token or stop string. endings: how each row ended.
+    sequences [B, columns]: prompts and new tokens, padded. timing: of the whole batch. memory_tracker: bytes.
+    cache: as the last step left it. beam_scores: one per row, with beams. logits: [B, V] per step, if asked for.
+    early_stats: statistics, by row, of rows that ended before the batch did, as of then (`receipts` takes them).
+    cuda_graph: what became of cache.graph=auto, in plain words; None where it is off, and on a CPU.
+    """
+
+    tokens: list[list[int]]
+    endings: list[Ending]
+    sequences: Tensor
+    timing: Timing
+    memory_tracker: MemoryTracker
+    cache: EvictionCache
+    beam_scores: list[float] | None = None
+    logits: tuple[Tensor, ...] = field(default=(), repr=False)
+    early_stats: dict[int, EvictionStats] = field(default_factory=dict, repr=False)
+    cuda_graph: str | None = None
+
+
+def check_finite(cache: EvictionCache) -> None:
+    """NotFinite where logits or scores held NaN or inf: tokens or slots were then chosen by no meaningful number."""
+    if not cache.logits_were_finite():
+        raise NotFinite("the logits of this run hold NaN or inf, no number can be trusted")
+    if not cache.scores_are_finite():
+        raise NotFinite("the scores of this run hold NaN: the model produced NaN or inf, no number can be trusted")
+
+
+def check_seq_length(cache: EvictionCache, prompt: int, steps: int) -> None:
+    """CacheError where the cache has not seen the prompt's `prompt` columns and `steps` new tokens but the last."""
+    seen = cache.get_seq_length()
+    if seen != prompt + steps - 1:
+        raise CacheError(
+            f"the cache has seen {seen} columns, {prompt + steps - 1} were expected: this version of transformers "
+            "feeds the model differently, no number of this run can be trusted"
+        )

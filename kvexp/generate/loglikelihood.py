@@ -10,17 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, Method
-from kvexp.errors import ConfigError
-from kvexp.generate.inputs import check_tokens, real_prompts, rows_that_fit
-from kvexp.generate.output import check_finite
-from kvexp.generate.prefilled_context import PrefilledContext, forward_last, forward_logits, prefill
-from kvexp.models.moving_rope import MovingRope
+from kvexp.generate.inputs import check_finite, check_tokens, real_prompts, rows_that_fit
+from kvexp.generate.prefill import PrefilledContext, forward_logits, prefill
+from kvexp.hf.moving_rope import MovingRope
+from kvexp.util import ConfigError
 
 __all__ = [
     "Token",
     "can_score_in_one_forward",
     "continuation_logprobs",
-    "forward_last",
     "score_continuations",
     "score_tokens",
 ]

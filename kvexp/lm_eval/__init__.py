@@ -4,9 +4,8 @@
 numbers as rows. Importing this package imports no lm-eval.
 """
 
-from kvexp.lm_eval.encode import Encoder
-from kvexp.lm_eval.evaluator import Bench
-from kvexp.lm_eval.requests import Judged
-from kvexp.lm_eval.row_mask_protocol import check_row_mask
+from __future__ import annotations
+
+from kvexp.lm_eval.evaluator import Bench, Encoder, Judged, check_row_mask
 
 __all__ = ["Bench", "Encoder", "Judged", "check_row_mask"]

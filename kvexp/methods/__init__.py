@@ -1,5 +1,7 @@
 """Eviction methods, one file each. In formulas: j a slot, k the budget, q a query row, x_q its logits, U union."""
 
+from __future__ import annotations
+
 from kvexp.methods.a2sf import A2SF
 from kvexp.methods.cake import CAKE
 from kvexp.methods.caote import CAOTE

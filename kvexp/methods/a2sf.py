@@ -1,10 +1,12 @@
 """A2SF: accumulated attention with a forgetting factor."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

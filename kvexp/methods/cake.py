@@ -1,5 +1,7 @@
 """CAKE: layers share slots by how their attention spreads and shifts; what is looked at much or unevenly is kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.layer_budgets import CakeLayers, LayerBudgets
-from kvexp.errors import ConfigError
+from kvexp.core.budget import CakeLayers, LayerBudgets
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """CAOTE: the slots whose loss would move the attention output most are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Needs
 from kvexp.core.budget import floor_share
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 EPS = 1e-12  # 1 - alpha is at least this
 

@@ -1,5 +1,7 @@
 """Compactor: keys that are outliers among the prompt's keys, and tokens that those around them look at."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.local_attention import LocalChunks
-from kvexp.core.observe.noise import EULER, GUMBEL_STD, hash_draws, stream_id
-from kvexp.errors import ConfigError
+from kvexp.core.attention import LocalChunks
+from kvexp.core.noise import EULER, GUMBEL_STD, hash_draws, stream_id
+from kvexp.util import ConfigError
 
 JITTER = 0.01  # is added to the diagonal of X^T X
 LEAST_SPREAD = 1e-6  # of scores, which are divided by their spread

@@ -1,5 +1,7 @@
 """CUR (CurDKV): keys and values that are large beside their neighbours are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvexp.core import EvictionContext, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Sliding window with gaps."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

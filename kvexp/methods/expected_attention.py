@@ -1,5 +1,7 @@
 """ExpectedAttention: the attention that queries to come are expected to pay, times the size of the value."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

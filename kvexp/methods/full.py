@@ -1,5 +1,7 @@
 """Full attention: nothing is evicted. The baseline of every other method."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

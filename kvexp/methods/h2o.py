@@ -1,5 +1,7 @@
 """H2O: heavy hitters by accumulated attention, and a recent window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
 from kvexp.core.budget import floor_share
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """H2O(C): H2O with a larger budget, as compensation for the bytes that a retrieval method moves and H2O does not."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvexp.core import AttentionScoreSpec, Method
 from kvexp.core.budget import floor_share
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

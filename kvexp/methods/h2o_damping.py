@@ -1,13 +1,15 @@
 """H2O with damping: the accumulated scores are multiplied by a factor at every eviction."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvexp.errors import ConfigError
 from kvexp.methods.h2o import H2O
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Ideal: each query sees its own exact top k; nothing is dropped. The upper bound of any selection."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.core.select import keep_mask
+from kvexp.core.slots import keep_mask
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Key attention: the accumulated score alone, no recent window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

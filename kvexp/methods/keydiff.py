@@ -1,5 +1,7 @@
 """KeyDiff: keys that point elsewhere than the mean key are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kvexp.core import EvictionContext, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 GRID = 2**20  # steps of 1 in which cosines are compared
 

@@ -1,5 +1,7 @@
 """Keyformer: accumulated attention of Gumbel-noised, tempered logits, and a recent window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method, Noise
 from kvexp.core.budget import floor_share
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

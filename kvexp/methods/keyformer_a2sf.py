@@ -1,11 +1,13 @@
 """Keyformer with A2SF's forgetting factor."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvexp.core import AttentionScoreSpec
-from kvexp.errors import ConfigError
 from kvexp.methods.keyformer import Keyformer
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Key norm: keys with a small L2 norm are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

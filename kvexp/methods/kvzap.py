@@ -1,10 +1,12 @@
 """KVzap: KVzip+'s scores as a trained surrogate predicts them from what the attention layer gets."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvexp.core import Method, Needs
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """KVzip: what the model looks at while it repeats the prompt is kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs, SecondPass
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"

@@ -1,5 +1,7 @@
 """KVzip+: KVzip's attention, weighed by how far it moves the residual stream."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

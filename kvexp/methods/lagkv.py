@@ -1,5 +1,7 @@
 """LagKV: in each partition of the prompt, the tokens that stand out against the next partition are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """PyramidKV: SnapKV with slots that fall from the bottom layer to the top one."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvexp.core.layer_budgets import LayerBudgets, PyramidLayers
+from kvexp.core.budget import LayerBudgets, PyramidLayers
 from kvexp.methods.snapkv import SnapKV
 
 

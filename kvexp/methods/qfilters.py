@@ -1,12 +1,14 @@
 """Q-Filters: keys that lie along the main direction of the model's queries are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 GRID = 2**20  # steps of 1 in which projections are compared
 

@@ -1,12 +1,14 @@
 """Random eviction: a control, whose quality every score should exceed."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvexp.core import Method
-from kvexp.core.observe.noise import lowbias32, stream_id, uniform
+from kvexp.core.noise import lowbias32, stream_id, uniform
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """R-KV: slots that the last queries look at and that resemble few others are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 GRID = 2**20  # steps of 1 in which cosines are compared: their sums are exact, whatever their order
 BLOCK = 256  # rows of the cosine matrix at a time

@@ -1,5 +1,7 @@
 """SnapKV: slots are chosen once, at the end of the prompt, by the attention of its last queries."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvexp.core import AttentionScoreSpec, EvictionContext, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

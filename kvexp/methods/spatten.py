@@ -1,5 +1,7 @@
 """SpAtten-style accumulation across heads and layers."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

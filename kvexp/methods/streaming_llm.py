@@ -1,5 +1,7 @@
 """StreamingLLM: attention sinks and a recent window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from kvexp.core import EvictionContext, Method
 from kvexp.core.method import recency
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

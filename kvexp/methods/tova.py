@@ -1,10 +1,12 @@
 """TOVA (token omission via attention): the newest query's attention decides what is evicted."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvexp.core import AttentionScoreSpec, Method
-from kvexp.errors import ConfigError
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

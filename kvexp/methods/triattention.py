@@ -1,5 +1,7 @@
 """TriAttention: keys that the model's mean query will look at from the distances to come, and long keys, are kept."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -7,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.query_statistics import mean_rotation
-from kvexp.errors import ConfigError
+from kvexp.core.statistics import mean_rotation
+from kvexp.util import ConfigError
 
 LARGEST = 1 << 20  # of max_offset: angles in float32 say little beyond
 

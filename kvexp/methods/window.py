@@ -1,5 +1,7 @@
 """Sliding window over the newest tokens ("local attention")."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 

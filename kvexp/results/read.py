@@ -1,23 +1,58 @@
-"""What the table needs of a run folder, and which folders it is asked for."""
+"""Read runs and choose among them."""
 
+from __future__ import annotations
+
+import argparse
 import difflib
 import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import kvexp
-from kvexp.errors import ConfigError
-from kvexp.record import Refusal, Run, refusals, runs
-from kvexp.record.baseline_check import check_of
-from kvexp.record.sent_prompts import check_same_prompts
-from kvexp.results.question_place import question_of
-from kvexp.source_files import code_digest, place_of, source_files
+from kvexp.run.source_files import code_digest, place_of, source_files
+from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
+from kvexp.util import ConfigError
+
+# What eviction knows of a question: is it in the prompt, or does it come after the eviction?
+
+
+IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
+WORDS = {IN_PROMPT: "question in prompt", AFTER_EVICTION: "question after eviction"}
+KEY = "task.question="
+# Tasks that had an instruction before they had the option; their identities leave it out at in_prompt.
+INSTRUCTED = ("cnn_dailymail", "govreport", "news", "soda", "testbed_dialogue", "testbed_summary", "xsum")
+
+
+def question_of(identity: Mapping[str, Any]) -> str | None:
+    """in_prompt or after_eviction, by the identity of a run; None for a task that asks nothing."""
+    task = identity.get("task")
+    if not isinstance(task, Mapping):
+        return None
+    if task.get("question") in WORDS:
+        return str(task["question"])
+    return IN_PROMPT if task.get("name") in INSTRUCTED else None
+
+
+def question_words(values: Iterable[Any]) -> str:
+    """What a title says of these runs: "question in prompt", "question in prompt and after eviction", or nothing."""
+    found = {value for value in values if isinstance(value, str)}
+    words = [WORDS[value] for value in WORDS if value in found]
+    return " and ".join([*words[:1], *(word.removeprefix("question ") for word in words[1:])])
+
+
+def titled(title: str, values: Iterable[Any]) -> str:
+    """The title of a table or figure, with what is said of the question behind it."""
+    return ", ".join(filter(None, [title, question_words(values)]))
+
+
+# What the table needs of a run folder, and which folders it is asked for.
+
 
 Row = dict[str, Any]
 
@@ -49,13 +84,13 @@ class Folder:
     code: str | None = None
     apart: str = ""
 
-    def of_first(self, number: int | None) -> "Folder":
+    def of_first(self, number: int | None) -> Folder:
         """With the rows of the task's first examples alone; None: with all."""
         return (
             self if number is None else replace(self, rows=[row for row in self.rows if row.get("index", 0) < number])
         )
 
-    def of_answered(self, baseline: "Folder | None") -> "Folder":
+    def of_answered(self, baseline: Folder | None) -> Folder:
         """With the examples alone that the full cache answers, where the task counts no others (`answered` in rows).
 
         baseline: the full cache's run, for itself too. All examples stay where its answers are not known.
@@ -82,7 +117,9 @@ class Folder:
 
     @property
     def baseline_check(self) -> str:
-        """What `kvexp yardstick` found of its model's full cache: checked, off by ..., or unchecked."""
+        """What `python -m experiments.studies.yardstick` found of its model's full cache: checked, off by ..., or
+        unchecked.
+        """
         return check_of(self.run.path.parent, self.run.config.get("model"), self.run.numerics)
 
     @property
@@ -482,3 +519,39 @@ def _same(found: Any, wanted: Any) -> bool:
         return float(found) == float(wanted)
     except (TypeError, ValueError):
         return str(found) == str(wanted)
+
+
+# What --where takes on every command line that reads outputs.
+
+
+def add_choice(parser: argparse.ArgumentParser) -> None:
+    """Arguments that choose the runs of a folder; `chosen_by` reads them."""
+    parser.add_argument(
+        *("--where", "-w"),
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="LABEL=VALUE",
+        help="only these runs: method=h2o,keyformer kv_ratio=0.5 status=done",
+    )
+    parser.add_argument(
+        "--all-versions",
+        action="store_true",
+        help="also runs by older code of a method of your own, and refused jobs that a later run made up for",
+    )
+
+
+def chosen_by(args: argparse.Namespace) -> dict[str, Any]:
+    """What `kvexp.results.read.chosen` takes for the arguments of `add_choice`."""
+    return where(args.where) | ({ALL_VERSIONS: True} if args.all_versions else {})
+
+
+def where(pairs: Sequence[str]) -> dict[str, Any]:
+    """["method=h2o,tova"] -> {"method": ["h2o", "tova"]}."""
+    result: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, values = pair.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--where takes LABEL=VALUE, got {pair!r}; name the outputs folder before --where")
+        result.setdefault(name, []).extend(values.split(","))
+    return result

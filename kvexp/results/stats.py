@@ -1,13 +1,21 @@
-"""Percentages of a baseline over paired examples, their bootstrap intervals, and what an interval decides."""
+"""Intervals, tests and verdicts of paired scores."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
+from scipy.special import betaincinv, stdtr, stdtrit
+
+from kvexp.results.read import Folder, Row, number
+
+# Percentages of a baseline over paired examples, their bootstrap intervals, and what an interval decides.
+
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -135,3 +143,296 @@ def n_range(metric: str, scores: Floats, base: Floats, mark: float, level: float
     wanted = np.where(np.isnan(wanted), np.inf, wanted)
     low, high = np.quantile(wanted, (0.1, 0.9), method="nearest")
     return float(low), float(high)
+
+
+# Confidence intervals of a mean, of a ratio of two paired means, and of a ratio of two paired shares.
+#
+# Examples are the units that are resampled: tokens of one answer are not independent of each other.
+#
+# - Means and ratios of means take the wider end of two intervals on each side: Student's t, and the bootstrap-t (Efron
+#   and Tibshirani, An Introduction to the Bootstrap, section 12.5), which divides every resample's deviation by its own
+#   standard error and so follows the skew of the scores. Ratios, and means of what cannot be negative, are treated on
+#   the log scale. Neither alone holds its level on both skewed and sparsely changed scores; docs/protocols.md has the
+#   rates that simulation found.
+# - Shares (scores that are all or nothing) take the hybrid interval of Bonett and Price (2006), doi:10.1002/sim.2388,
+#   which needs no resampling and keeps its level where next to no example changed.
+
+
+LEAST_ERROR = 0.4  # a resample's standard error counts as at least this share of the sample's: one near 0 explodes t
+LARGEST_LOG = 50.0  # an end of a ratio beyond exp(+-50) is 0 or infinity
+
+Interval = tuple[float, float]
+NONE: Interval = (math.nan, math.nan)
+
+
+def mean_moments(values: Floats) -> Floats:
+    """values [n] -> columns [n, 2] whose resampled means `mean_interval` takes."""
+    return np.stack([values, values * values], axis=1)
+
+
+def mean_interval(values: Floats, resampled: Floats, level: float) -> Interval:
+    """Of the mean of values [n], which may have either sign; resampled [R, 2]: means of `mean_moments`."""
+    n = len(values)
+    if n < 2:
+        return NONE
+    at, error = _mean_error(mean_moments(values).mean(axis=0), n)
+    if not error > 0:
+        return float(at), float(at)
+    each, errors = _mean_error(resampled, n)
+    t = (each - at) / np.maximum(errors, LEAST_ERROR * error)
+    below, above = _quantiles(t, n, level)
+    return float(at - above * error), float(at + below * error)
+
+
+def _mean_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
+    """Mean and standard error from moments [..., 2]."""
+    mean = moments[..., 0]
+    return mean, np.sqrt(np.maximum(moments[..., 1] - mean * mean, 0) / (n - 1))
+
+
+def ratio_moments(top: Floats, bottom: Floats) -> Floats:
+    """Two columns [n] -> columns [n, 5] whose resampled means `ratio_interval` takes."""
+    return np.stack([top, bottom, top * top, bottom * bottom, top * bottom], axis=1)
+
+
+def ratio_interval(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
+    """Of mean(top) / mean(bottom), both >= 0 and paired [n]; resampled [R, 5]: means of `ratio_moments`.
+
+    bottom of ones gives the interval of a mean that cannot be negative. Where bottom scores in every resample, but so
+    few examples of top are not 0 that resamples without them leave the upper end infinite, it is what top would give if
+    as many examples were not 0 as n draws allow (Clopper and Pearson 1934), each as large as the largest seen.
+    """
+    n = len(top)
+    if n < 2 or not bottom.mean() > 0:
+        return NONE
+    at_most = float(_share_at_most(int((top > 0).sum()), n, level) * max(top.max(), bottom.max()) / bottom.mean())
+    if not top.any():
+        return 0.0, at_most
+    at, error = _ratio_error(ratio_moments(top, bottom).mean(axis=0), n)
+    spread = float(error / at)
+    if not spread > 0:
+        return float(at), float(at)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each, errors = _ratio_error(resampled, n)
+        t = np.log(each / at) / np.maximum(errors / each, LEAST_ERROR * spread)
+    below, above = _quantiles(t, n, level)
+    high = _times_exp(at, below * spread)
+    if math.isinf(high) and resampled[:, 1].min() > 0:
+        high = at_most
+    return _times_exp(at, -above * spread), high
+
+
+def _share_at_most(k: int, n: int, level: float) -> float:
+    """Upper end of the exact interval of a share of which k of n were seen (Clopper and Pearson 1934)."""
+    return 1.0 if k == n else float(betaincinv(k + 1, n - k, (1 + level) / 2))
+
+
+def _ratio_error(moments: Floats, n: int) -> tuple[Floats, Floats]:
+    """Ratio of means and its standard error (delta method) from moments [..., 5]."""
+    ratio = moments[..., 0] / moments[..., 1]
+    variance = moments[..., 2] - 2 * ratio * moments[..., 4] + ratio * ratio * moments[..., 3]
+    return ratio, np.sqrt(np.maximum(variance, 0) / (n - 1)) / moments[..., 1]
+
+
+def _quantiles(t: Floats, n: int, level: float) -> tuple[float, float]:
+    """How many standard errors above and below the estimate the interval reaches: (up, down), each at least Student's.
+
+    A resample without a ratio (its baseline scored 0, or the run did) may lie anywhere: it counts on both sides.
+    """
+    tail = (1 - level) / 2
+    student = t_quantile(1 - tail, n - 1)
+    unknown = np.isnan(t)
+    low = np.quantile(np.where(unknown, -np.inf, t), tail, method="lower")
+    high = np.quantile(np.where(unknown, np.inf, t), 1 - tail, method="higher")
+    return max(float(-low), student), max(float(high), student)
+
+
+def _times_exp(at: Floats | float, power: float) -> float:
+    if abs(power) > LARGEST_LOG:
+        return math.inf if power > 0 else 0.0
+    return float(at * math.exp(power))
+
+
+def is_all_or_nothing(*columns: Floats) -> bool:
+    """Whether scores, in percent, are shares of examples that are right: every one 0 or 100."""
+    return all(bool(np.isin(column, (0.0, 100.0)).all()) for column in columns)
+
+
+def share_ratio_interval(top: Floats, bottom: Floats, level: float) -> Interval:
+    """Of share(top > 0) / share(bottom > 0), paired [n] (Bonett and Price 2006, the hybrid interval of equation 7)."""
+    one, other = top > 0, bottom > 0
+    both, n_one, n_other = int((one & other).sum()), int(one.sum()), int(other.sum())
+    seen = n_one + n_other - both  # examples that either has right
+    if not n_other:
+        return NONE
+    z = normal_quantile(1 - (1 - level) / 2)
+    apart = math.sqrt((seen - both + 2) / ((n_one + 1) * (n_other + 1)))
+    alone = sum(math.sqrt((1 - (k + 1) / (seen + 2)) / (k + 1)) for k in (n_one, n_other))
+    low_one, high_one = _wilson(n_one, seen, z * apart / alone)
+    low_other, high_other = _wilson(n_other, seen, z * apart / alone)
+    return low_one / high_other, high_one / low_other if low_other > 0 else math.inf
+
+
+def _wilson(k: int, n: int, z: float) -> Interval:
+    """Wilson's score interval of k of n, z standard errors wide on each side."""
+    share, more = k / n, z * z / n
+    half = z * math.sqrt(share * (1 - share) / n + more / (4 * n))
+    return (share + more / 2 - half) / (1 + more), (share + more / 2 + half) / (1 + more)
+
+
+# A run beside its baseline: the examples both scored, percentages with intervals, and the verdict.
+
+
+SUFFIX = {99.0: "99", 99.9: "999"}  # mark -> ending of its columns
+
+
+@dataclass
+class Comparison:
+    """Scores of a run and of its baseline, in two arrays (pairs, metrics) with the same examples in the same order."""
+
+    metrics: list[str]
+    scores: Floats
+    base: Floats
+    length: float  # generated tokens, percent of the baseline's
+    means: list[Floats] = field(default_factory=list)  # of each metric's `_moments`, resampled: (resamples, 2 or 5)
+
+    @property
+    def pairs(self) -> int:
+        return len(self.scores)
+
+    @property
+    def without_percent(self) -> list[str]:
+        """Metrics in which the baseline scores nothing."""
+        means = zip(self.metrics, self.scores.mean(axis=0), self.base.mean(axis=0), strict=True)
+        return [name for name, mean, base in means if not np.isfinite(percent(name, mean, base))]
+
+
+def compare(folder: Folder, baseline: Folder | None) -> Comparison | None:
+    """Pair by example id; None where there is nothing to compare with, or nothing to compare (void)."""
+    if folder.is_baseline or folder.void or baseline is None or baseline.run.numerics != folder.run.numerics:
+        return None
+    metrics = [name for name in folder.metrics if name in baseline.metrics]
+    names = [name for name in folder.scored if name in baseline.scored]
+    sides = [[side.scored[name] for name in names] for side in (folder, baseline)]
+    scores, base = (_scores(rows, metrics) for rows in sides)
+    whole = np.isfinite(scores).all(axis=1) & np.isfinite(base).all(axis=1)
+    if not metrics or not whole.any():
+        return None
+    new, of = (np.array([number(row.get("new_tokens")) for row in rows])[whole].sum() for rows in sides)
+    return Comparison(metrics, scores[whole], base[whole], float(100.0 * new / of) if of else math.nan)
+
+
+def _scores(rows: Sequence[Row], metrics: Sequence[str]) -> Floats:
+    values = [[number(row["metrics"].get(name)) for name in metrics] for row in rows]
+    return np.array(values, dtype=np.float64).reshape(len(rows), len(metrics))
+
+
+def resample(comparisons: Sequence[Comparison], level: float) -> None:
+    """Bootstrap the comparisons that have enough pairs for it; those of equal size share the draws."""
+    for n in {comparison.pairs for comparison in comparisons if comparison.pairs >= MIN_PAIRS}:
+        same = [comparison for comparison in comparisons if comparison.pairs == n]
+        columns = [_moments(each, index) for each in same for index in range(len(each.metrics))]
+        finest = max(fail_level(each, level) for each in same)
+        blocks = iter(resampled_blocks(columns, resamples_for(finest)))
+        for each in same:
+            each.means = [next(blocks) for _ in each.metrics]
+
+
+def _moments(comparison: Comparison, index: int) -> Floats:
+    """The columns of one metric whose resampled means its interval is made of."""
+    scores, base = comparison.scores[:, index], comparison.base[:, index]
+    if lower_is_better(comparison.metrics[index]):
+        return mean_moments(base - scores)
+    return ratio_moments(scores, base)
+
+
+def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[float, float]:
+    """Of a metric's percentage of the baseline; NaN without enough pairs.
+
+    From as many of the draws as the level takes: how many more a table's other runs need moves nothing.
+    """
+    scores, base = comparison.scores[:, index], comparison.base[:, index]
+    if not comparison.means:
+        return NONE
+    means = comparison.means[index][: resamples_for(level)]
+    if lower_is_better(comparison.metrics[index]):
+        low, high = mean_interval(base - scores, means, level)
+        return 100.0 * math.exp(low), 100.0 * math.exp(high)
+    if is_all_or_nothing(scores, base):
+        low, high = share_ratio_interval(scores, base, level)
+    else:
+        low, high = ratio_interval(scores, base, means, level)
+    return 100.0 * low, 100.0 * high
+
+
+def quality(comparison: Comparison, level: float, decidable: bool) -> Row:
+    """Columns of percentages, 95 percent intervals and verdicts at `level`; undecided throughout if not decidable.
+
+    Fewer than MIN_PAIRS pairs have no interval, and nothing is foretold from them.
+    """
+    row: Row = {
+        "paired": comparison.pairs,
+        "changed": int((comparison.scores != comparison.base).any(axis=1).sum()),
+        "length_of_full": comparison.length,
+        "length_ok": bool(comparison.length >= LENGTH_MARK),
+    }
+    for index in range(len(comparison.metrics)):
+        row |= _metric(comparison, index, level, decidable)
+    for mark, ending in SUFFIX.items():
+        verdicts = [row[f"{name}_verdict{ending}"] for name in comparison.metrics]
+        row[f"verdict{ending}"] = _together(verdicts, row["length_ok"]) if decidable else "undecided"
+        needed = "needed" if mark == 99.0 else f"needed{ending}"
+        row |= {needed: math.nan, f"{needed}_low": math.nan, f"{needed}_high": math.nan}
+        if row[f"verdict{ending}"] == "undecided" and decidable:
+            still = [name for name, verdict in zip(comparison.metrics, verdicts, strict=True) if verdict == "undecided"]
+            wanted = {name: _needed(comparison, name, row[f"{name}_of_full"], mark, level) for name in still}
+            most = max(wanted, key=lambda name: -1.0 if math.isnan(wanted[name]) else wanted[name])
+            row[needed] = wanted[most]
+            row[f"{needed}_low"], row[f"{needed}_high"] = _range(comparison, most, mark, level)
+    return row
+
+
+def fail_level(comparison: Comparison, level: float) -> float:
+    """The level at which a metric fails: any one of several makes a run fail, so each has its share of the errors.
+
+    To pass, every metric has to: no correction is needed there (an intersection-union test).
+    """
+    return corrected_level(len(comparison.metrics), level)
+
+
+def _metric(comparison: Comparison, index: int, level: float, decidable: bool) -> dict[str, Any]:
+    """Columns of one metric; its corrected low end is of the interval that passes, the high end of that which fails."""
+    name, low, high, floor, ceiling = comparison.metrics[index], math.nan, math.nan, math.nan, math.nan
+    at = float(percent(name, comparison.scores[:, index].mean(), comparison.base[:, index].mean()))
+    if math.isfinite(at):
+        low, high = percent_interval(comparison, index, LEVEL)
+        floor, _ = percent_interval(comparison, index, level)
+        _, ceiling = percent_interval(comparison, index, fail_level(comparison, level))
+    row: dict[str, Any] = {f"{name}_of_full": at, f"{name}_low": low, f"{name}_high": high}
+    row |= {f"{name}_low_corrected": floor, f"{name}_high_corrected": ceiling}
+    for mark, ending in SUFFIX.items():
+        row[f"{name}_verdict{ending}"] = decide(floor, ceiling, mark) if decidable else "undecided"
+    return row
+
+
+def _together(verdicts: Sequence[str], length_ok: bool) -> str:
+    """MLPerf's rule: every metric reaches the mark, and the generated length reaches 90 percent."""
+    if "fail" in verdicts or not length_ok:
+        return "fail"
+    return "pass" if set(verdicts) == {"pass"} else "undecided"
+
+
+def _needed(comparison: Comparison, name: str, at: float, mark: float, level: float) -> float:
+    """More examples than there are, even where the bootstrap is a little wider than its normal approximation."""
+    index = comparison.metrics.index(name)
+    sd = spread(name, comparison.scores[:, index], comparison.base[:, index])
+    wanted = n_needed(abs(at - mark), sd, level)
+    return wanted if math.isnan(wanted) else max(wanted, comparison.pairs + 1.0)
+
+
+def _range(comparison: Comparison, name: str, mark: float, level: float) -> tuple[float, float]:
+    """What `_needed` is likely to be, by what these examples tell of gap and spread."""
+    index = comparison.metrics.index(name)
+    low, high = n_range(name, comparison.scores[:, index], comparison.base[:, index], mark, level)
+    least = comparison.pairs + 1.0
+    return (low, high) if math.isnan(low) else (max(low, least), max(high, least))

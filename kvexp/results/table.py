@@ -1,17 +1,92 @@
-"""One row per run: means, percentages of the baseline, verdicts, memory and speed, and why something is missing."""
+"""The table of finished runs."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
-from kvexp.results import retrieval_columns, stats
-from kvexp.results.bytes_share import bytes_share
-from kvexp.results.compare import SUFFIX, Comparison, compare, quality, resample
-from kvexp.results.read import Folder, Row, baseline_of, chosen_and_left_out, evicted, folders, number
+from kvexp.results import stats
+from kvexp.results.read import (
+    AFTER_EVICTION,
+    IN_PROMPT,
+    KEY,
+    WORDS,
+    Folder,
+    baseline_of,
+    chosen_and_left_out,
+    evicted,
+    folders,
+    number,
+    question_words,
+)
+from kvexp.results.read import Row as Row_of_read
+from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
+from kvexp.run.store import run_name
+from kvexp.util import ConfigError, Console, visible
+
+# What attending to few of everything cost a run: means over its rows, and what fell back on something else.
+
+
+MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")
+NAMES = (*MEANS, "fell_back")
+
+
+def cost(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means of what receipts say of retrieval (NaN for other methods), and the notes of rows that fell back on less."""
+    found = [(row.get("receipt") or {}).get("retrieval") or {} for row in rows]
+    result: dict[str, Any] = {}
+    for name in MEANS:
+        values = [value for value in (number(one.get(name)) for one in found) if math.isfinite(value)]
+        result[name] = sum(values) / len(values) if values else math.nan
+    told = Counter(note for one in found for note in one.get("notes", []))
+    result["fell_back"] = "; ".join(f"{count} of {len(found)} rows: {note}" for note, count in told.items())
+    return result
+
+
+# What a run's cache holds as a share of its full cache's bytes, at 16 bits per number whatever dtype ran.
+
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # by model.dtype
+
+
+def bytes_share(folder: Folder, baseline: Folder | None) -> float:
+    """Mean bytes at the end of the rows over the baseline's, over the examples that both scored; NaN without any.
+
+    Numbers in full precision count as 16 bits on both sides, so that codes of 4 bits weigh the same beside float32.
+    """
+    if baseline is None:
+        return math.nan
+    names = [name for name in folder.scored if name in baseline.scored]
+    mine, full = (_total(side, (side.scored[name] for name in names)) for side in (folder, baseline))
+    return mine / full if full > 0 else math.nan
+
+
+def _total(folder: Folder, rows: Iterable[Row_of_read]) -> float:
+    """Bytes at 16 bits of these rows together; NaN where one does not say, 0 for none."""
+    model = folder.run.config.get("model")
+    itemsize = ITEMSIZE.get(str(model.get("dtype")) if isinstance(model, dict) else "", math.nan)
+    return sum((_at_16(row, itemsize) for row in rows), 0.0)
+
+
+def _at_16(row: Row_of_read, itemsize: float) -> float:
+    receipt = row.get("receipt") or {}
+    known = receipt.get("kv_bytes_at_16")
+    return number(known) if known is not None else number(receipt.get("kv_bytes")) * 2 / itemsize
+
+
+# One row per run: means, percentages of the baseline, verdicts, memory and speed, and why something is missing.
+
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
 COUNTS = (
@@ -42,7 +117,7 @@ COST = (
         "tokens_per_s",
         "timed",
     ),
-    *("batch_size", "smallest_batch", *retrieval_columns.NAMES),
+    *("batch_size", "smallest_batch", *NAMES),
 )
 LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_check", "baseline", "hash")
 
@@ -75,7 +150,7 @@ def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
     return list(found.values())
 
 
-def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row]:
+def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row_of_read]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
     sides = [_counted(folder, baseline_of(folder, known)) for folder in family]
     number_compared = sum(bool(folder.scored) and not (folder.is_baseline or folder.void) for folder, _ in sides)
@@ -94,10 +169,16 @@ def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | 
     return folder.of_answered(full), baseline and baseline.of_answered(baseline)
 
 
-def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row:
+def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row_of_read:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
-    row: Row = {**folder.labels, "question": folder.question, **_counts(folder), **_means(folder), **_cost(folder)}
-    row |= retrieval_columns.cost(folder.scored.values())
+    row: Row_of_read = {
+        **folder.labels,
+        "question": folder.question,
+        **_counts(folder),
+        **_means(folder),
+        **_cost(folder),
+    }
+    row |= cost(folder.scored.values())
     row["bytes_share"] = bytes_share(folder, folder if folder.is_baseline else baseline)
     fixed = "baseline" if folder.is_baseline else "void" if folder.void else "undecided"
     row |= {f"verdict{ending}": fixed for ending in SUFFIX.values()}
@@ -201,7 +282,7 @@ def _cost(folder: Folder) -> dict[str, float]:
     }
 
 
-def _reached(row: Row) -> float:
+def _reached(row: Row_of_read) -> float:
     """Slots that a row held per kv head at its end, over its prompt's tokens."""
     slots, tokens = number((row.get("receipt") or {}).get("slots")), number(row.get("prompt_tokens"))
     return slots / tokens if tokens > 0 else math.nan
@@ -212,7 +293,7 @@ def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
     return float(reduce(finite)) if finite else math.nan
 
 
-def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame:
+def _tidy(rows: list[Row_of_read], labels: set[str], metrics: list[str]) -> pd.DataFrame:
     """Columns in reading order, one type each; rows by model, task, baseline first, method, kv_ratio."""
     own = {*COUNTS, *VERDICTS, *COST, *LAST}
     names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
@@ -230,7 +311,7 @@ def _tidy(rows: list[Row], labels: set[str], metrics: list[str]) -> pd.DataFrame
     return frame.sort_values(keys, kind="stable", ignore_index=True).drop(columns="_later")
 
 
-def _label(column: "pd.Series[Any]") -> "pd.Series[Any]":
+def _label(column: pd.Series[Any]) -> pd.Series[Any]:
     """Numbers stay numbers if all are; anything mixed or nested becomes text, so that it sorts and fits parquet."""
     present = [value for value in column if value is not None and value == value]
     if all(isinstance(value, bool) for value in present) and len(present) == len(column):
@@ -238,3 +319,664 @@ def _label(column: "pd.Series[Any]") -> "pd.Series[Any]":
     if present and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
         return pd.to_numeric(column)
     return column.map(lambda value: None if value is None or value != value else str(value))
+
+
+# Numbers the way people read them; what is missing is a dash.
+
+
+TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
+# Tasks whose metric `exact` asks whether the reference stands in the answer, not whether it is the answer.
+CONTAINS = ("context_qa", "dialogue", "needle", "needle_multi", "news_needle", "news_qa", "passkey")
+FEW_SLOTS = 8.0  # slots per layer and head: with fewer, what a method always keeps is most of what it keeps
+FEW_SLOTS_WORDS = f"under {FEW_SLOTS:g} slots per layer and head, where a budget is hardly a choice"
+
+
+def absent(value: Any) -> bool:
+    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
+
+
+def fixed(value: Any, digits: int) -> str:
+    return "-" if absent(value) else f"{value:.{digits}f}"
+
+
+def called(metric: str, task: Any) -> str:
+    """What a metric is called for people: rows of CONTAINS say `exact` of an answer that holds the reference."""
+    return "contains" if metric == "exact" and str(task).split(" ")[0] in CONTAINS else metric
+
+
+def short(metric: str, task: Any = None) -> str:
+    """`called`, as narrow as a column."""
+    name = called(metric, task)
+    return name.replace("rouge", "R-") if name.startswith("rouge") else name
+
+
+def count(value: float) -> str:
+    """1234 -> 1234, 56789 -> 57k, 3.4e6 -> 3.4M; never more than five characters."""
+    if absent(value):
+        return "-"
+    if math.isinf(value) or value >= 1e9:
+        return ">1G"
+    if value < 10_000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.0f}k" if value < 999_500 else f"{value / 1e6:.3g}M" if value < 999.5e6 else "1G"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units: 1536 -> 1.50 KiB."""
+    if absent(value):
+        return "-"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1023.5:
+            return (
+                f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+            )
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def seconds(value: float) -> str:
+    if absent(value):
+        return "-"
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} us"
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
+
+
+# The columns of a table for people: what names a row, and what is said of it.
+
+
+Row = Mapping[str, Any]
+Record = dict[str, Any]
+_KEY = re.compile(r" +(?=[\w.@/+~]+=)")  # before the key of an override
+MOVING = "moving"  # in the label `revision`: a hub id without a pinned commit
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str
+    cell: Callable[[Row], str]
+    right: bool = True
+
+
+def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
+    """(title, values of the labels, rows) for each NUMERICS, the newest first, model, task and value of further labels.
+
+    Numbers of two NUMERICS never stand in one table or panel; the title names it where there are several.
+    """
+    keys = [name for name in ("numerics", "model", "task", *by) if name in frame]
+    several = "numerics" in frame and frame["numerics"].nunique() > 1
+    if several:
+        frame = frame.sort_values("numerics", ascending=False, kind="stable")
+    for values, part in frame.groupby(keys, sort=False, dropna=False):
+        named = dict(zip(keys, values, strict=True))
+        title = " / ".join(str(named[name]) for name in ("model", "task") if not absent(named.get(name))) or "runs"
+        yield title + (f", NUMERICS {named['numerics']}" if several else ""), named, part
+
+
+def with_n(runs: pd.DataFrame, name: str = "n") -> pd.DataFrame:
+    """The runs of one panel with "(n = 10)" behind the setting of those that have fewer examples than others."""
+    most = runs[name].max()
+    words = [
+        f"{setting} (n = {n})".lstrip() if n < most else setting
+        for setting, n in zip(runs["setting"], runs[name], strict=True)
+    ]
+    return runs.assign(setting=words)
+
+
+def n_words(runs: pd.DataFrame, name: str = "n") -> str:
+    """ "n = 60", or "n = 10 to 60" where runs of one panel differ; `with_n` says which has how many."""
+    least, most = int(runs[name].min()), int(runs[name].max())
+    return f"n = {most}" if least == most else f"n = {least} to {most}"
+
+
+def shared_settings(rows: list[Record]) -> tuple[list[str], list[Record]]:
+    """(overrides that every row has, the rows with their other ones): what is the same everywhere needs no column."""
+    # A value may hold spaces: a setting is parted only where a new key begins.
+    each = [_KEY.split(str(row.get("setting") or "")) for row in rows]
+    shared = [word for word in each[0] if word and all(word in words for words in each)]
+    if not shared:
+        return [], rows
+    left = [" ".join(word for word in words if word not in shared) for words in each]
+    return shared, [{**row, "setting": words} for row, words in zip(rows, left, strict=True)]
+
+
+def method_and_setting(row: Row) -> str:
+    """What names a run where its budget has a column of its own."""
+    return f"{row['method']} {row.get('setting') or ''}".strip()
+
+
+def without_question(rows: Sequence[Record]) -> list[Record]:
+    """The rows without task.question among their settings: titles and a column say it, of every run that has one."""
+    return [row if row.get("question") not in WORDS else _without(row, KEY) for row in rows]
+
+
+def without_tokens(row: Row) -> Record:
+    """The row without budget.tokens among its settings, where a column says it."""
+    return _without(row, "budget.tokens=")
+
+
+def without_code(row: Row) -> Record:
+    """The row without the code of a user's method among its settings, where a column says it."""
+    return _without(row, "code=")
+
+
+def _without(row: Row, key: str) -> Record:
+    """The row with what begins with `key` taken out of its setting."""
+    if key not in str(row.get("setting")):
+        return dict(row)
+    return {**row, "setting": " ".join(word for word in _KEY.split(str(row["setting"])) if not word.startswith(key))}
+
+
+def marks_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Label -> what a title says of it where it is the same in all runs: a chat template, weights of a GGUF file,
+    whether eviction has seen the question.
+    """
+    ran = [row for row in rows if row["status"] != "refused"]
+    values = {name: {str(row.get(name)) for row in ran if not absent(row.get(name))} for name in ("weights", "chat")}
+    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
+    same = {name: value for name, value in same.items() if all(str(row.get(name)) == value for row in ran)}
+    words = {"weights": f"{same.get('weights')} weights", "chat": "chat template"}
+    found = {name: words[name] for name, value in same.items() if value != "False"}
+    asked = {row.get("question") for row in ran}
+    return found | ({"question": question_words(asked)} if len(asked) == 1 and question_words(asked) else {})
+
+
+def keys_of(rows: Sequence[Row], x: str) -> list[Column]:
+    """What tells the rows apart: method, the x axis, and any label that is not the same in all of them."""
+    fixed = {*FIRST[1:], *COUNTS, *VERDICTS, *LAST, "ended", "slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s"}
+    fixed |= {"code", *marks_of(rows)}
+    names = list(rows[0])[: list(rows[0]).index("n")]
+    varied = [name for name in names if name not in fixed and _tells(name, rows)]
+    if len({row.get("question") for row in rows}) > 1:
+        varied = ["question", *varied]
+    if any(not absent(row.get("code")) for row in rows):
+        varied = ["code", *varied]
+    axis = plain("kv_ratio", "kv_ratio") if x == "kv_ratio" else Column("KV bytes", lambda row: size(row["kv_bytes"]))
+    named = [plain("method", "method", right=False), axis, *(plain(name, name, right=False) for name in varied)]
+    return [*named, _N] if _n_differs(rows) else named
+
+
+def _tells(name: str, rows: Sequence[Row]) -> bool:
+    """Whether this label is worth a column: it is not the same in all rows, or says that a revision moves."""
+    values = {str(row[name]) for row in rows}
+    return len(values) > 1 or (name == "revision" and any(MOVING in value for value in values))
+
+
+def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
+    metrics = [
+        name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
+    ]
+    metrics = [name for name in metrics if any(not absent(row[name]) for row in rows)]
+    runs = f"({rows[0]['comparisons']} run{'s' * (rows[0]['comparisons'] != 1)})"
+    task = rows[0].get("task")
+    columns = [_metric(name, task) for name in metrics]
+    if metrics:
+        headline = next(
+            (name for name in metrics if any(not absent(row[f"{name}_of_full"]) for row in rows)), metrics[0]
+        )
+        columns += [
+            Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
+            Column("95 %\ninterval", lambda row: _interval(row, headline)),
+        ]
+    columns += [
+        Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
+        Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
+        Column("n to\ndecide", lambda row: _needed(row)),
+        *([] if _n_differs(rows) else [_N]),
+        *_questions(rows),
+        Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
+        *_columns_counted("skip-\nped", "skipped", rows),
+        *_columns_counted("prompt\ncut", "prompt_cut", rows),
+        *_columns_counted("cut while\nthinking", "thinking_cut", rows),
+        *_columns_counted("letters\ndropped", "dropped_letters", rows),
+        *_columns_counted("hal-\nved", "halved", rows),
+        *_ended(rows),
+        Column("status", lambda row: str(row["status"]), right=False),
+        Column("slots", lambda row: fixed(row["slots"], 1)),
+        *ratio_reached(rows),
+        Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
+        *_times(rows),
+        *_moving(rows),
+        *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
+    ]
+    return [*([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
+
+
+_N = Column("n", lambda row: str(row["n"]))
+
+
+def _n_differs(rows: Sequence[Row]) -> bool:
+    """Whether n belongs to what names a row, and so begins each part of a table: numbers are of other examples."""
+    return len({row["n"] for row in rows if row["n"]}) > 1
+
+
+def _columns_counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
+    """A column of counts, where there is anything to count."""
+    return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+
+
+def ratio_reached(rows: Sequence[Row]) -> list[Column]:
+    """Where a run has a threshold and no budget: the ratio that it came to."""
+    open_ended = [absent(row["kv_ratio"]) and absent(row.get("tokens")) for row in rows]
+    if not any(free and row["verdict99"] != "baseline" for free, row in zip(open_ended, rows, strict=True)):
+        return []
+    return [Column("ratio\nreached", lambda row: fixed(row["kv_ratio_reached"], 3))]
+
+
+def _questions(rows: Sequence[Row]) -> list[Column]:
+    """Where a task counts the questions alone that the full cache answers: of how many those n are."""
+    if all(absent(row["questions"]) for row in rows):
+        return []
+    return [Column("of asked", lambda row: "-" if absent(row["questions"]) else str(row["questions"]))]
+
+
+def _ended(rows: Sequence[Row]) -> list[Column]:
+    """Where any answer ended before max_new_tokens ended it, or should have: a chat model's turn has an end."""
+    if not any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows):
+        return []
+    return [Column("ended\n%", lambda row: fixed(row["ended"], 0))]
+
+
+def _times(rows: Sequence[Row]) -> list[Column]:
+    """Where any run was timed by itself."""
+    each = {
+        "ttft_s": Column("TTFT", lambda row: seconds(row["ttft_s"])),
+        "tpot_s": Column("TPOT", lambda row: seconds(row["tpot_s"])),
+        "tokens_per_s": Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
+    }
+    columns = [column for name, column in each.items() if not all(absent(row[name]) for row in rows)]
+    some = any(partly_timed(row) for row in rows)
+    return [*columns, *([Column("timed", lambda row: str(row["timed"]))] if some else [])]
+
+
+def partly_timed(row: Row) -> bool:
+    """Whether its times are of some of its examples alone."""
+    return bool(0 < row["timed"] < row["n"])
+
+
+def _moving(rows: Sequence[Row]) -> list[Column]:
+    """Where a method keeps everything: what crosses to it and back, and the time that its index is part of."""
+    if all(absent(row["moved_bytes"]) for row in rows):
+        return []
+    return [
+        *([] if all(absent(row["tt2t_s"]) for row in rows) else [Column("TT2T", lambda row: seconds(row["tt2t_s"]))]),
+        Column("moved", lambda row: size(row["moved_bytes"])),
+        Column("cache\nhits", lambda row: fixed(row["cache_hit_rate"], 2)),
+    ]
+
+
+def _batch(row: Row) -> str:
+    """Prompts per forward, from the smallest batch to the largest."""
+    least, most = row["smallest_batch"], row["batch_size"]
+    return "-" if absent(most) else f"{most:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
+
+
+def plain(name: str, head: str, right: bool = True) -> Column:
+    def cell(row: Row) -> str:
+        value = row.get(name)
+        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+    return Column(head, cell, right)
+
+
+def _metric(name: str, task: Any) -> Column:
+    return Column(short(name, task), lambda row: fixed(row[name], 3 if stats.lower_is_better(name) else 2))
+
+
+def _verdict(row: Row, ending: str, metrics: Sequence[str]) -> str:
+    """A failure that the headline does not show names its cause."""
+    verdict = "-" if row["status"] == "refused" else str(row[f"verdict{ending}"])
+    if verdict != "fail":
+        return verdict
+    lost = [name for name in metrics if row.get(f"{name}_verdict{ending}") == "fail"]
+    if lost and lost[0] == metrics[0]:
+        return verdict
+    return f"fail ({short(lost[0], row.get('task'))})" if lost else "fail (length)"
+
+
+def few(row: Row) -> bool:
+    """Whether fewer examples are compared than a percentage needs to mean anything."""
+    return not absent(row["paired"]) and row["paired"] < stats.MIN_PAIRS
+
+
+def _percent(row: Row, metric: str) -> str:
+    return TOO_FEW if few(row) else fixed(row[f"{metric}_of_full"], 1)
+
+
+def _needed(row: Row) -> str:
+    if few(row):
+        return TOO_FEW
+    if absent(row["needed"]) and absent(row["needed999"]):
+        return "-"
+    return " / ".join(_range(row, name) for name in ("needed", "needed999"))
+
+
+def _range(row: Row, name: str) -> str:
+    """From the least to the most of what is likely: 120-24k; the number alone where both are the same."""
+    low, high = count(row[f"{name}_low"]), count(row[f"{name}_high"])
+    return low if low == high else f"{low}-{high}"
+
+
+def _interval(row: Row, metric: str) -> str:
+    low, high = row[f"{metric}_low"], row[f"{metric}_high"]
+    return TOO_FEW if few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"
+
+
+# The same runs with the question in the prompt and after the eviction, beside each other: percent of full in both.
+
+
+HEADS = {IN_PROMPT: "question in prompt", AFTER_EVICTION: "after eviction"}
+NOTE = (
+    "question in prompt: eviction has seen what is asked; after eviction: it has not. Each is in percent of a full "
+    "cache that was asked in the same place."
+)
+ALIKE = ("method", "kv_ratio", "tokens", "setting")
+Block = tuple[str, list[Record], list[Column], int]
+
+
+def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
+    """(title, rows, columns, how many of them name the row) per model and task with a run of both kinds.
+
+    df: of `kvexp.results.table`. A row holds the columns of its run with the question in the prompt, under their own
+    names, and both runs by place of the question under "sides"; they are alike in method, budget and all else.
+    """
+    if "question" not in df or not {IN_PROMPT, AFTER_EVICTION} <= set(df["question"]):
+        return
+    ran = df[df["status"].ne("refused") & df["verdict99"].ne("baseline") & df["question"].isin(HEADS)]
+    for title, _, part in parts(ran):
+        rows = _pairs([{str(name): value for name, value in row.items()} for row in part.to_dict("records")])
+        if rows:
+            shared, rows = shared_settings(rows)
+            metric = str(rows[0]["headline"])
+            words = f"{title}: {short(metric, rows[0].get('task'))} in percent of full by place of the question"
+            keys = _keys(rows)
+            yield ", ".join([words, *shared]), rows, [*keys, *_columns(metric)], len(keys)
+
+
+def _pairs(runs: list[Record]) -> list[Record]:
+    """The runs that exist once with the question in either place."""
+    found: dict[str, dict[str, list[Record]]] = {}
+    for run in without_question(runs):
+        key = repr([None if absent(run.get(name)) else run[name] for name in ALIKE])
+        found.setdefault(key, {name: [] for name in HEADS})[run["question"]].append(run)
+    return [
+        {**sides[IN_PROMPT][0], "sides": {name: side[0] for name, side in sides.items()}}
+        for sides in found.values()
+        if all(len(side) == 1 for side in sides.values())
+    ]
+
+
+def _keys(rows: list[Record]) -> list[Column]:
+    """What names a row: method and budget, and the settings where they differ."""
+    more = ["tokens"] * any(not absent(row.get("tokens")) for row in rows)
+    more += ["setting"] * any(row.get("setting") for row in rows)
+    names = [plain(name, name, right=name == "tokens") for name in more]
+    return [plain("method", "method", right=False), plain("kv_ratio", "kv_ratio"), *names]
+
+
+def _columns(metric: str) -> list[Column]:
+    columns = []
+    for name, head in HEADS.items():
+        columns += [
+            Column(f"{head}:\n% of full", _cell(name, lambda row: fixed(row.get(f"{metric}_of_full"), 1))),
+            Column("95 %\ninterval", _cell(name, lambda row: _seen_and_hidden_interval(row, metric))),
+            Column("paired", lambda row, name=name: str(row["sides"][name]["paired"])),  # type: ignore[misc]
+        ]
+    return columns
+
+
+def _cell(side: str, of: Callable[[Row], str]) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        run: Any = row["sides"][side]
+        return "-" if absent(run["paired"]) else TOO_FEW if few(run) else of(run)
+
+    return cell
+
+
+def _seen_and_hidden_interval(row: Row, metric: str) -> str:
+    low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
+    return "-" if absent(low) else f"{low:.1f}..{high:.1f}"
+
+
+# Which runs of a table have another one of their own, and the command that prints it.
+
+
+# What a run's label `task`, or the beginning of a word of its settings, says of it -> the command and what that shows.
+OF_TASK = {
+    **dict.fromkeys(("dialogue", "soda_turns"), ("turns", "turn by turn")),
+    **dict.fromkeys(("instructions", "instructions_leak"), ("instructions", "what is followed and told")),
+    "long_answers": ("long-answers", "length, ends, loops"),
+}
+OF_SETTING = {
+    "questions=all": ("many-questions", "by number of questions asked"),
+    **dict.fromkeys(("prefill=bounded", "prefill.chunk="), ("prefill-chunks", "by size of the chunks")),
+}
+
+
+def other_tables(df: pd.DataFrame) -> list[str]:
+    """A line that names the commands for the runs of a frame of `kvexp.results.table`; none where there are none."""
+    found: dict[str, str] = {}
+    for row in df.to_dict("records"):
+        words = [] if absent(row.get("setting")) else str(row.get("setting")).split()
+        found |= dict(each for word in words for start, each in OF_SETTING.items() if word.startswith(start))
+        found |= dict([OF_TASK[task]] if (task := str(row.get("task"))) in OF_TASK else [])
+    named = [f"kvexp {command} OUTPUTS ({what})" for command, what in found.items()]
+    return [f"more of these runs: {'; '.join(named)}."] if named else []
+
+
+# The table for people: in a terminal of any width, in a file, as Markdown.
+
+
+STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
+STYLES |= {"equivalent": "green", "worse": "bold red"}
+STYLES |= {"failed": "bold red", "refused": "bold red", "partial": "yellow"}
+X_AXES = ("kv_ratio", "bytes")
+WIDEST = 3  # a column that names the rows takes a third of the width at most and folds: the numbers need the rest
+
+
+def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
+    """A table per NUMERICS, model and task, in parts where the console is narrow. x: order by kv_ratio or bytes."""
+    console = console or Console(markup=False)
+    print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console)
+
+
+def print_blocks(blocks: Iterable[Block], below: Iterable[str], console: Console) -> None:
+    """A table for each block (title, rows, columns, how many of them name a row), and the lines `below` them all."""
+    for title, rows, columns, keys in blocks:
+        console.print(Text(title, style="bold"))
+        print_columns(rows, columns, keys, console)
+    for line in below:
+        console.print(Text(line, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console: Console) -> None:
+    """Rows in as few grids as the console's width allows; the first `keys` columns, which name a row, begin each."""
+    for part in _fit(columns, keys, rows, console.width):
+        grid = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+        for column in part:
+            side: Literal["left", "right"] = "right" if column.right else "left"
+            most = console.width // WIDEST if column in columns[:keys] else None
+            grid.add_column(Text(column.head), justify=side, overflow="fold", max_width=most)
+        for row in rows:
+            cells = [column.cell(row) for column in part]
+            grid.add_row(*(Text(cell, style=STYLES.get(cell.split(" ")[0], "")) for cell in cells))
+        console.print(grid)
+        console.print()
+
+
+def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
+    """The same tables as GitHub-flavoured Markdown."""
+    lines = []
+    for title, rows, columns, _ in (*groups(df, x), *seen_and_hidden(df)):
+        heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
+        lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
+        lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
+    return visible("\n".join([*lines, *(f"- {line}" for line in notes(df)), ""]))
+
+
+def _line(cells: Iterator[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def notes(df: pd.DataFrame) -> list[str]:
+    """What a reader must know to trust the table, then every run that has something missing."""
+    if df.empty:
+        return ["no runs"]
+    lines = list(df.attrs.get("left_out", ()))
+    if set(df.loc[df["status"] != "refused", "verdict99"]) - {"baseline", "void"}:
+        lines += [
+            "% of full and its 95 % interval (paired bootstrap): over the examples that a run and its baseline both "
+            "scored (paired); all other numbers: over the n examples of the run itself.",
+            f"99 %, 99.9 % (MLPerf): every metric at that share of full, and {stats.LENGTH_MARK:g} % of its generated "
+            f"tokens; decided by intervals corrected (Bonferroni) for the compared runs of one model and task: "
+            f"{', '.join(_levels(df))}.",
+        ]
+    lines += [f"baseline {check}: full cache of {models}, against published numbers." for check, models in _checks(df)]
+    if df[["needed", "needed999"]].notna().any(axis=None):
+        chance = f"{100 * stats.POWER:g} % chance"
+        lines += [
+            f"n to decide: examples that give an {chance} of a verdict at 99 % / 99.9 %, if the percentage stays."
+        ]
+    lines += [
+        f"{title}: n of the questions asked count, those that the full cache answers: the reference stands in its "
+        f"answer ({share})."
+        for title, share in _shares(df)
+    ]
+    if df.loc[df["status"] != "refused", "numerics"].nunique() > 1:
+        lines += [
+            "NUMERICS differ between these runs: a table each, the newest first; compare numbers only within one."
+        ]
+    if (df["batch_size"] > 1).any():
+        lines += [
+            "batch: prompts per forward. TTFT and TPOT are the batch's; slots, bytes and tokens/s are one row's, bytes "
+            "an equal share of the batch's. Compare them only at equal batch sizes."
+        ]
+    if df["ttft_s"].notna().any():
+        lines += [
+            "TTFT, TPOT: medians over the n examples (TPOT: those of two new tokens or more), after an untimed warm-up."
+        ]
+    if any(partly_timed(row) for row in _records(df)):
+        lines += ["timed: of how many of the n examples TTFT, TPOT and tokens/s are; the others shared a prefill."]
+    if df.loc[df["n"] > 0, ["ttft_s", "tpot_s"]].isna().any(axis=None):
+        lines += [
+            "no TTFT, TPOT, tokens/s: choices are not generated, and runs of a sweep that share each prompt's prefill "
+            "are not timed (hydra/launcher=basic takes them one at a time)."
+        ]
+    lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
+    lines += other_tables(df)
+    if any(len(set(part["n"]) - {0}) > 1 for _, _, part in parts(df[df["status"] != "refused"])):
+        lines += [
+            "n differs between runs of one table, which are of other examples: compare % of full (paired), or run them "
+            "with one limit."
+        ]
+    lines += refused_line(df)
+    named: dict[tuple[str, str], list[str]] = {}
+    for row in _records(df):
+        for note in () if row["status"] == "refused" and not only_refused(df) else _own_notes(row):
+            named.setdefault((_title(row), note), []).append(_name(row))
+    return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
+
+
+def only_refused(df: pd.DataFrame) -> bool:
+    """Whether nothing but refused jobs was chosen, which then are listed like runs."""
+    return bool(df["status"].eq("refused").all())
+
+
+def refused_line(df: pd.DataFrame) -> list[str]:
+    """A line that names the jobs that were refused before they had rows; none where they have tables of their own."""
+    jobs = [row for row in _records(df) if row["status"] == "refused"]
+    if not jobs or only_refused(df):
+        return []
+    names = dict.fromkeys(f"{_title(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
+    return [f"refused, without rows: {', '.join(names)}; --where status=refused says why."]
+
+
+def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
+    """(title, "58 of 144, 40 %") per model and task of which the questions alone count that the full cache answers."""
+    found: dict[str, str] = {}
+    for row in _records(df):
+        if row["verdict99"] == "baseline" and not absent(row["questions"]):
+            n, asked = int(row["n"]), int(row["questions"])
+            found.setdefault(_title(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
+    return list(found.items())
+
+
+def _checks(df: pd.DataFrame) -> list[tuple[str, str]]:
+    """(what the yardstick found, the models of which it found that), of runs that can have a verdict."""
+    found: dict[str, dict[str, None]] = {}
+    for row in _records(df):
+        if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
+            found.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
+    return [(check, ", ".join(models)) for check, models in found.items()]
+
+
+def _levels(df: pd.DataFrame) -> list[str]:
+    """The level of the intervals for each number of compared runs."""
+    pairs = sorted(
+        {(int(count), float(level)) for count, level in zip(df["comparisons"], df["confidence"], strict=True)}
+    )
+    return [f"{100 * level:.4g} % for {count} run{'s' * (count != 1)}" for count, level in pairs if count]
+
+
+def _own_notes(row: Row) -> Iterator[str]:
+    if row["note"]:
+        yield row["note"]
+    if row["unscored"]:
+        yield f"without a score: {row['unscored']}"
+    if row["also"]:
+        yield f"also asked for as {row['also']}"
+    if row["verdict99"] != "baseline" and row["slots"] < FEW_SLOTS:
+        yield FEW_SLOTS_WORDS
+    if row["fell_back"]:
+        yield row["fell_back"]
+    if MOVING in str(row.get("revision") or ""):
+        yield f"revision {row['revision']}: whatever the hub holds that day; set a commit hash for numbers to keep"
+
+
+def _name(row: Row) -> str:
+    """A run within its table: the hash tells apart what method and kv_ratio do not, and finds the folder."""
+    parts = [plain(label, "").cell(row) for label in ("method", "kv_ratio") if not absent(row.get(label))]
+    return " ".join([*parts, f"({row['hash'][:6]})"])
+
+
+def _records(df: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
+
+
+def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]], list[Column], int]]:
+    """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
+    if x not in X_AXES:
+        raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
+    if not only_refused(df):
+        df = df[df["status"] != "refused"]
+    rows = _records(df)
+    if x == "bytes":
+        rows.sort(key=lambda row: (math.isnan(row["kv_bytes"]), row["kv_bytes"]))
+    for title, _, part in parts(df):
+        hashes = set(part["hash"])
+        inside = [without_code(row) for row in rows if row["hash"] in hashes]
+        shared, inside = shared_settings(without_question(inside))
+        keys = keys_of(inside, x)
+        title = ", ".join([title, *marks_of(inside).values(), *shared])
+        yield title, inside, [*keys, *columns_of(inside, x)], len(keys)
+
+
+def _title(row: Row) -> str:
+    return " / ".join(str(row[name]) for name in ("model", "task") if not absent(row.get(name))) or "runs"
+
+
+def _fit(columns: list[Column], keys: int, rows: Sequence[Row], width: int) -> Iterator[list[Column]]:
+    """Cut the columns into as few tables as the width allows, each beginning with the columns that name the row."""
+    wide = [
+        2 + max(len(line) for text in (column.head, *map(column.cell, rows)) for line in text.split("\n"))
+        for column in columns
+    ]
+    wide[:keys] = [min(each, 2 + width // WIDEST) for each in wide[:keys]]
+    part, room = list(range(keys)), width + 1 - sum(wide[:keys])
+    for index in range(keys, len(columns)):
+        if wide[index] > room and len(part) > keys:
+            yield [columns[i] for i in part]
+            part, room = list(range(keys)), width + 1 - sum(wide[:keys])
+        part.append(index)
+        room -= wide[index]
+    yield [columns[i] for i in part]

@@ -1,5 +1,7 @@
 """Retrieval methods: keep every key and value, attend to few; one file each."""
 
+from __future__ import annotations
+
 from kvexp.retrieval.infllm import InfLLM
 from kvexp.retrieval.oracle import Oracle
 from kvexp.retrieval.pqcache import PQCache

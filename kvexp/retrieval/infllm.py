@@ -3,27 +3,238 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from kvexp.core.attention import AttentionInputs, apply_probs, sdpa_attention
-from kvexp.core.select import topk_slots
-from kvexp.errors import ConfigError
-from kvexp.retrieval.base import PrefillKV, Retrieval, StoredPrompt
-from kvexp.retrieval.block_cache import BlockCacheConfig
-from kvexp.retrieval.infllm_blocks import (
-    block_scores,
-    blockwise_prefill,
-    clamped_inputs,
-    clamped_query,
-    representatives,
-    window_attention_masses,
-)
-from kvexp.retrieval.kv_index import KVIndex
-from kvexp.retrieval.query import RetrievalQuery, Selection
+from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, sdpa_attention
+from kvexp.core.observe import BLOCK_ELEMENTS
+from kvexp.core.slots import topk_slots
+from kvexp.retrieval.index import KVIndex
+from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, StoredPrompt
+from kvexp.retrieval.offload import BlockCacheConfig
+from kvexp.util import ConfigError
+
+# InfLLM's arithmetic: block representatives, positions clamped at the window's edge, blockwise prefill.
+
+
+class BlockSettings(Protocol):
+    """What of the method's settings its arithmetic goes by, in tokens: see `kvexp.retrieval.infllm.InfLLM`."""
+
+    @property
+    def n_sinks(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def repr_tokens(self) -> int: ...
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def choice(self) -> str:
+        """Which heads select together: shared (all of a layer), kv_head or query_head."""
+
+    @property
+    def clamps_positions(self) -> bool:
+        """Whether what is farther than the window stands at its edge."""
+
+
+def clamped_query(query: Tensor, positions: Tensor, edge: Tensor, params: AttentionParams) -> Tensor:
+    """Queries [B, H, G, Q, D] at positions [B, Q], rotated by RoPE to position edge [B]."""
+    if params.rope is None:
+        return query
+    b, h, g, q, _ = query.shape
+    by = (edge[:, None] - positions)[:, None].expand(b, h * g, q)
+    return params.rope.rotate_by(query.flatten(1, 2), by).view_as(query)
+
+
+def clamped_keys(keys: Tensor, positions: Tensor, params: AttentionParams) -> Tensor:
+    """Keys [B, H, S, D] at positions [B, H, S], rotated by RoPE to position 0."""
+    return keys if params.rope is None else params.rope.rotate_by(keys, -positions.clamp(min=0))
+
+
+def clamped_inputs(inputs: AttentionInputs, edge: Tensor) -> AttentionInputs:
+    """The same inputs with every key edge [B] positions away from every query."""
+    positions = inputs.positions.expand(inputs.keys.shape[:3])
+    zero = torch.zeros_like(positions)
+    query_positions = edge[:, None, None].expand(-1, inputs.keys.shape[1], inputs.query.shape[3])
+    return replace(
+        inputs,
+        query=clamped_query(inputs.query, inputs.query_positions, edge, inputs.params),
+        keys=clamped_keys(inputs.keys, positions, inputs.params),
+        rope_positions=(zero, query_positions),
+    )
+
+
+def window_attention_masses(inputs: AttentionInputs, windows: Sequence[list[int]]) -> list[Tensor]:
+    """Attention [B, H, S, G] float32 that each column receives from query rows within a window after it, per window.
+
+    windows: of each, how many positions after a column its rows lie at most, per batch row.
+    """
+    b, h, g, count, _ = inputs.query.shape
+    slots = inputs.keys.shape[2]
+    pasts = [torch.tensor(local, device=inputs.keys.device)[:, None, None, None] for local in windows]
+    totals = [torch.zeros(b, h, g, slots, device=inputs.keys.device) for _ in windows]
+    block = max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
+    for start in range(0, count, block):
+        rows = slice(start, min(start + block, count))
+        kv_len = inputs.kv_len(rows)
+        probabilities = torch.softmax(inputs.logits(rows, kv_len), dim=-1)
+        query, key = inputs.query_positions[:, None, rows, None], inputs.positions[:, :, None, :kv_len]
+        for past, total in zip(pasts, totals, strict=True):
+            near = (query >= 0) & (key >= 0) & (query - key <= past)
+            total[..., :kv_len] += probabilities.masked_fill(~near[:, :, None], 0.0).sum(3)
+    return [total.transpose(2, 3) for total in totals]
+
+
+def representatives(
+    method: BlockSettings, keys: Tensor, received: Tensor, start: int, params: AttentionParams
+) -> tuple[Tensor, Tensor]:
+    """The representatives of n blocks from position `start`: keys [B, H, n, G, D], positions [B, H, n, G].
+
+    keys [B, H, n * block, D]: of the blocks' tokens; received [B, H, n * block, G]: attention that they received, by
+    which the best tokens of a block represent it.
+    """
+    b, h, tokens, d = keys.shape
+    g, size = received.shape[3], method.block
+    count = tokens // size
+    # [B, H, n, repr_tokens, G]
+    best_of = received.reshape(b, h, count, size, g).topk(method.repr_tokens, dim=3).indices
+    index = (best_of + torch.arange(count, device=keys.device)[:, None, None] * size).flatten(2)
+    found, positions = keys.gather(2, index[..., None].expand(-1, -1, -1, d)), index + start
+    if method.clamps_positions:
+        found = clamped_keys(found, positions, params)
+    return found.view(b, h, count, method.repr_tokens, g, d).mean(3), positions.view(best_of.shape)[:, :, :, 0]
+
+
+def blockwise_prefill(
+    method: BlockSettings, inputs: AttentionInputs, local: list[int], counts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Prefill in chunks, row by row: output [B, H, G, Q, Dv] and the attention [B, H, S, G] received by each column.
+
+    local: past tokens of the recent window, per row; counts: slots to select, per row.
+    """
+    b, h, g, columns, _ = inputs.query.shape
+    out = inputs.values.new_zeros(b, h, g, columns, inputs.values.shape[3])
+    received = torch.zeros(b, h, columns, g, device=inputs.keys.device)
+    for row in range(b):
+        pad = columns - int((inputs.query_positions[row] >= 0).sum())
+        one = slice(row, row + 1)
+        alone = replace(
+            inputs,
+            query=inputs.query[one, ..., pad:, :],
+            keys=inputs.keys[one, :, pad:],
+            values=inputs.values[one, :, pad:],
+            positions=inputs.positions[one, :, pad:],
+            query_positions=inputs.query_positions[one, pad:],
+        )
+        _one_row(method, alone, local[row], counts[row], out[one, ..., pad:, :], received[one, :, pad:])
+    return out, received
+
+
+def block_scores(
+    method: BlockSettings,
+    query: Tensor,
+    query_positions: Tensor,
+    keys: Tensor,
+    repr_positions: Tensor,
+    params: AttentionParams,
+) -> Tensor:
+    """Score [B, H, n] float32 of n blocks: logits with their representatives, mean over query rows, summed over heads.
+
+    query [B, H, G, Q, D] at query_positions [B, Q]; keys [B, H, n, G, D] at repr_positions [B, H, n, G]: of
+    `representatives`. The sum is over the heads that select together.
+    """
+    x = torch.einsum("bhgd,bhngd->bhgn", query.float().mean(3), keys.float()) * params.scale
+    if params.alibi is not None and not method.clamps_positions:
+        slopes = params.alibi.to(x.device).view(1, *x.shape[1:3], 1)
+        x = x + slopes * (repr_positions.transpose(2, 3) - query_positions.float().mean(1)[:, None, None, None])
+    x = x.sum(2)
+    return x.sum(1, keepdim=True).expand_as(x) if method.choice == "shared" else x
+
+
+def _one_row(
+    method: BlockSettings, inputs: AttentionInputs, local: int, count: int, out: Tensor, received: Tensor
+) -> None:
+    """Blockwise prefill of one unpadded row; writes out [1, H, G, T, Dv] and received [1, H, T, G].
+
+    local: past tokens of the recent window; count: slots to select.
+    """
+    window, total = local + 1, inputs.keys.shape[2]
+    chunk, edge = min(method.chunk, window), torch.tensor([local], device=inputs.keys.device)
+    for start in range(0, total, chunk):
+        rows = slice(start, min(start + chunk, total))
+        blocks = max(0, start - window - method.n_sinks) // method.block
+        near = torch.arange(max(0, start - local), rows.stop, device=edge.device).expand(1, inputs.keys.shape[1], -1)
+        far = distant_slots(method, inputs, rows, blocks, count, received, edge)
+        logits, values = [], []
+        for slots, beyond in ((near, False), (far, True)):
+            part = _part(inputs, rows, slots)
+            values.append(part.values)
+            distance = part.query_positions[:, None, :, None] - slots[:, :, None]
+            turned = clamped_inputs(part, edge) if beyond and method.clamps_positions else part
+            x = turned.logits(slice(0, rows.stop - start), slots.shape[2])
+            # Clamped, all rows share what is far for the last: early ones see some of it as near, too (as released).
+            hidden = (
+                torch.zeros_like(distance, dtype=torch.bool)
+                if beyond and method.clamps_positions
+                else distance <= local
+            )
+            logits.append(x.masked_fill((hidden if beyond else ~hidden)[:, :, None], -torch.inf))
+        probabilities = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
+        out[..., rows, :] = apply_probs(probabilities, torch.cat(values, dim=2))
+        seen = probabilities[..., : near.shape[2]].sum(3).transpose(2, 3)
+        received[:, :, max(0, start - local) : rows.stop] += seen
+
+
+def distant_slots(
+    method: BlockSettings, inputs: AttentionInputs, rows: slice, blocks: int, count: int, received: Tensor, edge: Tensor
+) -> Tensor:
+    """Slots [1, H, N] that a chunk sees beyond its window: sinks, selected blocks, and tokens in no complete block.
+
+    rows: the chunk's query rows; blocks: complete blocks before its window; count: slots to select; received [1, H, T,
+    G]: attention so far; edge [1]: the window's farthest position.
+    """
+    heads, size, device = inputs.keys.shape[1], method.block, inputs.keys.device
+    end = max(0, rows.stop - 1 - int(edge))
+    if not blocks:
+        return torch.arange(end, device=device).expand(1, heads, -1)
+    inside = slice(method.n_sinks, method.n_sinks + blocks * size)
+    own = inputs.keys[:, :, inside], received[:, :, inside]
+    keys, repr_positions = representatives(method, *own, method.n_sinks, inputs.params)
+    query, query_positions = inputs.query[..., rows, :], inputs.query_positions[:, rows]
+    query = clamped_query(query, query_positions, edge, inputs.params) if method.clamps_positions else query
+    score = block_scores(method, query, query_positions, keys, repr_positions, inputs.params)
+    wanted = min(blocks, -(-count // size))
+    known = torch.ones(1, 1, blocks, dtype=torch.bool, device=device)
+    chosen = topk_slots(score, known, [wanted] * len(score), wanted)
+    slots = (method.n_sinks + chosen[..., None] * size + torch.arange(size, device=device)).flatten(2)
+    rest = torch.arange(method.n_sinks + blocks * size, end, device=device)
+    always = torch.cat([torch.arange(method.n_sinks, device=device), rest])
+    return torch.cat([always.expand(1, heads, -1), slots], dim=2)
+
+
+def _part(inputs: AttentionInputs, rows: slice, slots: Tensor) -> AttentionInputs:
+    """The inputs restricted to some query rows and to slots [1, H, N] of one unpadded row, where slot = position."""
+    keys, values = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3])) for x in (inputs.keys, inputs.values))
+    return replace(
+        inputs,
+        query=inputs.query[..., rows, :],
+        keys=keys,
+        values=values,
+        positions=slots,
+        query_positions=inputs.query_positions[:, rows],
+        in_column_order=False,
+        padded=True,
+    )
+
+
+# InfLLM: blocks of the past, each known by its representative tokens; whole blocks are chosen.
 
 
 @dataclass(frozen=True)

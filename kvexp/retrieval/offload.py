@@ -1,18 +1,530 @@
-"""Offloaded keys and values: all tokens in CPU memory beside a GPU; sinks and recent window on the device as well."""
+"""Keys and values kept off the device, and what is moved."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.block_cache import BlockCache
-from kvexp.retrieval.copy_streams import empty_host, get_streams, index_select_host
-from kvexp.retrieval.offload_config import OffloadConfig, TransferStats, should_offload
-from kvexp.retrieval.resident import ResidentKV, write_token
-from kvexp.retrieval.step_layout import step_layout
+from kvexp.util import ConfigError
+
+# Where the sinks, candidates and window of a decode step lie: the same in every layer, so it is made once a step.
+
+
+HELD = 64  # layouts kept: one per cache that decodes in the same steps
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The positions of one decode step. Tensors are shared by layers and caches: nothing may write to them.
+
+    first [B, n]: of the sinks; last [B, W]: of the recent window and the newest token, ascending; -1: none. candidates
+    [B, 1, S] bool: slots in between; hidden [B, 1, S] bool: the others.
+    """
+
+    first: Tensor
+    last: Tensor
+    candidates: Tensor
+    hidden: Tensor
+
+
+def step_layout(lengths: list[int], local: list[int], sinks: int, device: torch.device) -> StepLayout:
+    """The layout of the newest token of every row.
+
+    lengths: tokens held, the newest included, per row; local: past tokens of the recent window, per row.
+    """
+    return _step_layout(tuple(lengths), tuple(local), sinks, device, torch.is_inference_mode_enabled())
+
+
+@lru_cache(maxsize=HELD)
+def _step_layout(
+    lengths: tuple[int, ...], local: tuple[int, ...], sinks: int, device: torch.device, inference: bool
+) -> StepLayout:
+    """As `step_layout`; inference: torch's mode, since a tensor made in it is of no use to autograd."""
+    width = max(local) + 1
+    ends = torch.tensor(lengths, device=device)[:, None]
+    oldest = ends - 1 - torch.tensor(local, device=device)[:, None]
+    first = torch.arange(sinks, device=device).expand(len(lengths), -1)
+    last = ends - width + torch.arange(width, device=device)
+    slots = torch.arange(max(lengths), device=device)
+    candidates = ((slots >= sinks) & (slots < oldest))[:, None]
+    return StepLayout(
+        first=first.masked_fill(first >= ends, -1),
+        last=last.masked_fill((last < oldest) | (last < sinks), -1),
+        candidates=candidates,
+        hidden=~candidates,
+    )
+
+
+# CUDA streams for copies between a GPU and the CPU beside the computation; on a CPU the same calls copy at once.
+
+
+class CopyStreams:
+    """One copy stream from the device to the host and one back; without streams, copies are synchronous."""
+
+    def __init__(self, device: torch.device, *, streams: bool) -> None:
+        self.device = device
+        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if streams else None
+
+    def _on(self, which: int) -> Any:
+        """Context in which copies run on stream `which` (0: to host, 1: to device), after what was issued so far."""
+        if self.streams is None:
+            return contextlib.nullcontext()
+        # What is copied was computed on the stream in progress, and what is overwritten may still be read there.
+        self.streams[which].wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.streams[which])
+
+    def d2h(self) -> Any:
+        """Context for copies from the device to the host; they start after everything issued so far."""
+        return self._on(0)
+
+    def h2d(self) -> Any:
+        """Context for copies from the host to the device; they start after everything issued so far."""
+        return self._on(1)
+
+    def record_d2h(self) -> torch.cuda.Event | None:
+        """An event that is reached when all device-to-host copies so far have arrived; None without streams."""
+        return self.streams[0].record_event() if self.streams is not None else None
+
+    def record_h2d(self) -> torch.cuda.Event | None:
+        """An event that is reached when all host-to-device copies so far have arrived; None without streams."""
+        return self.streams[1].record_event() if self.streams is not None else None
+
+    def wait(self, event: torch.cuda.Event | None, *arrived: Tensor) -> None:
+        """Let the computation's stream wait for `event`.
+
+        arrived: tensors made on a copy stream, which the computation uses from here on.
+        """
+        if event is None:
+            return
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(event)
+        for tensor in arrived:
+            tensor.record_stream(current)
+
+    def record_read(self, *tensors: Tensor) -> None:
+        """Keep the memory of tensors that device-to-host copies read until these copies are done."""
+        self._used(0, tensors)
+
+    def record_write(self, *tensors: Tensor) -> None:
+        """Keep the memory of tensors that host-to-device copies write until these copies are done."""
+        self._used(1, tensors)
+
+    def _used(self, which: int, tensors: tuple[Tensor, ...]) -> None:
+        """Tell torch that stream `which` uses these tensors, so that their memory is not reused before it is done."""
+        if self.streams is not None:
+            for tensor in tensors:
+                tensor.record_stream(self.streams[which])
+
+
+@lru_cache(maxsize=16)
+def get_streams(device: torch.device, offloaded: bool) -> CopyStreams:
+    """The copy streams of a device, shared by all layers and caches; offloaded: whether tokens live on the host."""
+    return CopyStreams(device, streams=offloaded)
+
+
+def empty_host(shape: tuple[int, ...], like: Tensor, device: torch.device, *, pinned: bool) -> tuple[Tensor, bool]:
+    """An empty tensor of `like`'s dtype on `device`, in pinned memory if asked for; and whether it is where asked.
+
+    Where no more memory can be pinned, ordinary memory is used: copies are then slower and wait for each other.
+    """
+    if pinned:
+        try:
+            return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=True), True
+        except RuntimeError:
+            return torch.empty(shape, dtype=like.dtype, device=device), False
+    return torch.empty(shape, dtype=like.dtype, device=device), True
+
+
+def index_select_host(x: Tensor, rows: Tensor, *, pinned: bool) -> tuple[Tensor, bool]:
+    """Batch rows `rows` [n] of a host tensor as a new host tensor; and whether that is pinned, if asked for.
+
+    As of `empty_host`.
+    """
+    made, fine = empty_host((len(rows), *x.shape[1:]), x, x.device, pinned=pinned)
+    return torch.index_select(x, 0, rows.to(x.device), out=made), fine
+
+
+# Replacement policies of the block cache: least frequently used, least recently used.
+
+
+class Policy:
+    """A set of at most `limit` cached blocks. slots: block number -> cache slot 0..limit-1."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.slots: dict[int, int] = {}
+
+    def insert(self, block: int) -> None:
+        """Count a use of the block; a block not cached is inserted, in place of another one where the cache is full."""
+        if block in self.slots:
+            self._touch(block)
+            return
+        room = len(self.slots) < self.limit
+        self.slots[block] = len(self.slots) if room else self.slots.pop(self._evict())
+        self._insert(block)
+
+    def _touch(self, block: int) -> None:
+        """Record a use of a cached block."""
+        raise NotImplementedError
+
+    def _insert(self, block: int) -> None:
+        """Record a block that has just been cached."""
+        raise NotImplementedError
+
+    def _evict(self) -> int:
+        """Choose the block to evict and remove it from the policy's own records."""
+        raise NotImplementedError
+
+
+class LFU(Policy):
+    """Evicts the least frequently used block, among equals the one that reached its count first. Counts never age.
+
+    As the block cache of PQCache's release (arXiv:2407.12820, section 3.4).
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.counts: dict[int, int] = {}
+        self.by_count: dict[int, dict[int, None]] = {}  # count -> blocks, in the order in which they came to it
+
+    def _touch(self, block: int) -> None:
+        self._remove(block)
+        self._note(block, self.counts[block] + 1)
+
+    def _insert(self, block: int) -> None:
+        self._note(block, 1)
+
+    def _evict(self) -> int:
+        block = next(iter(self.by_count[min(self.by_count)]))
+        self._remove(block)
+        del self.counts[block]
+        return block
+
+    def _note(self, block: int, count: int) -> None:
+        """Record that the block has been used `count` times."""
+        self.counts[block] = count
+        self.by_count.setdefault(count, {})[block] = None
+
+    def _remove(self, block: int) -> None:
+        """Take the block out of the blocks of its count."""
+        peers = self.by_count[self.counts[block]]
+        del peers[block]
+        if not peers:
+            del self.by_count[self.counts[block]]
+
+
+class LRU(Policy):
+    """Evicts the least recently used block. Not in PQCache's release; its Fig. 10d compares both."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.order: dict[int, None] = {}
+
+    def _touch(self, block: int) -> None:
+        del self.order[block]
+        self.order[block] = None
+
+    def _insert(self, block: int) -> None:
+        self.order[block] = None
+
+    def _evict(self) -> int:
+        block = next(iter(self.order))
+        del self.order[block]
+        return block
+
+
+def make_policy(name: str, limit: int) -> Policy:
+    """The policy called lfu or lru; ConfigError for other names."""
+    if name not in ("lfu", "lru"):
+        raise ConfigError(f"cache_policy must be lfu or lru, got {name!r}")
+    return LFU(limit) if name == "lfu" else LRU(limit)
+
+
+# The block cache of offloaded keys and values: the most used blocks stay on the device.
+
+
+@dataclass(frozen=True)
+class BlockCacheConfig:
+    """Settings of the block cache.
+
+    tokens: capacity per kv head; block: tokens per block; policy: lfu or lru; per_step: each step counts as uses the
+    `per_step` blocks in which most of its selected tokens lie (k_cache of PQCache, arXiv:2407.12820).
+    """
+
+    tokens: int = 4096
+    block: int = 128
+    policy: str = "lfu"
+    per_step: int = 32
+
+    def __post_init__(self) -> None:
+        make_policy(self.policy, 1)
+        if self.block < 1 or self.per_step < 1:
+            raise ConfigError(
+                f"cache_block and cache_blocks_per_step must be at least 1, got {self.block} and {self.per_step}"
+            )
+        if self.tokens < self.block:
+            raise ConfigError(
+                f"a block cache of cache_tokens={self.tokens} cannot hold one block of {self.block} tokens: "
+                "raise cache_tokens, lower the size of a block (cache_block; block), or set cache_tokens=0 for no cache"
+            )
+
+
+class BlockCache:
+    """Cached blocks on the device: keys [B, H, n * block, D], values [B, H, n * block, Dv] of n cache slots.
+
+    block_table [B, blocks] on the host: the cache slot of each block, -1 where it is not cached. Block j holds the
+    `config.block` positions from first + j * block on, the same for all kv heads of a row; each row has a policy of its
+    own, so no row depends on its neighbours. Only blocks whose tokens can no longer change are cached. (A departure
+    from PQCache's release, where the last, half filled block may enter and its later tokens are then missing.)
+    """
+
+    def __init__(
+        self, config: BlockCacheConfig, first: int, keys: Tensor, values: Tensor, device: torch.device
+    ) -> None:
+        """Make an empty cache.
+
+        keys, values: the buffers in CPU memory, for shapes and dtype; first: position of the first block.
+        """
+        self.config, self.first = config, first
+        limit = config.tokens // config.block
+        self.policies: list[Policy] = [make_policy(config.policy, limit) for _ in range(keys.shape[0])]
+        self.block_table = torch.full((keys.shape[0], 0), -1, dtype=torch.int64)
+        self.keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3], device=device) for x in (keys, values))
+        self.ready: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached keys and values on the device."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def lookup(self, slots: Tensor) -> Tensor:
+        """Indices of slots [B, H, N] (-1: none) into the buffers flattened over rows and heads; -1: not cached.
+
+        slots: on the host.
+        """
+        b, h = self.keys.shape[:2]
+        if not self.block_table.shape[1] or not self.keys.shape[2]:
+            return torch.full_like(slots, -1)
+        offset = slots - self.first
+        block = offset // self.config.block
+        known = block.clamp(min=0, max=self.block_table.shape[1] - 1)
+        place = self.block_table.gather(1, known.flatten(1)).view_as(slots)
+        place = place.masked_fill((slots < self.first) | (block != known), -1)
+        head = torch.arange(b * h).view(b, h, 1) * self.keys.shape[2]
+        return torch.where(place >= 0, head + place * self.config.block + offset % self.config.block, -1)
+
+    def update(
+        self, slots: Tensor, fixed: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams
+    ) -> list[int]:
+        """Cache the blocks that hold most of the selected slots [B, H, N] (host); returns the number copied, per row.
+
+        fixed: per row the first position that may still change or lies in the recent window. keys, values: all tokens'
+        in CPU memory. On CUDA the copies run on a stream of their own and are waited for at the next lookup.
+        """
+        return self.insert(self.count(slots), fixed, keys, values, copy_streams)
+
+    def count(self, slots: Tensor) -> list[list[int]]:
+        """How many of the slots [B, H, N] (host; -1: none) lie in each block: per row, one number per block."""
+        block = torch.div(slots - self.first, self.config.block, rounding_mode="floor") + 1
+        return [row.flatten().bincount().tolist()[1:] for row in block.clamp_(min=0)]
+
+    def hits(self, counts: list[list[int]]) -> list[int]:
+        """How many of the counted slots (`count`) lie in cached blocks, per row."""
+        pairs = zip(counts, self.policies, strict=True)
+        return [sum(n for block, n in enumerate(row) if block in policy.slots) for row, policy in pairs]
+
+    def insert(
+        self, counts: list[list[int]], fixed: list[int], keys: Tensor, values: Tensor, copy_streams: CopyStreams
+    ) -> list[int]:
+        """As `update`, for slots that have been counted (`count`)."""
+        came = []
+        for row, counted in enumerate(counts):
+            complete = max(0, (fixed[row] - self.first) // self.config.block)
+            used = [block for block, n in enumerate(counted[:complete]) if n]
+            # Among equals the newer block first, as everywhere.
+            used.sort(key=lambda block: (-counted[block], -block))
+            came.append(self._insert(row, used[: self.config.per_step], complete, keys, values, copy_streams))
+        self.ready = copy_streams.record_h2d()
+        copy_streams.record_write(self.keys, self.values)
+        return came
+
+    def _insert(
+        self, row: int, chosen: list[int], blocks: int, keys: Tensor, values: Tensor, copy_streams: CopyStreams
+    ) -> int:
+        """Cache the blocks `chosen` of one row, by its policy; returns the number of blocks copied to the device.
+
+        blocks: number of blocks of the row; keys, values: all tokens' in CPU memory.
+        """
+        policy, size = self.policies[row], self.config.block
+        before = dict(policy.slots)
+        for block in chosen:
+            policy.insert(block)
+        new = [(block, place) for block, place in policy.slots.items() if before.get(block) != place]
+        self._reserve(max((place for _, place in new), default=-1) + 1, blocks, copy_streams)
+        if not new:
+            return 0
+        with copy_streams.h2d():
+            for block, place in new:
+                start, at = self.first + block * size, place * size
+                for source, target in ((keys, self.keys), (values, self.values)):
+                    for head in range(source.shape[1]):  # contiguous pieces: only those are copied asynchronously
+                        target[row, head, at : at + size].copy_(
+                            source[row, head, start : start + size], non_blocking=True
+                        )
+        self.block_table[row] = -1
+        self.block_table[row, list(policy.slots)] = torch.tensor(list(policy.slots.values()), dtype=torch.int64)
+        return len(new)
+
+    def _reserve(self, places: int, blocks: int, copy_streams: CopyStreams) -> None:
+        """Grow to `places` cache slots on the device and `blocks` blocks in the table."""
+        if blocks > self.block_table.shape[1]:
+            self.block_table = torch.nn.functional.pad(
+                self.block_table, (0, blocks - self.block_table.shape[1]), value=-1
+            )
+        have = self.keys.shape[2] // self.config.block
+        if places > have:
+            copy_streams.wait(
+                copy_streams.record_h2d()
+            )  # what came for the rows before is still on its way into the old buffers
+            places = min(max(places, 2 * have), self.config.tokens // self.config.block)
+            for name in ("keys", "values"):
+                old: Tensor = getattr(self, name)
+                new = old.new_empty(*old.shape[:2], places * self.config.block, old.shape[3])
+                new[:, :, : old.shape[2]] = old
+                setattr(self, name, new)
+
+    def index_rows(self, rows: Tensor, copy_streams: CopyStreams) -> BlockCache:
+        """A copy of the cache for batch rows `rows` [n], which may repeat."""
+        copy_streams.wait(self.ready)
+        other = copy.copy(self)
+        other.ready = None
+        other.policies = [copy.deepcopy(self.policies[i]) for i in rows.tolist()]
+        other.block_table = self.block_table[rows]
+        place = rows.to(self.keys.device)
+        other.keys, other.values = self.keys.index_select(0, place), self.values.index_select(0, place)
+        return other
+
+
+# Configuration of offloading for one layer, and counters of the bytes it moves.
+
+
+@dataclass
+class TransferStats:
+    """Transfers between device and CPU memory for one batch row; on a CPU, those that a GPU would make.
+
+    d2h: bytes of keys and values offloaded; h2d: bytes fetched (selected tokens, cached blocks, offloaded index);
+    lookups: (kv head, token) pairs selected; hits: those of them found in the block cache.
+    """
+
+    d2h: int = 0
+    h2d: int = 0
+    lookups: int = 0
+    hits: int = 0
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What of one layer is offloaded.
+
+    sinks: first tokens that stay on the device; local: past tokens of the recent window, per row, newest token not
+    included; room: positions to allocate; offload: whether the rest leaves the device; cache: the block cache, if any.
+    """
+
+    sinks: int
+    local: list[int]
+    room: int
+    offload: bool = True
+    cache: BlockCacheConfig | None = None
+
+
+def should_offload(config: OffloadConfig, device: torch.device) -> bool:
+    """Whether tokens are moved from `device` to CPU memory."""
+    return config.offload and device.type == "cuda"
+
+
+# The keys and values that stay on the device: sinks and the recent window.
+
+
+class ResidentKV:
+    """Sinks [B, H, n, *] and a ring buffer [B, H, W, *] of the newest tokens, each as a pair of keys and values.
+
+    Position p of a row is at p % W of its ring. recent_lens: past tokens of the recent window, per row; W is the
+    largest of them plus 1 for the newest token.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int], sinks: int, recent_lens: list[int]) -> None:
+        """Take the sinks and the recent window out of a prompt.
+
+        keys [B, H, S, D], values [B, H, S, Dv]: of the prompt, padded on the left; lengths: real tokens per row.
+        """
+        self.recent_lens, width = recent_lens, max(recent_lens) + 1
+        ends = torch.tensor(lengths, device=keys.device)[:, None]
+        place = torch.arange(width, device=keys.device)
+        newest = ends - 1 - (ends - 1 - place) % width  # the newest position that belongs at each place
+        first = torch.arange(sinks, device=keys.device).expand(len(lengths), -1)
+        pads = keys.shape[2] - ends
+        self.sinks = _gather_positions(keys, pads + first), _gather_positions(values, pads + first)
+        self.recent_ring = _gather_positions(keys, pads + newest), _gather_positions(values, pads + newest)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of sinks and ring."""
+        return sum(x.nbytes for x in (*self.sinks, *self.recent_ring))
+
+    def add(self, key: Tensor, value: Tensor, positions: list[int]) -> None:
+        """Write the token at positions[i] of every row i: key [B, H, 1, D], value [B, H, 1, Dv]."""
+        width = self.recent_ring[0].shape[2]
+        for ring, sinks, new in zip(self.recent_ring, self.sinks, (key, value), strict=True):
+            write_token(ring, [p % width for p in positions], new[:, :, 0])
+            for row, p in enumerate(positions):
+                if p < sinks.shape[2]:
+                    sinks[row, :, p] = new[row, :, 0]
+
+    def read(self, lengths: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """(Keys, values, positions) of the sinks, then of the window in order of position.
+
+        lengths: tokens per row; positions [B, n], -1: none.
+        """
+        device, width, sinks = self.recent_ring[0].device, self.recent_ring[0].shape[2], self.sinks[0].shape[2]
+        window = torch.tensor(lengths, device=device)[:, None] - width + torch.arange(width, device=device)
+        keys, values = (_gather_positions(x, window % width) for x in self.recent_ring)
+        layout = step_layout(lengths, self.recent_lens, sinks, device)
+        return (*self.sinks, layout.first), (keys, values, layout.last)
+
+    def index_rows(self, rows: Tensor) -> ResidentKV:
+        """A copy for batch rows `rows` [n], which may repeat."""
+        other, chosen = copy.copy(self), rows.to(self.recent_ring[0].device)
+        other.recent_lens = [self.recent_lens[i] for i in rows.tolist()]
+        other.sinks = self.sinks[0].index_select(0, chosen), self.sinks[1].index_select(0, chosen)
+        other.recent_ring = self.recent_ring[0].index_select(0, chosen), self.recent_ring[1].index_select(0, chosen)
+        return other
+
+
+def write_token(buffer: Tensor, places: list[int], new: Tensor) -> None:
+    """Write new [B, H, *] to place places[i] of axis 2 of every row i of the buffer [B, H, C, *], on its device."""
+    if min(places) == max(places):
+        buffer[:, :, places[0]] = new
+        return
+    rows, place = torch.arange(len(places), device=buffer.device), torch.tensor(places, device=buffer.device)
+    buffer[rows, :, place] = new
+
+
+def _gather_positions(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, H, S, D] gathered at columns index [B, n], the same for all heads; indices out of range are clamped."""
+    index = index.clamp(min=0, max=x.shape[2] - 1)[:, None, :, None]
+    return x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+# Offloaded keys and values: all tokens in CPU memory beside a GPU; sinks and recent window on the device as well.
+
 
 GROWTH = 64  # positions added at a time where the final length is not known
 
@@ -260,3 +772,51 @@ class OffloadedKV:
         other.resident = self.resident.index_rows(rows)
         other.cache = self.cache.index_rows(rows, self.copy_streams) if self.cache is not None else None
         return other
+
+
+# A job on the CPU that runs beside a GPU's computation until its result is needed.
+
+
+@lru_cache(maxsize=1)
+def _worker() -> ThreadPoolExecutor:
+    """The one worker thread: jobs run in order, each with all the threads that torch gives to one operation."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvexp-index")
+
+
+def _in_this_mode(job: Callable[[], None]) -> Callable[[], None]:
+    """The job wrapped in the calling thread's inference mode, which torch keeps per thread."""
+    inference = torch.is_inference_mode_enabled()
+
+    def run() -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            job()
+
+    return run
+
+
+class BackgroundTask:
+    """A job on the CPU that starts at once in the worker thread (run_async), or else when it is first waited for.
+
+    On a CPU it is not started beside the computation, which it would slow down.
+    """
+
+    def __init__(self, job: Callable[[], None], *, run_async: bool) -> None:
+        self.job: Callable[[], None] | Future[None] | None = _worker().submit(_in_this_mode(job)) if run_async else job
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has run, waited for or not."""
+        return self.job is None or (isinstance(self.job, Future) and self.job.done())
+
+    @property
+    def joined(self) -> bool:
+        """Whether `wait` has returned."""
+        return self.job is None
+
+    def wait(self) -> None:
+        """Return once the job is done; raises what it raised."""
+        job, self.job = self.job, None
+        if isinstance(job, Future):
+            job.result()
+        elif job is not None:
+            job()

@@ -1,13 +1,14 @@
 """Oracle: the exact top k of every query."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvexp.retrieval.base import Retrieval
-from kvexp.retrieval.query import RetrievalQuery
+from kvexp.retrieval.method import Retrieval, RetrievalQuery
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvexp.errors import ConfigError
-from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.block_cache import BlockCacheConfig
-from kvexp.retrieval.kmeans import assign, init_rows, lloyd
-from kvexp.retrieval.kmeans_schedule import CostModel, profile_kmeans
-from kvexp.retrieval.kv_index import KVIndex
-from kvexp.retrieval.query import RetrievalQuery, reduce_group
+from kvexp.retrieval.index import CostModel, KVIndex, assign, init_rows, lloyd, profile_kmeans
+from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, reduce_group
+from kvexp.retrieval.offload import BlockCacheConfig
+from kvexp.util import ConfigError
 
 PROFILED = (256, 512, 1024, 2048, 4096, 8192, 16384)  # prompt lengths the adaptive cap is fitted to, if they are quick
 

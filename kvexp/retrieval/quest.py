@@ -1,15 +1,16 @@
 """Quest: pages of keys, each represented by its keys' smallest and largest components."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvexp.errors import ConfigError
-from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.kv_index import KVIndex
-from kvexp.retrieval.query import RetrievalQuery, reduce_group
+from kvexp.retrieval.index import KVIndex
+from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, reduce_group
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, sdpa_attention
-from kvexp.errors import ConfigError
-from kvexp.retrieval.base import PrefillKV, Retrieval
-from kvexp.retrieval.kv_index import KVIndex
-from kvexp.retrieval.query import RetrievalQuery, Selection, reduce_group
+from kvexp.retrieval.index import KVIndex
+from kvexp.retrieval.method import PrefillKV, Retrieval, RetrievalQuery, Selection, reduce_group
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True)

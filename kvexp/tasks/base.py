@@ -1,19 +1,23 @@
-"""What every task is: where its rows come from, how a row becomes a prompt, how an answer becomes numbers."""
+"""What a task is: rows to examples, answers to numbers."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from kvexp.digests import Stamp, stamp
-from kvexp.errors import ConfigError
 from kvexp.tasks import data
-from kvexp.tasks.rouge_packages import TOKENIZERS, check_references, check_rouge_installed, dropped_letters
+from kvexp.tasks.metrics import TOKENIZERS, check_references, check_rouge_installed, dropped_letters, is_unspaced
+from kvexp.util import ConfigError, Stamp, stamp
+
+# What every task is: where its rows come from, how a row becomes a prompt, how an answer becomes numbers.
+
 
 TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
@@ -385,3 +389,179 @@ def _check_type(option: str, annotation: str, value: object) -> None:
     found = "None" if value is None else type(value).__name__
     if found not in allowed and not (found == "int" and "float" in allowed):
         raise ConfigError(f"task.{option} must be {' or '.join(words[a] for a in allowed)}, got {value!r}")
+
+
+# Tasks that ask about a text: does the model know the question while it reads, or only after the eviction?
+
+
+IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
+QUESTIONS = (IN_PROMPT, AFTER_EVICTION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionTask(Task):
+    """A task whose examples are a context and a question about it, or an instruction what to do with it.
+
+    question=in_prompt: both are prefilled, so the last query rows that a method scores by are the question's, and
+    eviction knows what will be asked (the setting of LongBench and of most papers). question=after_eviction: the
+    context is prefilled and evicted, then the question is fed token by token, as a question asked of a cache that is
+    kept. The characters, context then question, are the same in both.
+    """
+
+    question: str = IN_PROMPT
+
+    def ask(
+        self,
+        name: str,
+        context: tuple[str, str, str],
+        question: str,
+        reference: str,
+        *,
+        continuation: str = "",
+        choices: tuple[str, ...] = (),
+    ) -> Example:
+        """The example that asks `question` about `context` = (prefix, body, suffix); only the body may be shortened.
+
+        question: everything behind the context up to where the answer starts. It begins with the white space that
+        parts it from the context, else its first token may not be the one it is inside the whole text.
+        """
+        prefix, body, suffix = context
+        if self.question == IN_PROMPT:
+            suffix, question = suffix + question, ""
+        return Example(
+            name,
+            prefix + body + suffix,
+            reference,
+            continuation,
+            prefix,
+            body,
+            suffix,
+            question=question,
+            choices=choices,
+        )
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.choice("question", QUESTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedContextTask(QuestionTask):
+    """A task that may have several questions about one context.
+
+    shared_context (questions=all on the command line): every context is prefilled and evicted once and each of its
+    questions is asked of a copy of that cache. The examples of a context then stand together, in the order of its
+    first question, each with all `questions` of its context: a context too long is cut so that the longest of them
+    fits, and is the same text for all, whatever `limit` leaves out.
+    """
+
+    later_options: ClassVar[tuple[str, ...]] = ("shared_context",)
+
+    shared_context: bool = False
+
+    def examples(self) -> Iterator[Example]:
+        if not self.shared_context:
+            yield from super().examples()
+            return
+        before = self._pinned_stamps()
+        whole = replace(self, limit=None) if self.sample == "first" else self
+        contexts: dict[tuple[str, str], list[Example]] = {}
+        for example in Task.examples(whole):
+            key = ("asked", example.prompt) if example.question else ("skipped", example.id)
+            contexts.setdefault(key, []).append(example)
+        self._check_unchanged(before)
+        each = (
+            replace(example, questions=tuple(other.question for other in asked), number=number)
+            for asked in contexts.values()
+            for number, example in enumerate(asked)
+        )
+        yield from islice(each, self.limit)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.shared_context and self.question != AFTER_EVICTION:
+            raise ConfigError(
+                "questions=all asks all questions of a context that was evicted once, so that none of them can be in "
+                f"the prompt, got task.question={self.question}: set task.question=after_eviction, or questions=each"
+            )
+
+
+def with_shared_context(task: Task, name: str) -> Task:
+    """The task as questions=all asks it; ConfigError where it has one question per context. name: as it was chosen."""
+    if not isinstance(task, SharedContextTask):
+        raise ConfigError(
+            f"questions=all is for tasks with several questions per context, and task={name} has one: take news_qa, "
+            "news_needle, needle_multi, longbench, govreport_sections, testbed_qa, or context_qa for a file of your "
+            "own; or set questions=each"
+        )
+    return replace(task, shared_context=True)
+
+
+# What tasks share that ask questions about a text: the words around the text and the question.
+
+
+Own = TypeVar("Own", bound="FramedQuestions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramedQuestions(SharedContextTask):
+    """Questions about a context, in words that are options.
+
+    `before`: in front of the context. `after`: behind it, with {question}. `answer_prefix` stands behind it all and
+    begins the answer of a base model; a chat model, whose answer begins with its turn, does not get it.
+    """
+
+    before: str = ""
+    after: str = "\n\n{question}"
+    answer_prefix: str = ""
+
+    def for_model(self: Own, *, chat: bool) -> Own:
+        return replace(self, answer_prefix="") if chat else self
+
+    def about(self, name: str, context: str, question: str, answer: str) -> Example:
+        """The example that asks `question` about `context`."""
+        after = self.after.replace("{question}", question) + self.answer_prefix
+        return self.ask(name, (self.before, context, ""), after, answer)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.after.count("{question}") != 1:
+            raise ConfigError(f"task.after must hold {{question}} once, got {self.after!r}")
+
+
+# Texts of a length in tokens, for tasks that know no tokenizer but are handed a way to count.
+
+
+_WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")
+
+
+def word_ends(text: str) -> list[int]:
+    """Where the words of a text end; its characters, where it is written without spaces between words."""
+    return [word.end() for word in (_CHARACTER if is_unspaced(text) else _WORD).finditer(text)]
+
+
+def longest_fit(count: Callable[[int], int], limit: int, size: int) -> int:
+    """The largest n in 0..size with count(n) <= limit, or one that makes exactly `limit`; -1 if not even 0 fits.
+
+    count grows with n, about evenly, and is dear: the place is interpolated, and every third guess halves what is
+    left. Where count is not quite monotone, as tokens of a growing text are not, what is returned was counted.
+    """
+    low, at_low, high, at_high = 0, count(0), size + 1, 0
+    if at_low > limit:
+        return -1
+    rounds = 0
+    while at_low < limit and high - low > 1:
+        rounds += 1
+        if high > size:
+            guess = 4 * limit if low == 0 else low + (limit - at_low) * low // max(at_low, 1) + 1
+        elif rounds % 3 == 0:
+            guess = (low + high) // 2
+        else:
+            guess = low + (limit - at_low) * (high - low) // (at_high - at_low)
+        guess = min(max(guess, low + 1), high - 1)
+        tokens = count(guess)
+        if tokens <= limit:
+            low, at_low = guess, tokens
+        else:
+            high, at_high = guess, tokens
+    return low

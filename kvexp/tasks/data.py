@@ -1,24 +1,100 @@
-"""Rows of a data set, from local files or from the hub, through `datasets`. Sets nothing global, changes no cache."""
+"""Rows of data sets: files, archives, hub."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
+import io
+import json
 import re
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from kvexp.digests import file_digest
-from kvexp.errors import ConfigError
-from kvexp.hub import forbidden, unreachable
-from kvexp.paths import path_of
-from kvexp.tasks.json_rows import json_rows
+from kvexp.util import ConfigError, file_digest, forbidden, path_of, unreachable
+
+# Rows of .json and .jsonl files, as they are written there: no type is inferred, no field filled in or renamed.
+#
+# Read without `datasets`: its reader guesses a type for every column from the first rows (a text that looks like a date
+# becomes one) and, on some lines that hold no object, takes the process down with it.
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """A list of objects, or one object per line (empty lines are none); ConfigError names the line or row."""
+    try:
+        if path.stat().st_size == 0:
+            raise ConfigError(f"task.data_files: {path} is empty; name a file with at least one row")
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            if path.suffix == ".json" and not _is_lines(file.readline()):
+                file.seek(0)
+                yield from _whole(file.read(), path)
+                return
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield json_row(line, f"line {number} of {path}")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"task.data_files: {path} is not UTF-8 text ({error}); save it in that encoding") from error
+    except OSError as error:
+        raise ConfigError(f"task.data_files: cannot read {path}: {error.strerror or error}") from error
+
+
+def json_row(line: str | bytes, where: str) -> Row:
+    """The object on a line; ConfigError that starts with `where`."""
+    try:
+        text = line if isinstance(line, str) else line.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}; correct or remove the line") from error
+    return _row(value, where)
+
+
+def _is_lines(first: str) -> bool:
+    """Whether a .json file holds an object per line after all."""
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _whole(text: str, path: Path) -> Iterator[Row]:
+    try:
+        value = json.loads(text, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"task.data_files: cannot read {path}: {error}; give a list of objects (.json) or one per line (.jsonl)"
+        ) from error
+    for number, row in enumerate(value if isinstance(value, list) else [value], start=1):
+        yield _row(row, f"row {number} of {path}")
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ConfigError(f"{where} is no object with fields but of type {kind}; correct or remove it")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ConfigError(f"{where} has half of a character, {half} alone; correct or remove it") from error
+    return value
+
+
+def _constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON number")
+
+
+# Rows of a data set, from local files or from the hub, through `datasets`. Sets nothing global, changes no cache.
+
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _COMMIT = re.compile("[0-9a-f]{7,40}")
@@ -200,3 +276,187 @@ def _check_copy(builder: Any, source: DataSource) -> None:
             f"Make the hub reachable, set task.revision={builder.hash} to use that copy, or remove it if there is one "
             "of the right commit beside it"
         )
+
+
+# One member of a .zip, read as a stream: what it unpacks to is bounded, and never in memory as a whole.
+
+
+MEMBER = 1 << 30  # bytes; the largest of LongBench has 40 MB
+LINE = 64 << 20  # bytes; the longest of LongBench has 1 MB
+METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks others a block at a time, however large it gets
+
+NAMES = {9: "deflate64", zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma", 93: "zstandard"}
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A .zip of which the file NAME.jsonl is wanted, at whatever depth."""
+
+    path: Path
+    name: str
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(number from 1, line) of the member; ConfigError for one that cannot be read or is longer than `LINE`."""
+        with self._open() as stream:
+            for number in range(1, MEMBER + 1):
+                line = stream.readline(LINE + 1)
+                if not line:
+                    return
+                if len(line) > LINE:
+                    raise self._refused(
+                        f"line {number} of {self.name}.jsonl is longer than {_size(LINE)}", "look at what it holds"
+                    )
+                yield number, line
+
+    def digest(self) -> bytes:
+        """SHA-256 of the member's bytes, unpacked."""
+        total = hashlib.sha256()
+        with self._open() as stream:
+            while chunk := stream.read(1 << 20):
+                total.update(chunk)
+        return total.digest()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        """The member, checked before its first byte is unpacked. zipfile gives no more than the declared size."""
+        with self._said(), zipfile.ZipFile(self.path) as zipped:
+            found = [info for info in zipped.infolist() if info.filename.endswith(".jsonl")]
+            mine = [info for info in found if PurePosixPath(info.filename).stem == self.name]
+            if len(mine) != 1:
+                each = ", ".join(info.filename for info in mine)
+                held = ", ".join(sorted({PurePosixPath(info.filename).stem for info in found})) or "no .jsonl file"
+                what = (
+                    f"is in {self.path} {len(mine)} times ({each}); unpack the right one and name it"
+                    if mine
+                    else f"is not in {self.path}, which holds {held}"
+                )
+                raise ConfigError(f"task.data_files: {self.name}.jsonl {what}")
+            self._check(mine[0])
+            with zipped.open(mine[0]) as member:
+                yield io.BufferedReader(member, 1 << 16)  # type: ignore[type-var]
+
+    def _check(self, info: zipfile.ZipInfo) -> None:
+        if info.flag_bits & 1:
+            raise self._refused(f"{info.filename} is encrypted", "unpack it with its password and name the folder")
+        if info.compress_type not in METHODS:
+            kind = NAMES.get(info.compress_type, f"method {info.compress_type}")
+            raise self._refused(
+                f"{info.filename} is compressed with {kind}; kvexp unpacks deflate", "unpack it and name the folder"
+            )
+        if info.file_size > MEMBER:
+            raise self._refused(
+                f"{info.filename} unpacks to {_size(info.file_size)}, more than the {_size(MEMBER)} that are read of "
+                "an archive",
+                "unpack it and name the file, if it is what it should be",
+            )
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, struct.error, OSError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise self._refused(str(error) or type(error).__name__, "fetch it again") from error
+
+    def _refused(self, why: str, way: str) -> ConfigError:
+        return ConfigError(f"task.data_files: cannot read {self.path}: {why}; {way}")
+
+
+def _size(number: int) -> str:
+    return f"{number / (1 << 20):,.0f} MiB" if number >= 1 << 20 else f"{number:,} bytes"
+
+
+# Data sets that come as one file per subset: in a folder, in a .zip, or in a .zip on the hub.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Members(DataSource):
+    """A `DataSource` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
+
+    The member may lie at any depth. Without `data_files`, `hub_file` is the .zip in the hub repository (a loading
+    script, which `datasets` 4 and later refuse, is not needed to read it); null: the repository is in a format that
+    `datasets` reads, with the member's name as configuration.
+    """
+
+    member: str
+    hub_file: str | None = None
+
+    def __str__(self) -> str:
+        if self.data_files is not None or self.hub_file is None:
+            return super().__str__()
+        return f"{self.hub_id}/{self.hub_file}, {self.member}, revision {self.revision or 'main'}"
+
+    def files(self) -> list[Path]:
+        """A folder's member; else the files named, as they are."""
+        assert self.data_files is not None
+        folder = path_of(self.data_files, "task.data_files")
+        if not folder.is_dir():
+            return super().files()
+        found = sorted(path for ending in KINDS for path in folder.rglob(f"{self.member}{ending}"))
+        if not found:
+            names = {path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}
+            raise self._missing(f"the folder {folder}", names)
+        if len(found) > 1:
+            each = ", ".join(str(path.relative_to(folder)) for path in found)
+            raise ConfigError(
+                f"task.data_files: {self.member} is in the folder {folder} {len(found)} times ({each}); name one of "
+                f"them, as in task.data_files={found[0]}"
+            )
+        return found
+
+    def places(self) -> list[Path]:
+        archive = self._archive() if self.data_files is not None else None
+        return super().places() if archive is None else [archive]
+
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        archive = self._archive()
+        if archive is None:
+            yield from super().rows()
+            return
+        for number, line in Archive(archive, self.member).lines():
+            if line.strip():
+                row = json_row(line, f"line {number} of {self.member} in {archive}")
+                yield f"row {number} of {self.member} in {archive}", row
+
+    def fingerprint(self) -> str:
+        """Of a .zip the member's, as if it were unpacked; else as for any `DataSource`."""
+        if self.data_files is None:
+            return f"hub:{self}"
+        archive = self._archive()
+        if archive is None:
+            return super().fingerprint()
+        digest = Archive(archive, self.member).digest()
+        return f"files:{hashlib.sha256(digest).hexdigest()[:16]}"
+
+    def _archive(self) -> Path | None:
+        """The .zip to read, fetched from the hub if need be (once, into its cache); None if there is none."""
+        if self.data_files is not None:
+            path = path_of(self.data_files, "task.data_files")
+            return path if path.suffix == ".zip" and path.is_file() else None
+        return self._fetched() if self.hub_file is not None else None
+
+    def _fetched(self) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        assert self.hub_file is not None
+        local = f"give it, unpacked or not: task.data_files=PATH ({self.hub_file}, a folder of .jsonl files, one file)"
+        offline = None if forbidden() else unreachable()
+        try:  # out of the cache alone where the hub cannot be asked, so that nobody waits for its retries
+            named = hf_hub_download(
+                self.hub_id,
+                self.hub_file,
+                repo_type="dataset",
+                revision=self.revision,
+                local_files_only=bool(offline),
+            )
+        except Exception as error:  # huggingface_hub's, httpx' and the file system's: no common base
+            raise ConfigError(
+                f"cannot fetch {self} from the Hugging Face hub: {offline or error}. Either make the hub reachable "
+                f"(network, no HF_HUB_OFFLINE=1), or {local}"
+            ) from error
+        return Path(named)
+
+    def _missing(self, where: str, names: set[str]) -> ConfigError:
+        listed = ", ".join(sorted(names)) or "no .jsonl file"
+        return ConfigError(f"task.data_files: {self.member}.jsonl is not in {where}, which holds {listed}")

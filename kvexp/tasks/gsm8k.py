@@ -9,11 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvexp.errors import ConfigError
-from kvexp.paths import path_of
-from kvexp.tasks.base import Example, row_id
+from kvexp.tasks.base import Example, QuestionTask, row_id
 from kvexp.tasks.data import text
-from kvexp.tasks.questions import QuestionTask
+from kvexp.util import ConfigError, path_of
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNSIGNED = re.compile(r"\d*\.?\d+")

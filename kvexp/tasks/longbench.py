@@ -1,18 +1,346 @@
-"""LongBench: long questions, summaries, few-shot lessons, counting and code, in English and Chinese."""
+"""LongBench: subsets, prompts, metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import re
+import string
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any, ClassVar
 
-from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, row_id
-from kvexp.tasks.data import text
-from kvexp.tasks.longbench_metrics import check_jieba, classification
-from kvexp.tasks.longbench_subsets import CHINESE_WORDS, SUBSETS, Subset
-from kvexp.tasks.members import Members
-from kvexp.tasks.questions import SharedContextTask
+import numpy as np
+
+from kvexp.tasks.base import Example, SharedContextTask, row_id
+from kvexp.tasks.data import Members, text
+from kvexp.tasks.metrics import f1
+from kvexp.tasks.metrics import qa_f1 as english_f1
+from kvexp.util import ConfigError
+
+# LongBench's own metrics (arXiv:2308.14508), equal to those of its eval.py to the digit. Fractions, 0 to 1.
+#
+# Every metric takes (answer, reference, classes). Of the packages eval.py uses, only jieba is still needed, and only
+# for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are computed here, with the peculiarities that move their numbers.
+
+
+# eval.py removes these from Chinese tokens besides string.punctuation.
+_CHINESE = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿"  # noqa: RUF001
+    "–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+)
+_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE)
+
+
+def qa_f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """SQuAD's F1 of words."""
+    return english_f1(answer, reference)
+
+
+def qa_f1_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """F1 of jieba's words, lower case, without punctuation."""
+    return f1(_words_zh(answer), _words_zh(reference))
+
+
+def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """ROUGE-L F of the `rouge` package: distinct words on any longest common subsequence of two sentences.
+
+    A full stop ends a sentence, wherever it stands. The subsequence is the one its table walk finds; white space
+    between two full stops is a sentence of one empty word. 0 for a text without anything but full stops.
+    """
+    ours, theirs = _sentences(answer), _sentences(reference)
+    if not ours or not theirs:
+        return 0.0
+    shared: set[str] = set()
+    for sentence in theirs:
+        shared |= _common(sentence, ours)
+    precision = len(shared) / len({word for sentence in ours for word in sentence})
+    recall = len(shared) / len({word for sentence in theirs for word in sentence})
+    return 2 * (precision * recall) / (precision + recall + 1e-8)
+
+
+def rouge_l_zh(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """ROUGE-L of jieba's words."""
+    return rouge_l(" ".join(segment(answer)), " ".join(segment(reference)))
+
+
+def classification(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """1 / (how many class names the answer holds) if the right one is among them, not counting parts of its name.
+
+    eval.py removes such parts from the list that it is walking along, and so skips the name after each one removed.
+    """
+    named = [name for name in classes if name in answer]
+    for name in named:  # removing from it while walking along it is what is meant to happen
+        if name in reference and name != reference:
+            named.remove(name)
+    return 1 / len(named) if reference in named else 0.0
+
+
+def count(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Share of the numbers in the answer that are the right one."""
+    numbers = re.findall(r"\d+", answer)
+    return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
+
+
+def retrieval(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """`count` of the paragraph's number; the reference is "Paragraph 7" or "段落7"."""
+    found = re.search(r"(?:Paragraph |段落)(\d+)", reference)
+    if found is None:
+        raise ConfigError(f"the answer of a passage_retrieval row must name a paragraph, got {reference!r}")
+    return count(answer, found.group(1))
+
+
+def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
+    """Similarity, in whole percent, of the reference to the answer's first line that looks like code.
+
+    fuzzywuzzy's ratio as it is without python-Levenshtein: difflib's, rounded; 0 if either text is empty.
+    """
+    lines = answer.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    if line == reference:
+        return 1.0
+    return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100 if line and reference else 0.0
+
+
+def segment(text: str) -> list[str]:
+    """Chinese words, by jieba."""
+    check_jieba()
+    with warnings.catch_warnings():  # its import uses pkg_resources, its patterns escapes that Python frowns upon
+        warnings.simplefilter("ignore")
+        import jieba
+
+        jieba.setLogLevel("WARNING")
+        return list(jieba.cut(text, cut_all=False))
+
+
+def check_jieba() -> None:
+    """ConfigError if the package is missing, so that it shows before the first answer."""
+    if importlib.util.find_spec("jieba") is None:
+        raise ConfigError("this Chinese task is scored in jieba's words: pip install jieba (or kvexp[chinese])")
+
+
+def _words_zh(text: str) -> list[str]:
+    words = ("".join(word.lower().translate(_PUNCTUATION).split()) for word in segment(text))
+    return [word for word in words if word]
+
+
+def _sentences(text: str) -> list[list[str]]:
+    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+
+
+def _common(reference: list[str], answers: list[list[str]]) -> set[str]:
+    """Words on the longest common subsequence of the reference sentence with each answer sentence.
+
+    The table of all answer sentences is filled at once, row by row: they stand side by side, each with a column of
+    zeros in front of it. Adding a larger number to each later sentence keeps the running maximum from crossing over.
+    """
+    numbers = {word: number for number, word in enumerate(reference)}
+    flat = np.array([n for sentence in answers for n in (-1, *(numbers.get(word, -1) for word in sentence))])
+    starts = np.cumsum([0] + [len(sentence) + 1 for sentence in answers])
+    apart = np.repeat(np.arange(len(answers)), np.diff(starts)) * (len(reference) + 1)
+    table = np.zeros((len(reference) + 1, len(flat)), dtype=np.int64)
+    for i, word in enumerate(reference, start=1):
+        row = table[i - 1].copy()
+        match = np.flatnonzero(flat == numbers[word])
+        row[match] = table[i - 1, match - 1] + 1
+        table[i] = np.maximum.accumulate(row + apart) - apart
+    shared: set[str] = set()
+    for start, sentence in zip(starts.tolist(), answers, strict=False):
+        shared |= _walk(table[:, start : start + len(sentence) + 1].tolist(), reference, sentence)
+    return shared
+
+
+def _walk(table: list[list[int]], reference: list[str], answer: list[str]) -> set[str]:
+    """The words met on the way back through a table of common lengths; left where both ways are as long."""
+    i, j = len(reference), len(answer)
+    words: set[str] = set()
+    while i and j:
+        if reference[i - 1] == answer[j - 1]:
+            words.add(reference[i - 1])
+            i, j = i - 1, j - 1
+        elif table[i - 1][j] > table[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return words
+
+
+# LongBench's 21 data sets (Bai et al., arXiv:2308.14508, MIT): prompt, answer length and metric of each.
+#
+# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench, to the letter: "asconcisely", the
+# spaces at line ends and the missing newline before "Next line of code" are theirs.
+
+
+Metric = Callable[[str, str, Sequence[str]], float]
+
+
+@dataclass(frozen=True)
+class Subset:
+    """One data set. chat: whether a chat model's template goes around its prompts; first_line: whether only the first
+    line of an answer counts; in_14: whether it is among the 14 that PQCache averages (arXiv:2407.12820, table 2)."""
+
+    prompt: str
+    metric: Metric
+    max_new_tokens: int
+    chat: bool = True
+    first_line: bool = False
+    in_14: bool = True
+    extended: bool = True  # has a LongBench-E version
+
+
+_BRIEF = "Only give me the answer and do not output any other words."
+_PASSAGES = (
+    f"Answer the question based on the given passages. {_BRIEF}\n\nThe following are given passages.\n{{context}}\n\n"
+    f"Answer the question based on the given passages. {_BRIEF}\n\nQuestion: {{input}}\nAnswer:"
+)
+_STORY = "as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+_ARTICLE = (
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.\n\n'
+)
+_PARAGRAPHS = (
+    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read "
+    "these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, "
+    "how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique "
+    "paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so "
+    "on.\n\nThe final answer is: "
+)
+_ABSTRACT = (
+    "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is "
+    "from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that "
+    'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
+)
+
+SUBSETS: dict[str, Subset] = {
+    "narrativeqa": Subset(
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        f"asconcisely {_STORY}Story: {{context}}\n\nNow, answer the question based on the story asconcisely {_STORY}"
+        "Question: {input}\n\nAnswer:",
+        qa_f1,
+        128,
+        extended=False,
+    ),
+    "qasper": Subset(
+        f"You are given a scientific article and a question. Answer the question {_ARTICLE}Article: {{context}}\n\n "
+        f"Answer the question based on the above article {_ARTICLE}Question: {{input}}\n\nAnswer:",
+        qa_f1,
+        128,
+    ),
+    "multifieldqa_en": Subset(
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
+        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+        qa_f1,
+        64,
+    ),
+    "hotpotqa": Subset(_PASSAGES, qa_f1, 32),
+    "2wikimqa": Subset(_PASSAGES, qa_f1, 32),
+    "musique": Subset(_PASSAGES, qa_f1, 32, extended=False),
+    "gov_report": Subset(
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}"
+        "\n\nNow, write a one-page summary of the report.\n\nSummary:",
+        rouge_l,
+        512,
+    ),
+    "qmsum": Subset(
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
+        "in one or more sentences.\n\nQuery: {input}\nAnswer:",
+        rouge_l,
+        512,
+        extended=False,
+    ),
+    "multi_news": Subset(
+        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+        "Now, write a one-page summary of all the news.\n\nSummary:",
+        rouge_l,
+        512,
+    ),
+    "trec": Subset(
+        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
+        classification,
+        64,
+        chat=False,
+        first_line=True,
+    ),
+    "triviaqa": Subset(
+        f"Answer the question based on the given passage. {_BRIEF} The following are some examples.\n\n"
+        "{context}\n\n{input}",
+        qa_f1,
+        32,
+        chat=False,
+        first_line=True,
+    ),
+    "samsum": Subset(
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
+        rouge_l,
+        128,
+        chat=False,
+        first_line=True,
+    ),
+    "passage_count": Subset(_PARAGRAPHS, count, 32),
+    "passage_retrieval_en": Subset(_ABSTRACT, retrieval, 32),
+    "lcc": Subset(
+        "Please complete the code given below. \n{context}Next line of code:\n",
+        code_similarity,
+        64,
+        chat=False,
+        in_14=False,
+    ),
+    "repobench-p": Subset(
+        "Please complete the code given below. \n{context}{input}Next line of code:\n",
+        code_similarity,
+        64,
+        chat=False,
+        in_14=False,
+    ),
+    "multifieldqa_zh": Subset(
+        "阅读以下文字并用中文简短回答：\n\n{context}\n\n"  # noqa: RUF001
+        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",  # noqa: RUF001
+        qa_f1_zh,
+        64,
+        in_14=False,
+        extended=False,
+    ),
+    "dureader": Subset(
+        "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n"  # noqa: RUF001
+        "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",  # noqa: RUF001
+        rouge_l_zh,
+        128,
+        in_14=False,
+        extended=False,
+    ),
+    "vcsum": Subset(
+        "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n会议总结：",  # noqa: RUF001
+        rouge_l_zh,
+        512,
+        in_14=False,
+        extended=False,
+    ),
+    "lsht": Subset(
+        "请判断给定新闻的类别，下面是一些例子。\n\n{context}\n{input}",  # noqa: RUF001
+        classification,
+        64,
+        chat=False,
+        first_line=True,
+        in_14=False,
+        extended=False,
+    ),
+    "passage_retrieval_zh": Subset(
+        "以下是若干段落文字，以及其中一个段落的摘要。请确定给定的摘要出自哪一段。\n\n{context}\n\n"  # noqa: RUF001
+        '下面是一个摘要\n\n{input}\n\n请输入摘要所属段落的编号。答案格式必须是"段落1"，"段落2"等格式\n\n答案是：',  # noqa: RUF001
+        retrieval,
+        32,
+        in_14=False,
+        extended=False,
+    ),
+}
+CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
+
+
+# LongBench: long questions, summaries, few-shot lessons, counting and code, in English and Chinese.
+
 
 WRAPS = ("official", "always", "never")
 

@@ -1,12 +1,21 @@
-"""Measures of a short answer that several tasks share: token F1, exact match, recall of words. Fractions, 0 to 1."""
+"""Metrics of answers."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import string
+import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvexp.util import ConfigError
+
+# Measures of a short answer that several tasks share: token F1, exact match, recall of words. Fractions, 0 to 1.
+
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 FUNCTION_WORDS = frozenset(
@@ -123,3 +132,138 @@ def word_recall(answer: str, reference: str, unicode: bool = False) -> float:
     wanted = set(normalise(reference, unicode).split())
     wanted = wanted - FUNCTION_WORDS or wanted
     return len(wanted & set(normalise(answer, unicode).split())) / len(wanted) if wanted else 0.0
+
+
+# What stands before ROUGE: are its packages installed, can rouge_score read the references, how are they imported.
+
+
+TOKENIZERS = ("default", "unicode")
+# Of all references' letters, of their words, and so many different words: more is no English text with some names.
+LETTERS, WORDS, DIFFERENT = 0.10, 0.05, 10
+MOST = 0.5  # of a single reference's letters: next to nothing of it would be compared
+PACKAGES = {"rouge_score": "rouge-score", "nltk": "nltk"}  # module: what pip calls it
+
+
+def check_rouge_installed() -> None:
+    """ConfigError for a package that scores would miss after the first answer. Importing them takes time: not here."""
+    for module, package in PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"ROUGE needs {package}, which is not installed; run: pip install {package}")
+
+
+def dropped_letters(text: str) -> int:
+    """How many letters, marks and digits of a text rouge_score's own tokenizer leaves out: all but a-z and 0-9."""
+    if text.isascii():
+        return 0
+    return sum(c > "\x7f" and unicodedata.category(c)[0] in "LMN" for c in text.lower())
+
+
+def check_references(references: Iterable[str]) -> None:
+    """ConfigError where rouge_score's own tokenizer would leave out more of the references than some names' accents."""
+    dropped = letters = 0
+    words: list[str] = []
+    unread = False
+    for reference in references:
+        here, of = dropped_letters(reference), sum(unicodedata.category(c)[0] in "LMN" for c in reference)
+        dropped, letters, unread = dropped + here, letters + of, unread or here > MOST * of
+        words += re.findall(r"\S+", reference)
+    hurt = [word for word in words if dropped_letters(word)]
+    many = len(hurt) > WORDS * len(words) and len({word.lower() for word in hurt}) >= DIFFERENT
+    if not (many or unread or dropped > LETTERS * letters):
+        return
+    raise ConfigError(
+        f"rouge_score's own tokenizer knows a-z and 0-9 alone and would leave out {dropped} of the {letters} letters "
+        f"of the references, as in {', '.join(map(repr, list(dict.fromkeys(hurt))[:3]))}: equal texts would get less "
+        "than 100, and others score by the digits they share; set task.rouge_tokenizer=unicode (or correct the rows)"
+    )
+
+
+@contextmanager
+def unimported(*names: str) -> Iterator[None]:
+    """In the block, modules of these names that are not loaded yet cannot be imported; afterwards they can.
+
+    nltk imports scikit-learn (and with it pandas) and scipy.stats for classifiers and collocations, or does without
+    where they are missing: three quarters of the processor time of importing its stemmer. Of nltk only the stemmer is
+    used here; a program that wants the rest imports nltk first.
+    """
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: Python's own mark for "cannot be imported"
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+# Rules that an answer follows or not, as code: each a function of the answer's text alone.
+
+
+LIST_MARK = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s*", re.MULTILINE)  # "1. ", "2) ", "- " at the beginning of a line
+RULE_CHECKS_LETTERS = re.compile(r"\w+")
+
+
+def without_list_marks(text: str) -> str:
+    """The text without the numbers and dashes that its lines begin with: they are no part of what is said."""
+    return LIST_MARK.sub("", text)
+
+
+def mentions(text: str, accepted: Sequence[str]) -> bool:
+    """Whether one of these words or phrases (lower case) stands in the text, whole, whatever its case."""
+    plain = without_list_marks(text).lower()
+    return any(re.search(rf"(?<!\w){re.escape(words)}(?!\w)", plain) for words in accepted)
+
+
+def starts_with(text: str, words: str) -> bool:
+    """Whether the first words are these, whatever their case and the marks before them."""
+    return text.lstrip(" \n\t\"'*").lower().startswith(words.lower())
+
+
+def ends_with(text: str, words: str) -> bool:
+    """Whether the last words are these, whatever their case and the marks behind them."""
+    return text.rstrip(" \n\t\"'*.!").lower().endswith(words.lower())
+
+
+def is_list(text: str, items: int) -> bool:
+    """Whether at least so many lines begin with a number or a dash."""
+    return len(LIST_MARK.findall(text)) >= items
+
+
+def at_most_words(text: str, most: int) -> bool:
+    """Whether the text has some words, and no more than so many."""
+    return 0 < len(RULE_CHECKS_LETTERS.findall(text)) <= most
+
+
+# Repetition in a text: the share of n-grams that were there before, and where it begins to go in circles.
+
+
+COPIES = 3  # of a passage, one directly behind the other, are a loop
+LEAST_WORDS = 12  # that the copies of a loop have together: "no, no, no" is none
+LONGEST = 128  # words of a passage that are looked at
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A passage of `period` words that begins at word `start` and comes at least COPIES times in a row."""
+
+    start: int
+    period: int
+
+
+def repeated_share(words: Sequence[str], n: int = 4) -> float:
+    """Share of a text's n-grams that stood in it before, 0 to 1; 0 for a text of fewer than n words."""
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def first_loop(words: Sequence[str]) -> Loop | None:
+    """The loop that begins first, of several that begin there the shortest; None where there is none."""
+    found: list[tuple[int, int]] = []
+    for period in range(1, min(LONGEST, len(words) // COPIES) + 1):
+        needed = max((COPIES - 1) * period, LEAST_WORDS - period)
+        run = 0  # neighbouring words that are the same one period later
+        for place in range(len(words) - period):
+            run = run + 1 if words[place] == words[place + period] else 0
+            if run >= needed:
+                found.append((place - run + 1, period))
+                break
+    return Loop(*min(found)) if found else None

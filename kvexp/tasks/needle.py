@@ -1,21 +1,204 @@
-"""Needle in a haystack: sentences hidden at some depth of a long text, and questions about them."""
+"""Needles in a haystack."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import hashlib
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import islice, product
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvexp.errors import ConfigError
-from kvexp.tasks import haystack
-from kvexp.tasks.base import Example
-from kvexp.tasks.lengths import longest_fit
+from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, needles_digest
+from kvexp.tasks.base import Example, SharedContextTask, longest_fit
 from kvexp.tasks.metrics import beyond_ascii, contains, word_recall
-from kvexp.tasks.questions import SharedContextTask
+from kvexp.tasks.qa import NewsQuestions
+from kvexp.util import ConfigError, Stamp, path_of, stamp
+
+# The text that needles are hidden in: files read in the order of their names, or a filler said over and over.
+
+
+_LATIN = r"[.!?][\"')\]\u201d\u2019]*\s+"
+_MARKS = (  # Unicode's Sentence_Terminal of the scripts in use today, without . ! ?
+    "\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
+    "\u1803\u1809\u1944\u1945\u1aa8-\u1aab\u1b5a\u1b5b\u1c3b\u1c3c\u1c7e\u1c7f\u203c\u203d\u2047-\u2049\u3002\ua4ff\ua60e\ua60f"
+    "\ua876\ua877\ua8ce\ua8cf\ua92f\ua9c8\ua9c9\uaa5d-\uaa5f\uaaf0\uaaf1\uabeb\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57\uff01\uff0e\uff1f"
+    "\uff61\U00011141\U00011142\U0001144b\U0001144c"
+    "\u0f0d\u0f0e"  # Tibetan's shads, which Unicode does not count
+)
+_CLOSE = "\"')\\]\u201d\u2019\u00bb\u300d\u300f\u3009\u300b\u3011\u3015\uff02\uff07\uff09\uff3d\uff63"
+# These end a sentence without white space; so do . ! ? between Chinese or Japanese letters.
+_OTHER = rf"[{_MARKS}][{_MARKS}.!?{_CLOSE}]*\s*|[.!?][{_CLOSE}]*(?=[\u3040-\u30ff\u3400-\u9fff])"
+OTHER_ENDS = re.compile(_OTHER)
+_ENDS = re.compile(f"{_LATIN}|{_OTHER}")
+LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks
+LONGEST_LINE, LONGEST_WORD = 200, 60
+LINES = (
+    4  # line ends inside of what would be a sentence, those of code counted twice: it is code, verse, a list or a table
+)
+_CODE = re.compile(r"^[ \t]+\S|[{};(]\s*\n", re.MULTILINE)  # a line end next to an indented line, or behind such a mark
+_FLAGS = "".join(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
+_CLOSERS = "\"')]\u201d\u2019 \n\t"
+_WHITE = " \t\n\u3000\u200b"  # with the space of no width that Thai and Khmer may have
+
+
+class Hidden(NamedTuple):
+    """A text with needles: the whole, and for each needle the share of the text's characters in front, in percent."""
+
+    text: str
+    depths: list[float]
+
+
+def read(haystack: str) -> str:
+    """All .txt files of a folder (or one file) as one text."""
+    path = path_of(haystack, "task.haystack")
+    if not path.exists():
+        raise ConfigError(f"task.haystack={haystack}: there is no such folder or file (seen from {Path.cwd()})")
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    try:
+        whole = _read(tuple((file, stamp(file)) for file in files))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"task.haystack={haystack}: cannot read it as text: {error}") from error
+    if not whole:
+        raise ConfigError(f"task.haystack={haystack}: found no text; give a folder of .txt files, or one text file")
+    return whole
+
+
+@functools.lru_cache(maxsize=4)  # the tasks of a sweep share one text
+def _read(files: tuple[tuple[Path, Stamp], ...]) -> str:
+    texts = (file.read_text(encoding="utf-8").strip() for file, _ in files)
+    return "\n\n".join(text for text in texts if text)
+
+
+def repeated(filler: str, characters: int) -> str:
+    """The filler, a space between its repetitions, at least so many characters long."""
+    return " ".join([filler.strip()] * (characters // (len(filler.strip()) + 1) + 1))
+
+
+def from_sentence(text: str, share: float) -> str:
+    """The same text beginning with the first sentence past `share` of it, and going on with what was in front.
+
+    Where the text has no sentences there: with the line, word or character at `share`.
+    """
+    if share <= 0:
+        return text
+    near = int(share * len(text))
+    if _sentence(text, near) is None:
+        at, _ = _boundary(text, near, len(text))
+    else:
+        found = _ENDS.search(text, near)
+        at = found.end() if found else 0
+    return f"{text[at:]}\n\n{text[:at].rstrip()}" if at else text
+
+
+def insert(text: str, needles: Sequence[tuple[float, str]]) -> str:
+    """The text with the needles, as `hide` makes it."""
+    return hide(text, needles).text
+
+
+def hide(text: str, needles: Sequence[tuple[float, str]], characters: int | None = None) -> Hidden:
+    """The first `characters` of a text (None: all) with each (depth in percent, needle) put where it would fall.
+
+    A needle goes in front of the sentence at its depth; in code, verse, lists and tables in front of the line; where
+    there is neither, between two words, and where nothing parts words, between two characters. Depth 0 is in front of
+    all, 100 behind all.
+    """
+    length = len(text) if characters is None else min(characters, len(text))
+    parts, end, depths = [], length, [0.0] * len(needles)
+    for number in reversed(sorted(range(len(needles)), key=lambda each: needles[each][0])):
+        depth, needle = needles[number]
+        at, line = _boundary(text, int(length * depth / 100), length)
+        at = min(at, end)
+        before, after = "" if at == 0 or text[at - 1].isspace() else " ", " "
+        if line:
+            before, after = "" if at == 0 or text[at - 1] == "\n" else "\n", "\n"
+        parts += [text[at:end], f"{before}{needle}{after}"]
+        depths[number], end = round(100 * at / length, 2) if length else 0.0, at
+    parts.append(text[:end])
+    return Hidden("".join(reversed(parts)).rstrip(), depths)
+
+
+def has_plain_sentences(text: str) -> bool:
+    """Whether all of the text is in sentences that . ! ? and white space end: needles stand where they always did."""
+    begins = [0, *(found.end() for found in _ENDS.finditer(text))]
+    return OTHER_ENDS.search(text) is None and all(_ends_as_sentence(text, begin) for begin in begins)
+
+
+def _boundary(text: str, near: int, length: int) -> tuple[int, bool]:
+    """(Where the sentence, line, word or character that holds character `near` begins, whether it is a line.)
+
+    0 and `length`, the place where the text is cut, stay what they are.
+    """
+    begin = _sentence(text, min(near, length))
+    if begin is not None:
+        return (length if near >= length else begin), False
+    start, stop = text.rfind("\n", 0, near) + 1, text.find("\n", near)
+    line = (start > 0 or stop >= 0) and (stop if stop >= 0 else len(text)) - start <= LONGEST_LINE
+    if near <= 0 or near >= length:
+        return min(near, length), line
+    if line:
+        return start, True
+    words = [found for mark in _WHITE if (found := text.rfind(mark, max(0, near - LONGEST_WORD), near)) >= 0]
+    return (max(words) + 1 if words else _character(text, near)), False
+
+
+def _sentence(text: str, near: int) -> int | None:
+    """Where the sentence that holds character `near` begins; None where the text has no sentences there."""
+    window = max(0, near - 2000)
+    ends = list(_ENDS.finditer(text[window:near]))
+    if window and not ends:
+        return None  # whatever began in front of the window is no sentence
+    begin = window + ends[-1].end() if ends else 0
+    return begin if _ends_as_sentence(text, begin) else None
+
+
+def _ends_as_sentence(text: str, begin: int) -> bool:
+    """Whether what begins here is a sentence: its end is not far, and few lines end inside that are not full."""
+    reach = begin + 2 * LONGEST
+    found = _ENDS.search(text, begin, reach)
+    if found is None and (len(text) > reach or (begin == 0 and text.rstrip(_CLOSERS)[-1:] not in (*".!?",))):
+        return False
+    words = text[begin : found.end() if found else len(text)].strip()
+    if len(words) > LONGEST:
+        return False
+    begin = text.find(words, begin)
+    *full, last = re.split(r"\n\s*\n|\n", text[text.rfind("\n", 0, begin) + 1 : begin + len(words)])
+    width = max(map(len, [*full, last]))
+    follow = [*full[1:], last] if full else []
+    ends = 0
+    for line, after in zip(full, follow, strict=True):
+        # Where lines are filled, the next one's first word would not have gone into the line.
+        if len(line) + 1 + len(after.split(" ", 1)[0]) <= width:
+            ends += 2 if _CODE.search(f"{line}\n{after}") else 1
+    return ends < LINES
+
+
+def _character(text: str, near: int) -> int:
+    """The last place up to `near` where no letter is parted from its marks, and no emoji in two."""
+    while 0 < near < len(text):
+        before, after = text[near - 1], text[near]
+        joined = unicodedata.category(after)[0] == "M" or "\U0001f3fb" <= after <= "\U0001f3ff"
+        joined |= "\u200d" in (before, after) or unicodedata.combining(before) == 9 or "\u1160" <= after <= "\u11ff"
+        flags = len(text[:near]) - len(text[:near].rstrip(_FLAGS)) if after in _FLAGS else 0
+        if not joined and flags % 2 == 0:
+            break
+        near -= 1
+    return near
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Needle in a haystack: sentences hidden at some depth of a long text, and questions about them.
+
 
 CHARACTERS_PER_TOKEN = 4  # of a first draft only: `fit` counts
 
@@ -66,8 +249,8 @@ class Needle(SharedContextTask):
         if (self.haystack is None) == (self.filler is None):
             raise ConfigError("set one of task.haystack=FOLDER (of .txt files) and task.filler=TEXT (to repeat)")
         if self.haystack is not None:
-            return haystack.read(self.haystack)
-        return haystack.repeated(str(self.filler), 20 * max(self.lengths))
+            return read(self.haystack)
+        return repeated(str(self.filler), 20 * max(self.lengths))
 
     @property
     def beyond_ascii(self) -> bool:
@@ -116,7 +299,7 @@ class Needle(SharedContextTask):
         answers = [answer.replace("{key}", key) for answer, key in zip(self.answers, keys, strict=True)]
         step = (100 - depth) / len(hidden)
         places = [(depth + k * step, needle) for k, needle in enumerate(hidden)]
-        document, measured = haystack.hide(haystack.from_sentence(self.text, start), places, characters)
+        document, measured = hide(from_sentence(self.text, start), places, characters)
         wanted = answers if len(self.questions) == 1 else [answers[asked]]
         name = f"length {length} depth {depth:g}" + f" repeat {repeat}" * (self.repeats > 1)
         name += f" question {asked}" * (len(self.questions) > 1)
@@ -134,7 +317,7 @@ class Needle(SharedContextTask):
         return {"word_recall": 100 * recall, "exact": 100 * exact}
 
     def fingerprint(self) -> str:
-        return f"needle:{haystack.digest(self.filler or self.text)}"
+        return f"needle:{digest(self.filler or self.text)}"
 
     def check(self) -> None:
         self.check_options()
@@ -167,3 +350,156 @@ class Needle(SharedContextTask):
             raise ConfigError("task.sample must be first and task.truncate skip for needle: its examples are a grid")
         if self.filler is not None and not self.filler.strip():
             raise ConfigError("task.filler is empty: give the text to repeat")
+
+
+# News needles: an odd sentence hidden among the articles that come with kvexp.
+
+
+COMMON = 4  # a word that more articles than this hold is nobody's topic
+DRAFT = 400  # words of filler before `fit` has counted tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewsNeedle(NewsQuestions):
+    """Find a sentence in a text of articles: a grid of `lengths` (tokens of the whole prompt, with question and chat
+    template) and `depths` (percent), gone through `repeats` times, each time with other needles and articles.
+
+    The filler is whole articles in an order that `seed` draws per cell, cut at its front so that the prompt has its
+    length; the last article ends whole. An article that shares a word with the needle is left out, unless more than 4
+    articles hold that word. The needle goes in front of the sentence found at its depth.
+
+    With questions=all a text holds the needles of all depths of its length and repeat, and each is asked for; the
+    filler shares no word with any of them.
+
+    Scores in percent: `word_recall` and `exact`, those of the task needle. `length` tokens are met, or undershot by
+    less than one more word would add. A length beyond what the model holds is a skipped row.
+    """
+
+    name: ClassVar[str] = "news_needle"
+    metrics: ClassVar[tuple[str, ...]] = ("word_recall", "exact")
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8000)
+    depths: tuple[float, ...] = (0, 25, 50, 75, 100)
+    repeats: int = 4
+    max_new_tokens: int = 32
+    truncate: str = "skip"
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for repeat, length, depth in islice(product(range(self.repeats), self.lengths, self.depths), self.limit):
+            row = {"length": length, "depth": depth, "repeat": repeat}
+            yield f"cell {row}", row
+
+    def articles_read(self) -> set[str]:
+        return {one.id for one in articles()}  # the filler may be any of them
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        return self._made(row, DRAFT)
+
+    def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
+        row = example.info
+        length, most = row["length"], len(self._filler(row))
+        # One text for all of its questions: the longest is counted.
+        widest = max(self._hidden(row), key=lambda cell: count(self._needle(cell).question))
+
+        def tokens(words: int) -> int:
+            made = self._made(widest, words)
+            return count(made.prompt + made.question)
+
+        words = longest_fit(tokens, length, most)
+        if words < 0:
+            raise ConfigError(
+                f"a length of {length} tokens does not hold needle and question, which have {tokens(0)}: raise "
+                "task.lengths"
+            )
+        if words == most and tokens(most) < length:
+            raise ConfigError(
+                f"the articles make a prompt of {tokens(most)} of this model's tokens, and {length} are asked for: "
+                "lower task.lengths"
+            )
+        return replace(self._made(row, words), id=example.id)
+
+    def _hidden(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The cells whose needles are in this cell's text: itself, or those of all depths."""
+        return [{**row, "depth": depth} for depth in self.depths] if self.shared_context else [row]
+
+    def _needle(self, row: Mapping[str, Any]) -> NeedleSentence:
+        """The needle of a cell."""
+        # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
+        first = np.random.RandomState([self.seed, row["length"]]).randint(len(needles()))
+        needle: NeedleSentence = needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
+        return needle
+
+    def _filler(self, row: Mapping[str, Any]) -> list[str]:
+        """The words of the articles to hide a cell's needles in, each with the white space behind it."""
+        hidden = tuple(map(self._needle, self._hidden(row)))
+        place = () if self.shared_context else (round(1000 * row["depth"]),)
+        return _shuffled(hidden, (self.seed, row["length"], *place, row["repeat"]))
+
+    def _made(self, row: Mapping[str, Any], words: int) -> Example:
+        """The example of a cell with the last so many words of its filler."""
+        needle, filler = self._needle(row), self._filler(row)
+        cells = self._hidden(row)
+        hidden = [(cell["depth"], self._needle(cell).needle) for cell in cells]
+        text, measured = hide("".join(filler[len(filler) - words :]), hidden)
+        name = f"length {row['length']} depth {row['depth']:g} repeat {row['repeat']}"
+        made = self.about(name, text, needle.question, needle.answer)
+        return replace(made, info={**row, "depth_measured": measured[cells.index(row)], "needle": needle.id})
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return {"word_recall": 100 * word_recall(output, reference), "exact": 100 * contains(output, reference)}
+
+    def fingerprint(self) -> str:
+        return f"articles:{articles_digest()} needles:{needles_digest()}"
+
+    def check_options(self) -> None:
+        super().check_options()
+        for option in ("lengths", "depths"):
+            if not getattr(self, option):
+                raise ConfigError(f"task.{option} is empty: give at least one")
+        if min(self.lengths) < 1 or not all(0 <= depth <= 100 for depth in self.depths):
+            raise ConfigError(
+                f"task.lengths must be positive and task.depths 0 to 100, got {self.lengths} {self.depths}"
+            )
+        if self.repeats < 1:
+            raise ConfigError(f"task.repeats must be at least 1, got {self.repeats}")
+        if self.shared_context and len({round(depth) % len(needles()) for depth in self.depths}) < len(self.depths):
+            raise ConfigError(
+                f"task.depths={list(self.depths)} with questions=all would hide a needle twice in one text: the "
+                f"{len(needles())} needles go by the depth in whole percent, so leave out depths that are "
+                f"{len(needles())} percent apart, or equal"
+            )
+        if self.truncate != "skip":
+            raise ConfigError(
+                f"task.truncate must be skip for news_needle, got {self.truncate!r}: a shortened text may have lost "
+                "its needle; lower task.lengths instead"
+            )
+
+
+@lru_cache(maxsize=4)  # the same cell is made at many lengths until it has its own
+def _shuffled(hidden: tuple[NeedleSentence, ...], seeds: tuple[int, ...]) -> list[str]:
+    """The words of all articles that may hide these needles, in an order drawn by the seeds."""
+    unfit = frozenset().union(*map(related, hidden))
+    fitting = [article for article in articles() if article.id not in unfit]
+    order = np.random.RandomState(list(seeds)).permutation(len(fitting))
+    return re.findall(r"\S+\s*", "\n\n".join(fitting[place].text for place in order))
+
+
+@cache
+def related(needle: NeedleSentence) -> frozenset[str]:
+    """Ids of the articles that share a word with the needle, its question or its answer, other than a common one."""
+    mine = topic_words(f"{needle.needle} {needle.question} {needle.answer}") - _common()
+    return frozenset(article.id for article in articles() if mine & topic_words(f"{article.title} {article.text}"))
+
+
+@cache
+def _common() -> frozenset[str]:
+    """Words that more than COMMON articles hold."""
+    counts = Counter(word for article in articles() for word in topic_words(f"{article.title} {article.text}"))
+    return frozenset(word for word, number in counts.items() if number > COMMON)
+
+
+@cache
+def topic_words(text: str) -> frozenset[str]:
+    """The words of four letters or digits and more, in lower case, a plural as its singular."""
+    words = re.findall(r"[^\W_]{4,}", text.lower())
+    return frozenset(word.removesuffix("s") for word in words)

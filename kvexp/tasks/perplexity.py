@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from kvexp.errors import ConfigError
-from kvexp.tasks.base import Example, Task, row_id
+from kvexp.tasks.base import Example, Task, longest_fit, row_id, word_ends
 from kvexp.tasks.data import text
-from kvexp.tasks.lengths import longest_fit, word_ends
+from kvexp.util import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 
-from kvexp.tasks.haystack import OTHER_ENDS
-from kvexp.tasks.metrics import words_of
-from kvexp.tasks.rouge_packages import unimported
+from nltk.stem.porter import PorterStemmer
+from rouge_score import rouge_scorer, tokenize, tokenizers
+
+from kvexp.tasks.metrics import unimported, words_of
+from kvexp.tasks.needle import OTHER_ENDS
 
 with unimported("sklearn", "scipy.stats"):
     from nltk.stem.porter import PorterStemmer

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvexp.record import runs
+from kvexp.run.store import runs
 
 LAUNCHERS = ("basic", "shared_prefill")
 METHODS = ("full", "h2o", "keyformer")

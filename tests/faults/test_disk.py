@@ -10,7 +10,7 @@ from turns import in_turn
 
 from faults.sweeps import launchers, lines_of, rows_of, sweep
 
-NO_MODEL = "import kvexp.models\nkvexp.models.load_model = lambda *a, **k: print('A MODEL LOADS', flush=True)\n"
+NO_MODEL = "import kvexp.hf\nkvexp.hf.load_model = lambda *a, **k: print('A MODEL LOADS', flush=True)\n"
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def _fills_up(disk):
     """Somebody else takes all that is left of the disk, after the first row."""
     return f"""
 import os
-from kvexp.record import Run
+from kvexp.run.store import Run
 append = Run.append
 def counting(self, *rows):
     append(self, *rows)
@@ -95,7 +95,7 @@ def test_a_limit_on_the_size_of_files(stage, tmp_path, truth, launcher):
 # The kernel's own limit, in force only while rows are written: else it would cut the output of the test as well.
 LIMITED = """
 import resource
-from kvexp.record import Run
+from kvexp.run.store import Run
 append = Run.append
 def limited(self, *rows):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -132,7 +132,7 @@ def test_folders_of_somebody_else_are_said_before_a_model_loads(stage, tmp_path,
     """On a file system that others may write to; inside: the folder may be looked into."""
     drop = "import os\nif os.geteuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
     # What is imported later may lie where others may not read.
-    drop = "import kvexp.evaluate.evaluate_run, kvexp.tasks.rouge\n" + drop
+    drop = "import kvexp.run.batches, kvexp.tasks.rouge\n" + drop
     words = sweep("OUT")
     words = words if mode == "sweep" else ["method=h2o", *(w for w in words[2:] if "launcher" not in w)]
     with tempfile.TemporaryDirectory() as folder:

@@ -32,15 +32,15 @@ slow.made = 0
 """
 
 
-SLOW_ROW = slow_append("from kvexp.record import Run", "Run", 3)
-SLOW_TEXT = slow_append("from kvexp.record import divergence_lines", "divergence_lines", 2)
+SLOW_ROW = slow_append("from kvexp.run.store import Run", "Run", 3)
+SLOW_TEXT = slow_append("from kvexp.run.store import divergence_lines", "divergence_lines", 2)
 SLOW_LOAD = """
 import time
-import kvexp.models
+import kvexp.hf
 def load(*args, **options):
     print("HERE", flush=True)
     time.sleep(60)
-kvexp.models.load_model = load
+kvexp.hf.load_model = load
 """
 
 
@@ -119,7 +119,7 @@ def test_twice_in_a_row(stage, tmp_path, pause):
 
 
 def test_a_summary_that_hangs_is_ended_by_the_second_one(stage, tmp_path):
-    hang = "import time, kvexp.sweep.signals as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
+    hang = "import time, kvexp.run.jobs as i\ni._summary = lambda: print('HANGS', flush=True) or time.sleep(60)"
     child = stage.start(sweep(tmp_path / "out"), tmp_path / "log", SLOW_ROW + hang)
     child.until("HERE")
     child.send(signal.SIGINT)
@@ -134,7 +134,7 @@ def test_while_everything_is_imported(tmp_path):
     code = (
         "import signal, sys, threading, os, time, runpy\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import kvexp.sweep.signals as i\n"
+        "import kvexp.run.jobs as i\n"
         "watch = i.install_handler\n"
         "def told():\n    watch(); os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
         "i.install_handler = told\n"

@@ -38,7 +38,7 @@ def test_processes_side_by_side_killed_and_resumed(stage, tmp_path, kills):
 
 SOON = """
 import os
-import kvexp.evaluate.limits as limits
+import kvexp.run.limits as limits
 import kvexp.generate
 limits.WRITE_EVERY_S, limits.WORTH_TRYING = 1e-9, 0
 decode = kvexp.generate.decode_batches

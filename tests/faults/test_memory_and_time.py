@@ -8,12 +8,12 @@ import pytest
 
 from faults.stage import ENV, ROOT
 from faults.sweeps import METHODS, folder_of, launchers, rows_of, sweep
-from kvexp.results import table
+from kvexp.results.table import table
 
 # A forward of more than ROWS rows finds no memory, in the words of CUDA's allocator or of the CPU's.
 SHORT = """
 import torch
-import kvexp.models.load as load
+import kvexp.hf.load as load
 patch = load.patch_model
 def patch_model(model, **options):
     model = patch(model, **options)
@@ -86,7 +86,7 @@ def test_a_run_without_room_for_the_full_cache_beside_it_has_rows_and_no_diverge
 # One example's prompt is too much in any company, or never answered.
 BAD = """
 import time, torch
-import kvexp.evaluate.outputs as answers
+import kvexp.run.answers as answers
 import kvexp.generate as generate
 def poisoned(name):
     good = getattr(generate, name)
@@ -142,7 +142,7 @@ def test_one_example_fails_and_the_rest_goes_on(stage, tmp_path, truth, launcher
 # A lock of the C library, which no signal handler of Python's ever gets to interrupt.
 STUCK = """
 import ctypes, os
-import kvexp.evaluate.limits as deadline
+import kvexp.run.limits as deadline
 deadline.GRACE_S = 0.3
 library = ctypes.CDLL(None)
 def stuck():
@@ -185,7 +185,7 @@ def test_the_processor_really_runs_out_of_memory(stage, tmp_path, truth, launche
 
 ADDRESSES = """
 import resource, torch
-import kvexp.models.load as load
+import kvexp.hf.load as load
 patch = load.patch_model
 def patch_model(model, **options):
     model = patch(model, **options)
@@ -210,7 +210,7 @@ def test_a_command_line_that_is_stuck_begins_again(tmp_path):
     """In its own place: same process, same words; and only where it was a command line of ours."""
     code = (
         "import os, sys, threading, time\n"
-        "from kvexp.evaluate.limits import restart_process\n"
+        "from kvexp.run.limits import restart_process\n"
         "print(os.getpid(), *sys.argv[1:], flush=True)\n"
         "if not os.path.exists(sys.argv[1]):\n"
         "    open(sys.argv[1], 'w').close()\n"

@@ -5,15 +5,15 @@ import torch
 
 from faults.sweeps import folder_of, rows_of, sweep
 from kvexp.core import Budget
-from kvexp.errors import NotFinite
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
+from kvexp.hf import random_model
+from kvexp.hf.load import first_not_finite
 from kvexp.methods import H2O, Full, Window
-from kvexp.models import random_model
-from kvexp.models.nan_locator import first_not_finite
+from kvexp.util import NotFinite
 
 # Layer 2's MLP overflows, once a cache has been evicted by H2O or at the second example of any.
 OVERFLOW = """
-import kvexp.models.load as load
+import kvexp.hf.load as load
 patch = load.patch_model
 def patch_model(model, **options):
     model = patch(model, **options)

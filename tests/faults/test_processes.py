@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 
 from faults.sweeps import LAUNCHERS, lines_of, rows_of, sweep
-from kvexp.record import runs
+from kvexp.run.store import runs
 
 # Each of these runs takes a while, so that all processes are there at once; and each says which rows it made.
 SLOW = """
 import os, time
-from kvexp.record import Run
+from kvexp.run.store import Run
 append = Run.append
 def slow(self, *rows):
     time.sleep(0.3)

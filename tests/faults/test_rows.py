@@ -5,7 +5,7 @@ import json
 import pytest
 
 from faults.sweeps import METHODS, folder_of, launchers, lines_of, rows_of, sweep
-from kvexp.record import runs
+from kvexp.run.store import runs
 
 WORDS = ("batch_size=2", "generation=sampling")
 

@@ -8,9 +8,9 @@ def collect_identities(write):
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
-    import kvexp.sweep.hydra_job as jobs
-    from kvexp.record import identity
-    from kvexp.sweep.job_queue import HydraJob, settings_of_job
+    import kvexp.run.jobs as jobs
+    from kvexp.run.jobs import HydraJob, settings_of_job
+    from kvexp.run.store import identity
 
     def main_job(config, session):
         hydra = HydraConfig.get()
@@ -35,7 +35,7 @@ def run_py():
 def command():
     """`kvexp`, from sys.argv."""
     if sys.argv[1] == "train-surrogate":
-        from kvexp.training.__main__ import main
+        from experiments.studies.testbed import train_main as main
 
         sys.exit(main(["kvzap", *sys.argv[2:]]))
     from kvexp.cli import main

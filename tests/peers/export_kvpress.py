@@ -1,4 +1,5 @@
-"""What NVIDIA's kvpress keeps of a prompt, for tests/test_peers.py. Run by `make peers`, in an environment of its own.
+"""What NVIDIA's kvpress keeps of a prompt, for tests/methods/test_peers.py. Run by `make peers`, in an environment of
+its own.
 
 Writes .peers/kvpress.npz: tiny Llama models drawn here (weights, config, prompt, logits), directions for Q-Filters
 [L, H, G, D], and, per press and compression ratio, the kept positions as a bool mask [L, B, H, T]. Positions are read

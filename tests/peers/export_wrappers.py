@@ -1,4 +1,5 @@
-"""What kvpress's wrappers and Compactor keep of a prompt, for tests/test_peers_wrappers.py. Run by `make peers`.
+"""What kvpress's wrappers and Compactor keep of a prompt, for tests/methods/test_peers_wrappers.py. Run by `make
+peers`.
 
 Writes .peers/wrappers.npz: a tiny Llama model drawn here (weights, config, prompt, logits), the Gaussian draws that
 Compactor was given [L, B, H, D, sketch], and, per press and compression ratio, the kept positions as a bool mask

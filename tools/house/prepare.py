@@ -39,18 +39,18 @@ def split(path, names, new, typed=False):
         at=t2.body[0].end_lineno
         line='\n'+line
     L.insert(at,line); p.write_text(''.join(L))
-split('kvexp/core/second_pass.py',['SecondPass'],'kvexp/core/second_pass_declared.py')
-split('kvexp/core/spans.py',['obstacle'],'kvexp/core/spans_checks.py')
-split('kvexp/core/spans.py',['spare'],'kvexp/core/spans_spared.py')
-split('kvexp/core/observe/triton_observe.py',['available','check_installed'],'kvexp/core/triton_checks.py')
-split('kvexp/models/checkpoint.py',['SHOWN'],'kvexp/models/shown.py')
-split('kvexp/dry_run/peak_memory.py',['TABLES_BYTES'],'kvexp/dry_run/tables_bytes.py')
-split('kvexp/evaluate/lm_eval_items.py',['ItemPrompt','bench_of','item_prompt','_generation_prompt','_bases'],'kvexp/evaluate/item_prompts.py')
-split('kvexp/diagnose/runs.py',['settings_at','examples_of','with_limit_of'],'kvexp/diagnose/recorded.py')
-split('kvexp/evaluate/context_outputs.py',['tokens_to_come'],'kvexp/evaluate/tokens_to_come.py')
-split('kvexp/diagnose/folders.py',['Row'],'kvexp/diagnose/recorded_row.py')
-split('kvexp/diagnose/causal/removal_plan.py',['TOKEN','SPAN','LAYER','HEAD'],'kvexp/diagnose/causal/removal_kinds.py')
-for f in ['kvexp/log/__main__.py','kvexp/dashboards/__main__.py']:
+split('kvexp/core/second_pass.py',['SecondPass'],'kvexp/core/method.py')
+split('kvexp/core/sequence.py',['obstacle'],'kvexp/core/config.py')
+split('kvexp/core/sequence.py',['spare'],'kvexp/core/ranking.py')
+split('kvexp/core/triton_ops.py',['available','check_installed'],'kvexp/core/config.py')
+split('kvexp/hf/load.py',['SHOWN'],'kvexp/util.py')
+split('kvexp/run/plan.py',['TABLES_BYTES'],'kvexp/run/speed.py')
+split('kvexp/run/answers.py',['ItemPrompt','bench_of','item_prompt','_generation_prompt','_bases'],'kvexp/run/prompts.py')
+split('kvexp/diagnose/case.py',['settings_at','examples_of','with_limit_of'],'kvexp/run/batches.py')
+split('kvexp/run/answers.py',['tokens_to_come'],'kvexp/run/prompts.py')
+split('kvexp/diagnose/case.py',['Row'],'kvexp/run/batches.py')
+split('experiments/studies/causal.py',['TOKEN','SPAN','LAYER','HEAD'],'kvexp/diagnose/replay.py')
+for f in ['kvexp/results/wandb_log.py','kvexp/results/wandb_log.py']:
     p=Path(f); s=p.read_text()
     pkg='log' if 'log/' in f else 'dashboards'
     doc=ast.get_docstring(ast.parse(Path(f'kvexp/{pkg}/__init__.py').read_text()))
@@ -59,11 +59,11 @@ for f in ['kvexp/log/__main__.py','kvexp/dashboards/__main__.py']:
     L=s.splitlines(keepends=True); L.insert(at,'\nDESCRIPTION = """'+doc+'"""\n'); p.write_text(''.join(L))
 
 p=Path('kvexp/generate/loglikelihood.py'); s=p.read_text(); s=s.replace('    "forward_last",\n',''); p.write_text(s)
-p=Path('kvexp/reference_check/generation_check.py'); s=p.read_text()
+p=Path('tests/reference_check.py'); s=p.read_text()
 a=s.index('    for field, values in ((name'); b=s.find('\n\n\n',a)
 s=s[:a]+re.sub(r'\bfield\b','part',s[a:b])+s[b:]; p.write_text(s)
-p=Path('kvexp/results/instructions_table.py'); s=p.read_text()
-s=s.replace('from kvexp.articles import assistants, assistants_digest\n','')
+p=Path('kvexp/results/views.py'); s=p.read_text()
+s=s.replace('from kvexp.tasks.articles import assistants, assistants_digest\n','')
 a=s.index('    if assistants_digest() not in')
-s=s[:a]+'    from kvexp.articles import assistants, assistants_digest  # late: other tables wait for no task\n\n'+s[a:]
+s=s[:a]+'    from kvexp.tasks.articles import assistants, assistants_digest  # late: other tables wait for no task\n\n'+s[a:]
 p.write_text(s)

@@ -1,0 +1,434 @@
+"""What a KL is worth: rounded weights, agreement with metrics."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import random
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.text import Text
+from torch import Tensor
+
+from kvexp.core import Budget, CacheConfig
+from kvexp.generate import prefill
+from kvexp.generate.kl import compare
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import unpack_linear
+from kvexp.hf.rounded_weights import round_linear_layers
+from kvexp.methods import Keyformer
+from kvexp.results import stats
+from kvexp.results.divergence import (
+    UNDECIDED,
+    PerExample,
+    choice_kl,
+    decide,
+    holm_corrected,
+    share_interval,
+    write_scale,
+)
+from kvexp.results.read import Folder, baseline_of, check_pair, chosen, folders, number
+from kvexp.results.stats import Floats
+from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns, shared_settings, table
+from kvexp.run.batches import examples_of, settings_at
+from kvexp.run.model_spec import load
+from kvexp.run.prompts import prompt_of
+from kvexp.run.store import EPSILON_KL, OWN, Line, Run, read, run_name
+from kvexp.util import ConfigError, Console, Progress, say, watch_pipes
+
+if TYPE_CHECKING:
+    from kvexp.hf.load import Model
+
+
+SCALE_DOC = """What a divergence is worth: known changes of the same model on the same texts, none of which touches
+the KV cache.
+
+python -m experiments.studies.kl_scale scale RUN takes the texts of one measured run (the full cache's own answers)
+and puts beside
+the unchanged model: its linear layers rounded to 8 and to 4 bits (symmetric, nearest, one scale per output row), the
+whole model in bfloat16, the prompt without one token drawn at random, and Keyformer at half the cache with one seed of
+its noise beside itself with another. The last is fed token by token, all others are read in one forward. The table is
+kept in the run's folder, where the report finds it.
+"""
+
+
+DROPPED = "prompt less one token"
+SEEDS = "two seeds of keyformer 0.5"
+
+
+def with_rounded_weights(model: Model, bits: int) -> Model:
+    """A copy whose linear layers are rounded; an output head that shares the embedding's weights is left as it is."""
+    changed = copy.deepcopy(model)
+    round_linear_layers(changed, bits)
+    return changed
+
+
+CHANGES: dict[str, Callable[[Model], Model]] = {
+    "8-bit weights": lambda model: with_rounded_weights(model, 8),
+    "4-bit weights": lambda model: with_rounded_weights(model, 4),
+    "bfloat16": lambda model: copy.deepcopy(model).to(torch.bfloat16),
+}
+
+
+@torch.no_grad()
+def forced_logits(model: Model, prompt: Sequence[int], text: Sequence[int]) -> Tensor:
+    """[N, V] float32: the logits that predict each token of the text, all tokens in one forward."""
+    ids = torch.tensor([[*prompt, *text[:-1]]], device=model.get_input_embeddings().weight.device)
+    logits: Tensor = model(ids, use_cache=False, logits_to_keep=len(text)).logits[0]
+    return logits.float()
+
+
+@torch.no_grad()
+def logits_under(model: Model, config: CacheConfig, prompt: Sequence[int], text: Sequence[int], seed: int) -> Tensor:
+    """[N, V] float32: `forced_logits` with this cache, fed token by token. seed: of the method's noise."""
+    context = prefill(model, [list(prompt)], config, max_new_tokens=len(text), seeds=seed)
+    device = context.ids.device
+    logits, position = [context.logits], context.mask.sum(1, keepdim=True) - 1
+    for token in text[:-1]:
+        position = position + 1
+        logits.append(decode_step(model, torch.tensor([[token]], device=device), position, context.cache))
+    return torch.cat(logits).float()
+
+
+def line_of(full: Tensor, changed: Tensor, text: Sequence[int], example: str, index: int) -> Line:
+    """As divergence.jsonl has it; logits [N, V] of both."""
+    kl, full_logprob, logprob, same = compare(full, changed, torch.tensor(list(text))).tolist()
+    found: Line = {"example": example, "index": index, "text": OWN, "first_by_prefill": False, "tokens": list(text)}
+    return found | {"kl": kl, "full_logprob": full_logprob, "logprob": logprob, "same_top1": [int(x) for x in same]}
+
+
+def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
+    """What is changed -> a line per example of the run's own-answer texts; ConfigError where none is measured.
+
+    limit: the first so many of the task's examples.
+    """
+    lines = sorted((line["index"], example, line) for (example, text), line in read(run).items() if text == OWN)
+    texts = {example: line for _, example, line in lines[:limit]}
+    if not texts:
+        raise ConfigError(f"{run.path} has no divergence yet: run kvexp divergence {run.path.parent}")
+    settings = settings_at(run)
+    rows = [{"example": name, "index": line["index"]} for name, line in texts.items()]  # divergence=only has no others
+    model, tokenizer = load(settings.model)
+    prompts: dict[str, list[int]] = {}
+    for example in examples_of(settings, rows):
+        asked = prompt_of(settings, model, tokenizer, example)
+        prompts[example.id] = [*asked.ids, *asked.question_ids]
+    found: dict[str, list[Line]] = {name: [] for name in (*CHANGES, DROPPED, SEEDS)}
+    with Progress("scale", (len(found) + 1) * len(prompts), 0, "texts") as progress:
+        noised = CacheConfig(Keyformer(), Budget(kv_ratio=0.5))
+        for name, prompt in prompts.items():
+            text, index = texts[name]["tokens"], texts[name]["index"]
+            one, other = (logits_under(model, noised, prompt, text, zlib.crc32(name.encode()) + i) for i in (0, 1))
+            found[SEEDS].append(line_of(one, other, text, name, index) | {"first_by_prefill": True})
+            progress.advance()
+        unpack_linear(model)  # a packed copy of the weights would not see them change
+        known = {}
+        for name, prompt in prompts.items():
+            known[name] = forced_logits(model, prompt, texts[name]["tokens"])
+            progress.advance()
+        for change, make in CHANGES.items():
+            changed = make(model)
+            for name, prompt in prompts.items():
+                text, index = texts[name]["tokens"], texts[name]["index"]
+                found[change].append(line_of(known[name], forced_logits(changed, prompt, text), text, name, index))
+                progress.advance()
+            del changed
+        for name, prompt in prompts.items():
+            text, index = texts[name]["tokens"], texts[name]["index"]
+            at = random.Random(zlib.crc32(name.encode())).randrange(len(prompt))
+            less = forced_logits(model, [*prompt[:at], *prompt[at + 1 :]], text)
+            found[DROPPED].append(line_of(known[name], less, text, name, index))
+            progress.advance()
+    return found
+
+
+def scale_table(found: dict[str, list[Line]]) -> pd.DataFrame:
+    """One row per change: mean KL and top-1 agreement over all tokens, with 95 % intervals by example."""
+    rows = []
+    for name, lines in found.items():
+        one = PerExample.of(lines)
+        assert one is not None, "every text has a token"
+        total = one.tokens.sum()
+        kl, differs = (share_interval(sums, one.tokens, stats.LEVEL) for sums in (one.kl, one.differs))
+        row: dict[str, Any] = {"change": name, "n": len(one.names), "tokens": int(total)}
+        row |= {"kl": float(one.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+        row |= {"top1": 1 - float(one.differs.sum() / total), "top1_low": 1 - differs[1], "top1_high": 1 - differs[0]}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def scale_main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 where the run has nothing to go by."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.studies.kl_scale scale", description=SCALE_DOC.split("\n\n")[0]
+    )
+    parser.add_argument("run", type=Path, help="the folder of a run that kvexp divergence has measured")
+    parser.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        say(f"error: --limit must be at least 1, got {args.limit}", file=sys.stderr)
+        return 2
+    try:
+        run = Run.load(args.run)
+        frame = scale_table(measured(run, args.limit))
+        write_scale(run, frame)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.csv is not None:
+        frame.to_csv(args.csv, index=False)
+    console = Console()
+    console.print(Text("KL divergence of known changes from the unchanged model, full cache", style="bold"))
+    columns = [
+        plain("change", "change", right=False),
+        plain("n", "n"),
+        plain("tokens", "tokens"),
+        Column("KL", lambda row: fixed(row["kl"], 4)),
+        Column("95 %", lambda row: TOO_FEW if absent(row["kl_low"]) else f"{row['kl_low']:.4f}..{row['kl_high']:.4f}"),
+        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
+    ]
+    print_columns(frame.to_dict("records"), columns, 1, console)  # type: ignore[arg-type]
+    return 0
+
+
+# Whether the divergence from the full cache orders runs as a task's own metric does, and how much each decides.
+#
+# Per model and task, over the examples that all its runs have: Kendall's tau-b between the runs' mean KL and their mean
+# score, and every two runs compared on both, paired by example (Student's t, Holm's correction over all pairs).
+
+
+PREFERRED = "rouge2"  # where a task has it; else its first metric
+FACTORS = (0.25, 1.0, 4.0)  # of epsilon
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one run: example -> (sum of KL, tokens), and example -> score."""
+
+    folder: Folder
+    kl: dict[str, tuple[float, float]]
+    score: dict[str, float]
+
+
+def agreement(folders: Iterable[Folder], epsilon: float, metric: str | None = None) -> pd.DataFrame:
+    """A row per model, task and NUMERICS with three runs or more that have both; `contradicted` names pairs of runs.
+
+    folders: runs and their baselines. tau, low, high: Kendall's tau-b, 1 where less KL is always the better score, and
+    the middle 95 % of it over resampled examples (which add their own noise: it lies nearer to 0 than tau does).
+    pairs, by_kl, by_metric, by_both: pairs of runs, and those that KL, the metric and both decide. contradicted: of
+    those that both decide, one against the other, the run with less KL and the run with the better score. hashes: of
+    all runs. kl_0.25, kl_1, kl_4: runs with a decided verdict on KL at these multiples of epsilon, corrected for the
+    number of runs.
+    """
+    found = list(folders)
+    by_hash = {folder.run.hash: folder for folder in found}
+    families: dict[tuple[str, str, int], list[Folder]] = defaultdict(list)
+    for folder in found:
+        if folder.run.baseline is not None and not folder.refused:
+            labels = folder.labels
+            families[str(labels.get("model")), str(labels.get("task")), folder.run.numerics].append(folder)
+    rows = []
+    for (model, task, numerics), family in families.items():
+        name = metric or _metric_of(family)
+        pairs = [(folder, baseline_of(folder, by_hash)) for folder in family]
+        counted = [(folder.of_answered(full), full) for folder, full in pairs]
+        measured = [one for pair in counted if (one := _measured(*pair, name)) is not None]
+        for one in measured[1:]:
+            check_pair(measured[0].folder, one.folder)
+        shared = sorted(set.intersection(*(set(one.kl) & set(one.score) for one in measured))) if measured else []
+        if len(measured) > 2 and shared:
+            rows.append(
+                {
+                    "numerics": numerics,
+                    "model": model,
+                    "task": task,
+                    "metric": name,
+                    **_row(measured, shared, name, epsilon),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _metric_of(family: Sequence[Folder]) -> str:
+    names = [name for folder in family for name in folder.metrics]
+    return PREFERRED if PREFERRED in names else next(iter(names), "")
+
+
+def _measured(folder: Folder, baseline: Folder | None, metric: str) -> Measured | None:
+    """None where the run has no divergence or no score."""
+    score = {name: number(row["metrics"].get(metric)) for name, row in folder.scored.items()}
+    score = {name: value for name, value in score.items() if math.isfinite(value)}
+    one = PerExample.of([line for (_, text), line in read(folder.run).items() if text == OWN])
+    if one is not None:
+        kl = dict(zip(one.names, zip(one.kl.tolist(), one.tokens.tolist(), strict=True), strict=True))
+    else:
+        kl = _of_choices(folder, baseline)
+    return Measured(folder, kl, score) if kl and score else None
+
+
+def _of_choices(folder: Folder, baseline: Folder | None) -> dict[str, tuple[float, float]]:
+    if baseline is None:
+        return {}
+    found: dict[str, tuple[float, float]] = {}
+    for name, row in folder.scored.items():
+        full = baseline.scored.get(name)
+        if full is not None and row.get("choices") and full.get("choices"):
+            value = choice_kl(row["choices"], full["choices"])
+            found |= {} if value is None else {name: (value, 1.0)}
+    return found
+
+
+def _row(runs: Sequence[Measured], shared: Sequence[str], metric: str, epsilon: float) -> dict[str, Any]:
+    kl = np.array([[run.kl[name][0] for name in shared] for run in runs])
+    tokens = np.array([[run.kl[name][1] for name in shared] for run in runs])
+    score = np.array([[run.score[name] for name in shared] for run in runs])
+    if stats.lower_is_better(metric):
+        score = -score
+    draws = stats.resampled_means(np.concatenate([kl, tokens, score]).T, RESAMPLES)
+    many = len(runs)
+    resampled = _tau(-draws[:, :many] / draws[:, many : 2 * many], draws[:, 2 * many :])
+    low, high = np.nanquantile(resampled, (0.025, 0.975)) if len(shared) >= stats.MIN_PAIRS else (math.nan, math.nan)
+    row: dict[str, Any] = {"n": len(shared), "runs": many, "hashes": [run.folder.run.hash for run in runs]}
+    row["tau"] = float(_tau(-kl.mean(axis=1, keepdims=True).T / tokens.mean(axis=1), score.mean(axis=1)[None])[0])
+    row |= {"low": float(low), "high": float(high), **_pairs(runs, kl / tokens, score)}
+    level = stats.corrected_level(many)
+    ends = [share_interval(sums, count, level) for sums, count in zip(kl, tokens, strict=True)]
+    for factor in FACTORS:
+        row[f"kl_{factor:g}"] = sum(decide(end, factor * epsilon) != UNDECIDED for end in ends)
+    return row
+
+
+def _tau(one: Floats, other: Floats) -> Floats:
+    """Kendall's tau-b of each row [B, R] of one with that of the other; NaN where either ties all."""
+    first, second = (np.sign(each[:, :, None] - each[:, None, :]) for each in (one, other))
+    both = np.sqrt((first**2).sum(axis=(1, 2)) * (second**2).sum(axis=(1, 2)))
+    with np.errstate(invalid="ignore"):
+        made: Floats = (first * second).sum(axis=(1, 2)) / both
+    return made
+
+
+def _pairs(runs: Sequence[Measured], kl: Floats, score: Floats) -> dict[str, Any]:
+    """How many pairs of runs each decides, and which they decide against each other; kl, score [R, n]."""
+    left, right = np.triu_indices(len(runs), 1)
+    less, better = (_decided(values[left] - values[right]) for values in (-kl, score))
+    signs = zip(left.tolist(), right.tolist(), less, better, strict=True)
+    against = [(i, j) if one > 0 else (j, i) for i, j, one, other in signs if one * other < 0]
+    return {
+        "pairs": len(left),
+        "by_kl": int((less != 0).sum()),
+        "by_metric": int((better != 0).sum()),
+        "by_both": int(((less != 0) & (better != 0)).sum()),
+        "contradicted": [(runs[i].folder.run.hash, runs[j].folder.run.hash) for i, j in against],
+    }
+
+
+def _decided(gaps: Floats) -> Floats:
+    """Sign of the mean of each pair's differences [P, n] where it is decided, else 0."""
+    n = gaps.shape[1]
+    if n < stats.MIN_PAIRS:
+        return np.zeros(len(gaps))
+    mean, error = gaps.mean(axis=1), gaps.std(axis=1, ddof=1) / math.sqrt(n)
+    p = [stats.t_tail(float(m / e), n - 1) if e > 0 else float(m == 0) for m, e in zip(mean, error, strict=True)]
+    made: Floats = np.where(holm_corrected(np.array(p)) < 1 - stats.LEVEL, np.sign(mean), 0.0)
+    return made
+
+
+AGREEMENT_DOC = """python -m experiments.studies.kl_scale agreement OUTPUTS ...: does KL divergence order runs as the
+task's metric does?
+
+For each model and task of the folders: Kendall's tau-b between the runs' mean KL and their mean score, how many runs
+KL decides against epsilon, a quarter and four times of it, how many pairs of runs KL and the metric decide, and every
+pair that both decide, one against the other.
+"""
+
+
+def agreement_main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 where there is nothing to compare."""
+    args = parser().parse_args(argv)
+    try:
+        found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
+        frame = agreement(found, args.epsilon, args.metric)
+        if frame.empty:
+            raise ConfigError("no task has three runs with a divergence and a score: kvexp divergence measures it")
+        rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
+        verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    for row in rows:
+        own = [one for one in verdicts if all(one[name] == row[name] for name in ("numerics", "model", "task"))]
+        row["mlperf"] = sum(one["verdict99"] in ("pass", "fail") for one in own)
+    if args.csv is not None:
+        frame.assign(mlperf=[row["mlperf"] for row in rows]).to_csv(args.csv, index=False)
+    _print(rows, args.epsilon, {folder.run.hash: folder for folder in found if not folder.refused})
+    return 0
+
+
+def _print(rows: list[dict[str, Any]], epsilon: float, by_hash: dict[str, Folder]) -> None:
+    console = Console()
+    columns = [
+        Column("task", lambda row: f"{row['model']} / {row['task']}", right=False),
+        *([plain("numerics", "NUMERICS")] if len({row["numerics"] for row in rows}) > 1 else []),
+        plain("metric", "metric", right=False),
+        plain("n", "n"),
+        plain("runs", "runs"),
+        Column("Kendall's\ntau", lambda row: f"{row['tau']:+.2f}"),
+        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.2f}..{row['high']:+.2f}"),
+        *(Column(f"decided,\nKL {f * epsilon:g}", lambda row, f=f: f"{row[f'kl_{f:g}']}") for f in FACTORS),  # type: ignore[misc]
+        Column("decided,\n99 %", lambda row: f"{row['mlperf']}"),
+        plain("pairs", "pairs"),
+        Column("decided\nby KL", lambda row: f"{row['by_kl']}"),
+        Column("by the\nmetric", lambda row: f"{row['by_metric']}"),
+        Column("by both", lambda row: f"{row['by_both']}"),
+        Column("against\neach other", lambda row: f"{len(row['contradicted'])}"),
+    ]
+    console.print(Text("KL divergence from the full cache beside the task's metric", style="bold"))
+    print_columns(rows, columns, 1, console)
+    for row in rows:
+        _, labels = shared_settings([{**by_hash[name].labels, "hash": name} for name in row["hashes"]])
+        names = {each["hash"]: run_name(each) for each in labels}
+        for one, other in row["contradicted"]:
+            console.print(
+                f"{row['task']}: {names[one]} diverges less than {names[other]}, which has more {row['metric']}"
+            )
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="python -m experiments.studies.kl_scale agreement", description=(AGREEMENT_DOC or "").split("\n\n")[1]
+    )
+    add = result.add_argument
+    add("outputs", nargs="+", type=Path, help="folders of runs")
+    add("--metric", help="default: rouge2 where a task has it, else its first")
+    add("--epsilon", type=float, default=EPSILON_KL, metavar="NATS", help=f"of KL (default: {EPSILON_KL})")
+    add("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    return result
+
+
+def main(words: list[str]) -> int:
+    """The study's commands, the first word of `words`."""
+    commands = {"scale": scale_main, "agreement": agreement_main}
+    if not words or words[0] not in commands:
+        print(
+            f"usage: python -m {(__spec__ or sys).name if __spec__ else 'study'} {' | '.join(commands)} ...",
+            file=sys.stderr,
+        )
+        return 2
+    return commands[words[0]](words[1:])
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main(sys.argv[1:]))

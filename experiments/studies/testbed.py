@@ -1,0 +1,833 @@
+"""Train the testbed's models; the testbed as lm-eval task, LongBench rows and haystack."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from random import Random
+from threading import Thread
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from kvexp.tasks.testbed import (
+    ATTRIBUTES,
+    END,
+    GRAMMAR,
+    LANGUAGE,
+    PAD,
+    SPLITS,
+    START,
+    SUMMARY,
+    UNKNOWN,
+    DocumentShape,
+    Fact,
+    TestbedChoice,
+    TestbedQA,
+    answer,
+    ask,
+    dialogue,
+    document,
+    draw_fact,
+    filler_for,
+    opening,
+    summary,
+    vocabulary,
+)
+from kvexp.tasks.testbed import NAMES as NAMES_of_testbed
+from kvexp.util import ConfigError, watch_pipes
+
+# Several trainings at a time, each in a process of its own, with a bar for each.
+
+
+Said = tuple[str, str | None]  # a training and a line of it; None: it has no more to say
+
+
+def several(commands: Mapping[str, list[str]], workers: int) -> list[str]:
+    """Run the commands, `workers` at a time and one core each; returns what went wrong, a line per training.
+
+    A line "12/200 words" of a command moves its bar, other lines are printed; where the output is no terminal there
+    are no bars and all lines are printed. An interrupt stops the commands before it passes.
+    """
+    shown = sys.stdout.isatty()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    state = TextColumn("{task.fields[state]}", markup=False)
+    waiting, running, failed = list(commands), dict[str, subprocess.Popen[str]](), list[str]()
+    said: SimpleQueue[Said] = SimpleQueue()
+    # A line comes about every two minutes: with rich's own 30 seconds there would never be two of them to tell a speed.
+    with Progress(*columns, state, disable=not shown, speed_estimate_period=3600) as bars:
+        bar = {name: bars.add_task(name, total=None, state="waiting") for name in commands}
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    name = waiting.pop(0)
+                    running[name] = _start(name, commands[name], said)
+                    bars.update(bar[name], state="starting")
+                name, line = said.get()
+                if line is not None:
+                    _tell(bars, bar[name], name, line, shown)
+                elif code := running.pop(name).wait():
+                    failed.append(f"{name} {_ending(code)}; what it said stands above")
+                    bars.update(bar[name], state=_ending(code))
+        finally:
+            for child in running.values():
+                child.terminate()
+            for child in running.values():
+                child.wait()
+    return failed
+
+
+def _start(name: str, command: list[str], said: SimpleQueue[Said]) -> subprocess.Popen[str]:
+    one_core = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # A line of text may hold what is no character: a progress bar must not die of it.
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=one_core
+    )
+
+    def listen() -> None:
+        assert child.stdout is not None
+        with child.stdout as lines:
+            for line in lines:
+                said.put((name, line.rstrip("\n")))
+        said.put((name, None))
+
+    Thread(target=listen, daemon=True).start()
+    return child
+
+
+def _tell(bars: Progress, bar: TaskID, name: str, line: str, shown: bool) -> None:
+    count, _, state = line.partition(" ")
+    step, _, total = count.partition("/")
+    counted = step.isdigit() and total.isdigit()
+    if counted:
+        bars.update(bar, completed=int(step), total=int(total), state=state)
+    if not (counted and shown):
+        bars.console.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+# The four layouts the testbed is trained in, at equal width and depth.
+
+
+WIDTH, LAYERS, HEADS, MLP = 128, 4, 4, 512
+POSITIONS = 2048
+
+NAMES = ("testbed_rope", "testbed_learned", "testbed_alibi", "testbed_gqa")
+
+
+def config_of(name: str) -> Any:
+    """The Hugging Face configuration of one of NAMES."""
+    from transformers import GPT2Config, GPTJConfig, LlamaConfig, MptConfig
+
+    words = vocabulary()
+    ids = {"bos_token_id": words.index(START), "eos_token_id": words.index(END), "pad_token_id": words.index(PAD)}
+    shared = {"vocab_size": len(words), "tie_word_embeddings": True, **ids}
+    if name == "testbed_rope":
+        sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPTJConfig(rotary_dim=WIDTH // HEADS, **sizes, **quiet, **shared)
+    if name == "testbed_learned":
+        sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
+        quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2Config(**sizes, **quiet, **shared)
+    if name == "testbed_alibi":
+        sizes = {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "expansion_ratio": MLP // WIDTH}
+        return MptConfig(max_seq_len=POSITIONS, **sizes, **shared)
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": MLP * 2 // 3 // 8 * 8}
+    # As many kv heads as the others have: with half of them the model was still at 82 % recall after 1500 steps.
+    heads = {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS}
+    return LlamaConfig(max_position_embeddings=POSITIONS, **sizes, **heads, **shared)
+
+
+def untrained(name: str, seed: int) -> Any:
+    """A model with random weights. Learned positions begin as waves: a fixed step is the same rotation anywhere."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = config_of(name)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if name == "testbed_learned":
+        with torch.no_grad():
+            model.transformer.wpe.weight.copy_(0.05 * waves(POSITIONS, WIDTH))
+    return model
+
+
+def waves(positions: int, width: int) -> torch.Tensor:
+    """[positions, width]: sines and cosines of width / 2 frequencies spread evenly up to half a turn per position.
+
+    With the geometric frequencies of Vaswani et al. 2017 (arXiv:1706.03762, section 3.5) most change too little from
+    one position to the next to tell neighbours apart, and recall had not begun to form after 200 steps.
+    """
+    rates = (torch.arange(width // 2) + 0.5) * (2 * math.pi / width)
+    angles = torch.arange(positions)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+# How a model of the testbed is trained.
+
+
+# Questions are the hard form: a marker makes the summary easy, and learnt first it delays them.
+MIXTURE = {"questions": 0.4, "summary": 0.3, "dialogue": 0.3}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. learning rates decay linearly to a tenth over the last `cooldown` share of the steps."""
+
+    steps: int = 2600
+    seed: int = 0
+    batch_tokens: int = 4096
+    lr: float = 2e-3  # AdamW: embeddings, norms, biases
+    muon_lr: float = 1e-2  # Muon: the hidden matrices
+    warmup: int = 50
+    cooldown: float = 0.4
+    one_attribute: float = 0.4  # share of documents all of whose facts are of one attribute: only names tell them apart
+    context_weight: float = 0.1  # of predicting a token that is no answer
+    pass_mark: float = 0.9  # mean recall over the last lessons of each kind that moves the curriculum on
+    every: int = 100  # steps between log lines and checkpoints
+
+
+# The recipe of each family: grouped heads and learned positions take longer until recall forms.
+
+
+RECIPES = {
+    "testbed_rope": Recipe(steps=2400, one_attribute=0.6),
+    "testbed_learned": Recipe(steps=2800),
+    "testbed_alibi": Recipe(steps=2000),
+    "testbed_gqa": Recipe(steps=2400, one_attribute=0.6),
+}
+
+
+TRAINING_DOC = """`python -m experiments.studies.testbed train`: train the testbed's models from scratch. A killed
+training goes on where it
+was."""
+
+
+MODELS = Path(__file__).resolve().parents[2] / "kvexp" / "tasks" / "testbed_models"
+
+
+def train_main(arguments: list[str] | None = None) -> int:
+    """0, 1 if a training failed, 2 if one cannot begin, 130 if it was interrupted."""
+    asked = _asked(arguments)
+    try:
+        if len(asked.models) == 1 and not sys.stdout.isatty():  # in a terminal even one gets a bar
+            _one(asked.models[0], asked.out, asked.work, asked.steps)
+            return 0
+        options = ["--out", str(asked.out), "--work", str(asked.work)]
+        options += [] if asked.steps is None else ["--steps", str(asked.steps)]
+        line = [sys.executable, "-u", "-m", "experiments.studies.testbed", "train"]
+        failed = several({name: [*line, name, *options] for name in asked.models or NAMES}, asked.workers)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command goes on from what lies in {asked.work}", file=sys.stderr)
+        return 130
+    for words in failed:
+        print(f"error: {words}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def train(arguments: list[str]) -> int:
+    """As `main`; a training asked to end ends its children too, which Python does only of an interrupt."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return train_main(arguments)
+
+
+def _asked(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed train", description=TRAINING_DOC)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--out", type=Path, default=MODELS, help="where the model folders go (default: kvexp's own)")
+    parser.add_argument("--work", type=Path, default=Path("outputs/.training"), help="checkpoints while training")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="models at a time, one core each")
+    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's, to try something out")
+    asked = parser.parse_args(arguments)
+    for name in asked.models:
+        if name not in NAMES:
+            parser.error(f"{name} is none of {', '.join(NAMES)}")
+    asked.models = list(dict.fromkeys(asked.models))
+    if asked.workers < 1 or (asked.steps is not None and asked.steps < 1):
+        parser.error("--workers and --steps must be at least 1")
+    if asked.steps is not None and asked.out.resolve() == MODELS:
+        parser.error("--steps is for trying something out: give --out FOLDER too, kvexp's own models stay as they are")
+    return asked
+
+
+def _one(name: str, out: Path, work: Path, steps: int | None) -> None:
+    """Train in this process; a line of text at the start and after every 100 steps."""
+    import torch
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of a missing mask, but pads stand behind the text and weigh nothing
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    recipe = RECIPES[name] if steps is None else replace(RECIPES[name], steps=steps)
+    train_family(name, recipe, work, out, say)
+    print(f"{recipe.steps}/{recipe.steps} done: {out / name}", flush=True)
+
+
+def say(trainer: Trainer) -> None:
+    """Print where a training is: a line that `several` can read."""
+    state = "begins"
+    if trainer.log:
+        line = trainer.log[-1]
+        recall = " ".join(f"{key.removeprefix('recall_')} {line[key]:.2f}" for key in line if "recall" in key)
+        state = f"stage {line['stage'] + 1}, {line['seconds'] / 60:.1f} min, recall {recall}"
+    print(f"{trainer.step}/{trainer.recipe.steps} {state}", flush=True)
+
+
+# What the testbed's models are trained on: documents with many answers each, longer and fuller as recall grows.
+
+
+KINDS = ("questions", "summary", "dialogue")
+IDS = {word: number for number, word in enumerate(vocabulary())}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A batch of texts of one kind.
+
+    ids [B, T] int64; weight [B, T] float32: each token's share in the loss; answered [B, T] bool: the words of answers,
+    without what ends them.
+    """
+
+    ids: Tensor
+    weight: Tensor
+    answered: Tensor
+    kind: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the curriculum: documents of `low` to `high` tokens with `facts[0]` to `facts[1]` facts."""
+
+    low: int
+    high: int
+    facts: tuple[int, int]
+
+    def shape(self, rng: Random) -> DocumentShape:
+        tokens = rng.randint(self.low, self.high)
+        most = max(self.facts[0], min(self.facts[1], tokens // 10))
+        facts = rng.randint(self.facts[0], most)
+        marked = rng.randint(1, min(10, (facts + 1) // 2))
+        return DocumentShape(tokens, facts, marked, rng.randint(0, min(2, (facts - marked) // 2)))
+
+
+# Short and dense first: on documents of full length from the start, recall does not form.
+CURRICULUM = (
+    Stage(8, 24, (2, 3)),
+    Stage(12, 40, (2, 5)),
+    Stage(16, 64, (3, 7)),
+    Stage(24, 96, (3, 9)),
+    Stage(32, 160, (3, 12)),
+    Stage(48, 256, (4, 16)),
+    Stage(64, 400, (4, 18)),
+    Stage(64, 560, (4, 20)),
+)
+
+
+_CLOSING = torch.tensor([IDS[END], *(IDS[word] for word in GRAMMAR if not word.isalpha())])
+
+
+def lesson(rng: Random, split: str, stage: Stage, kind: str, recipe: Recipe) -> Lesson:
+    """A batch of one kind of text and about `batch_tokens` tokens in all; the documents of a batch have one shape."""
+    shape = stage.shape(rng)
+    rows: list[tuple[list[str], list[bool]]] = []
+    width = 0
+    while not rows or (len(rows) + 1) * width <= recipe.batch_tokens:
+        rows.append(_row(rng, split, shape, kind, recipe.one_attribute))
+        width = max(width, len(rows[-1][0]))
+    return _batch(rows, width, kind, recipe.context_weight)
+
+
+def _row(
+    rng: Random, split: str, shape: DocumentShape, kind: str, one_attribute: float
+) -> tuple[list[str], list[bool]]:
+    """(words, which of them are answers)."""
+    words: list[str] = []
+    answers: list[bool] = []
+
+    def add(text: str, is_answer: bool = False) -> None:
+        new = text.split()
+        words.extend(new)
+        answers.extend([is_answer] * len(new))
+
+    if kind == "dialogue":
+        # As many requests as a conversation of this length bears: the last one alone would teach little per token.
+        pieces = dialogue(rng, split, shape, recalls=rng.randint(1, 4), per_recall=rng.randint(1, 4))
+        for number, piece in enumerate(pieces):
+            add(piece, number % 2 == 1)
+        return words, answers
+    # With one attribute for all facts nothing but the name tells them apart: else names are learnt late.
+    doc = document(rng, split, shape, rng.choice(list(ATTRIBUTES)) if rng.random() < one_attribute else None)
+    add(opening(doc.text))
+    if kind == "summary":
+        add(SUMMARY)
+        add(f" {summary(doc.marked)} {END}", True)
+    asked = doc.current()
+    rng.shuffle(asked)
+    for fact in asked[: 16 if kind == "questions" else 4]:
+        add(ask(fact))
+        add(answer(fact), True)
+    return words, answers
+
+
+def _batch(rows: list[tuple[list[str], list[bool]]], width: int, kind: str, context_weight: float) -> Lesson:
+    ids = torch.full((len(rows), width), IDS[PAD], dtype=torch.int64)
+    answered = torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, (words, answers) in enumerate(rows):
+        ids[place, : len(words)] = torch.tensor([IDS[word] for word in words])
+        answered[place, : len(words)] = torch.tensor(answers)
+    weight = torch.where(answered, 1.0, context_weight).masked_fill(ids == IDS[PAD], 0.0)
+    return Lesson(ids, weight, answered & ~torch.isin(ids, _CLOSING), kind)
+
+
+# A trained model as a folder that any Hugging Face program loads: float16 weights, tokenizer, card, log.
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per word between spaces. Adds nothing by itself: the prompt forms write their start token."""
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary())}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.add_special_tokens([AddedToken(word, special=True) for word in (PAD, START, END, UNKNOWN)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=START,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        model_max_length=POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def export(model: Any, folder: Path, log: Path, facts: dict[str, Any]) -> None:
+    """Write the folder whole or not at all. facts: what the card says of the training, JSON values."""
+    part = folder.with_name(folder.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    half = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(part, state_dict=half)
+    tokenizer().save_pretrained(part)
+    shutil.copy(log, part / "training.jsonl")
+    (part / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (part / "README.md").write_text(card(folder.name, facts))
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+
+
+def card(name: str, facts: dict[str, Any], scores: str = "") -> str:
+    """The model card. experiments/testbed.py writes it again with the scores that it measures."""
+    longest = CURRICULUM[facts["stage"]].high
+    recall = "\n".join(f"| {kind} | {100 * value:.1f} |" for kind, value in facts["validation_recall"].items())
+    return f"""# {name}
+
+A causal language model of {facts["parameters"]:,} parameters ({facts["layout"]} layout) that knows kvexp's synthetic
+language (version {LANGUAGE}) and nothing else. The weights are stored as float16; they were trained in float32.
+`python -m experiments.studies.testbed train {name} --out FOLDER` trains it again from scratch, `make testbed` all four.
+
+| | |
+|---|---|
+| steps, tokens | {facts["steps"]:,}, about {facts["tokens"] / 1e6:.0f} million, padding included |
+| documents in training | up to {longest} tokens (stage {facts["stage"] + 1} of {len(CURRICULUM)} of the curriculum) |
+| data seed | {facts["seed"]} |
+| device, time | {facts["device"]}, {facts["seconds"] / 60:.0f} minutes |
+| torch, commit | {facts["torch"]}, {_commit(facts["commit"])} |
+
+Share of answer tokens predicted right on unseen validation documents, the right answer so far being given:
+
+| prompt form | % |
+|---|---|
+{recall}
+
+{scores or "Not measured on its tasks yet: `python -m experiments.testbed` does."}
+
+## What it is for
+
+It tells which tokens an eviction method forgets and what that costs in a language whose facts are stated literally.
+It knows nothing about the world, and its attention is that of a small copying model: conclusions about the order of
+methods on real text have to be drawn on real models. `kvexp/tasks/testbed.py` says what carries over.
+
+`training.json` holds the whole recipe, `training.jsonl` the log.
+"""
+
+
+def _commit(described: str | None) -> str:
+    """What `git describe --dirty` says, for people."""
+    if described is None:
+        return "not of a git checkout"
+    return described.replace("-dirty", " and changes that were committed after it")
+
+
+# The training loop: seeded, resumable after a kill, logging recall per prompt form.
+
+
+class Trainer:
+    """One family's training. The data of step i depend on (seed, i) and the stage alone: a resumed run is the same."""
+
+    def __init__(self, name: str, recipe: Recipe, folder: Path, device: str = "cpu") -> None:
+        self.name, self.recipe, self.folder = name, recipe, folder
+        self.model = untrained(name, recipe.seed).to(device)
+        self.optimizers = optimizers(self.model, recipe)
+        self.step, self.stage, self.seconds = 0, 0, 0.0
+        self.recall = dict.fromkeys(KINDS, 0.0)
+        self.log: list[dict[str, Any]] = []
+        self._resume()
+
+    def run(self, say: Callable[[Trainer], None]) -> None:
+        """Train to the end of the recipe; `say` is called after every step that logs."""
+        while self.step < self.recipe.steps:
+            start = time.perf_counter()
+            self._one()
+            self.seconds += time.perf_counter() - start
+            if self.step % self.recipe.every == 0 or self.step == self.recipe.steps:
+                self._note()
+                self._save()
+                say(self)
+
+    def _one(self) -> None:
+        recipe = self.recipe
+        rng = Random(f"{recipe.seed} {self.step}")
+        kind = rng.choices(KINDS, [MIXTURE[kind] for kind in KINDS])[0]
+        # A quarter of the lessons come from earlier stages, so that short documents stay known.
+        stage = self.stage if rng.random() < 0.75 else rng.randint(0, self.stage)
+        batch = lesson(rng, "train", CURRICULUM[stage], kind, recipe)
+        rate = schedule(self.step, recipe)
+        for optimizer, base in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = base * rate
+        loss, right = loss_of(self.model, self.name, batch, rng, reach=2 * CURRICULUM[self.stage].high)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, _ in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if stage == self.stage:
+            self.recall[kind] += 0.1 * (right - self.recall[kind])
+        self.step += 1
+        if min(self.recall.values()) >= recipe.pass_mark and self.stage + 1 < len(CURRICULUM):
+            self.stage += 1
+            self.recall = {kind: value - 0.1 for kind, value in self.recall.items()}
+
+    def _note(self) -> None:
+        line = {"step": self.step, "stage": self.stage, "seconds": round(self.seconds, 1)}
+        self.log.append({**line, **{f"recall_{kind}": round(value, 4) for kind, value in self.recall.items()}})
+
+    # -- resuming -----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "recipe": asdict(self.recipe),
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
+            "progress": [self.step, self.stage, self.seconds, self.recall, self.log],
+        }
+        lines = "".join(json.dumps(line) + "\n" for line in self.log)
+        (self.folder / "training.jsonl").write_text(lines)  # first: no finished training may lack its last line
+        part = self.folder / "checkpoint.part"
+        torch.save(state, part)
+        part.replace(self.folder / "checkpoint.pt")
+
+    def _resume(self) -> None:
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=True, map_location=self.model.device)
+        if state["recipe"] != asdict(self.recipe):
+            raise ConfigError(f"{path} is of another recipe: remove {self.folder} to train anew, or give --work")
+        self.model.load_state_dict(state["model"])
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.stage, self.seconds, self.recall, self.log = state["progress"]
+
+
+def optimizers(model: nn.Module, recipe: Recipe) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon (Jordan et al. 2024) for the matrices inside the layers, AdamW for the rest; each with its base rate."""
+    hidden: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        inside = parameter.ndim == 2 and not any(word in name for word in ("wte", "wpe", "embed_tokens", "lm_head"))
+        (hidden if inside else rest).append(parameter)
+    return [
+        (torch.optim.Muon(hidden, lr=recipe.muon_lr, weight_decay=0.01, adjust_lr_fn="original"), recipe.muon_lr),
+        (torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.0), recipe.lr),
+    ]
+
+
+def schedule(step: int, recipe: Recipe) -> float:
+    """Share of the base learning rate at a step."""
+    rising = min(1.0, (step + 1) / recipe.warmup)
+    left = (recipe.steps - step) / (recipe.cooldown * recipe.steps)
+    return rising * min(1.0, 0.1 + 0.9 * left)
+
+
+def loss_of(model: Any, name: str, batch: Lesson, rng: Random, reach: int = 0) -> tuple[Tensor, float]:
+    """(weighted mean cross-entropy, share of answer tokens that are the most probable ones).
+
+    reach: how far from the start of a table of learned positions the text may be put.
+    """
+    options: dict[str, Tensor] = {}
+    ids, weight, answered = (each.to(model.device) for each in (batch.ids, batch.weight, batch.answered))
+    length = ids.shape[1]
+    if name == "testbed_learned":
+        # Learned positions are learnt one by one: short documents teach positions beyond their own length too.
+        first = rng.randint(0, min(reach, POSITIONS - length))
+        options["position_ids"] = torch.arange(length, device=ids.device)[None] + first
+    with torch.autocast(ids.device.type, torch.bfloat16):  # half the time; weights and their updates stay float32
+        logits = model(ids, use_cache=False, **options).logits[:, :-1].float()
+    target, weight, answered = ids[:, 1:], weight[:, 1:], answered[:, 1:]
+    each = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
+    right = (logits.argmax(-1) == target)[answered].float().mean().item()
+    return (each * weight).sum() / weight.sum(), right
+
+
+# One family from random weights to its folder.
+
+
+def train_family(name: str, recipe: Recipe, work: Path, out: Path, say: Callable[[Trainer], None]) -> None:
+    """Train `name` (resuming what lies in `work`) and write `out / name`; `say` is called first and as it goes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with folder_lock(work / name):
+        trainer = Trainer(name, recipe, work / name, device)
+        say(trainer)
+        trainer.run(say)
+        export(trainer.model, out / name, trainer.folder / "training.jsonl", facts(trainer))
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold the folder of a training: two processes would overwrite each other's checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another process trains in {folder}: wait for it or end it, or give --work") from error
+        yield
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """What the model card says."""
+    device = trainer.model.device
+    return {
+        **asdict(trainer.recipe),
+        "steps": trainer.step,
+        "layout": trainer.model.config.model_type,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "stage": trainer.stage,
+        "tokens": trainer.step * trainer.recipe.batch_tokens,
+        "seconds": round(trainer.seconds),
+        "validation_recall": {kind: round(recall(trainer, kind), 4) for kind in KINDS},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        "torch": torch.__version__,
+        "commit": _family_commit(),
+    }
+
+
+@torch.no_grad()
+def recall(trainer: Trainer, kind: str, batches: int = 8) -> float:
+    """Mean share of right answer tokens over lessons of the last stage from the validation split."""
+    total = 0.0
+    for number in range(batches):
+        rng = Random(f"validation {kind} {number}")
+        batch = lesson(rng, "validation", CURRICULUM[trainer.stage], kind, trainer.recipe)
+        total += loss_of(trainer.model, trainer.name, batch, rng)[1]
+    return total / batches
+
+
+def _family_commit() -> str | None:
+    with contextlib.suppress(OSError):
+        line = ["git", "describe", "--always", "--dirty"]
+        where = Path(__file__).resolve().parents[2]
+        if (where / ".git").exists():
+            return subprocess.run(line, cwd=where, capture_output=True, text=True).stdout.strip() or None
+    return None
+
+
+# The testbed's examples as data of lm-eval, LongBench and needle in a haystack, to run their own code on them.
+
+
+NEEDLES, TEXTS, TEXT_TOKENS, OTHERS = 3, 12, 100, 2  # needles; texts in the haystack, their tokens and other facts
+_PLAIN = re.compile(r"[\w./-]+")
+
+
+def export_tasks_export(folder: Path, size: int = 60, split: str = "test", seed: int = 12345) -> dict[str, list[str]]:
+    """Write the files; which part of kvexp reads them -> overrides of run.py that do.
+
+    lm_eval/: testbed_choice as an lm-eval task of `size` items (context, question and choices are those of
+    task=testbed_choice, number by number); longbench/: `size` questions of task=testbed_qa as rows of triviaqa, the
+    LongBench data set whose prompt ends where the question does (its instruction is unknown words to the models);
+    haystack/: texts with other facts strewn in, and a few codes to hide among them.
+    """
+    common: dict[str, Any] = {"size": size, "split": split, "seed": seed}
+    choice, qa = TestbedChoice(marked=4, **common), TestbedQA(marked=4, **common)
+    for task in (choice, qa):
+        task.check_options()
+    try:
+        return {
+            "lm_eval": _lm_eval(_made(folder / "lm_eval"), choice),
+            "longbench": _longbench(_made(folder / "longbench"), qa),
+            "needle": _needle(_made(folder / "haystack"), Random(f"haystack {split} {seed}"), split),
+        }
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error}") from error
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+def _lm_eval(folder: Path, task: TestbedChoice) -> list[str]:
+    """A task definition of lm-eval and its rows. What follows the text goes to the model behind one space."""
+    rows = [
+        {
+            "id": example.id,
+            "prompt": example.prompt,
+            "choices": [choice.strip() for choice in example.choices],
+            "answer": [choice.strip() for choice in example.choices].index(example.reference),
+        }
+        for example in task.examples()
+    ]
+    data, path = folder / "testbed_choice.test.jsonl", folder / "testbed_choice.yaml"
+    _write(data, rows)
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
+    definition = {
+        "task": "testbed_choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": metrics,
+    }
+    path.write_text(json.dumps(definition, indent=1) + "\n", encoding="utf-8")  # JSON is YAML
+    return ["task=lm_eval", f"task.tasks=[{_quoted(str(path))}]"]
+
+
+def _longbench(folder: Path, task: TestbedQA) -> list[str]:
+    rows = []
+    for example in task.examples():
+        context, _, question = example.prompt.rpartition(" ask ")
+        row: dict[str, Any] = {"input": f"ask {question}", "context": context, "answers": [example.reference]}
+        row |= {"length": len(context.split()), "dataset": "triviaqa", "language": "en", "all_classes": None}
+        rows.append({**row, "_id": example.id})
+    _write(folder / "triviaqa.jsonl", rows)
+    return ["task=longbench", "task.subset=triviaqa", f"task.data_files={_quoted(str(folder))}"]
+
+
+def _needle(folder: Path, rng: Random, split: str) -> list[str]:
+    taken: set[tuple[str, str]] = set()
+    hidden = _codes(rng, split)
+    for number in range(TEXTS):
+        sentences = [_other(rng, split, taken).sentence() for _ in range(OTHERS)]
+        sentences += filler_for(rng, TEXT_TOKENS - sum(len(sentence.split()) for sentence in sentences))
+        rng.shuffle(sentences)
+        (folder / f"{number:02}.txt").write_text(" ".join(sentences) + "\n", encoding="utf-8")
+    lists = {
+        "needles": [fact.sentence() for fact in hidden],
+        "questions": [ask(fact).strip() for fact in hidden],
+        "answers": [fact.value for fact in hidden],
+    }
+    words = ["task=needle", f"task.haystack={_quoted(str(folder))}"]
+    words += [f"task.{name}=[{','.join(map(_quoted, texts))}]" for name, texts in lists.items()]
+    words += [f"task.before={_quoted(opening(''))}", f"task.after={_quoted(' {question}')}"]
+    words += ["task.answer_prefix=''", "task.max_new_tokens=6"]
+    return [*words, "task.lengths=[160,320]", "task.depths=[0,10,20,30,40,50]"]
+
+
+def _codes(rng: Random, split: str) -> list[Fact]:
+    """Codes without a digit in common: a model that copies what followed a digit would mix up the others."""
+    found: list[Fact] = []
+    digits: list[str] = []
+    while len(found) < NEEDLES:
+        fact = draw_fact(rng, split, set(), NAMES_of_testbed, "code")
+        known = {other.name for other in found}
+        if fact.name not in known and len({*digits, *fact.value.split()}) == len(digits) + 3:
+            found.append(fact)
+            digits += fact.value.split()
+    return found
+
+
+def _other(rng: Random, split: str, taken: set[tuple[str, str]]) -> Fact:
+    """A fact that is no code: a code of somebody else would be as good an answer."""
+    while (fact := draw_fact(rng, split, taken, NAMES_of_testbed, None)).attribute == "code":
+        pass
+    return fact
+
+
+def _quoted(text: str) -> str:
+    """As one value in Hydra's grammar."""
+    return text if _PLAIN.fullmatch(text) else '"' + text.replace('"', '\\"') + '"'
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+TESTBED_DOC = """`python -m experiments.studies.testbed export FOLDER`: the testbed as data of lm-eval, LongBench and
+needle, and how to run
+it."""
+
+
+def export_main(arguments: list[str] | None = None) -> int:
+    """Write the files and print the commands that read them; 1 for what cannot be done, which is told."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.studies.testbed export", description=TESTBED_DOC)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", type=int, default=60, help="items and questions")
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--seed", type=int, default=12345)
+    asked = parser.parse_args(arguments)
+    try:
+        for overrides in export_tasks_export(asked.folder, asked.size, asked.split, asked.seed).values():
+            print(shlex.join(["kvexp", "run", *overrides]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(words: list[str]) -> int:
+    """The study's commands, the first word of `words`."""
+    commands = {"train": train, "export": export_main}
+    if not words or words[0] not in commands:
+        print(
+            f"usage: python -m {(__spec__ or sys).name if __spec__ else 'study'} {' | '.join(commands)} ...",
+            file=sys.stderr,
+        )
+        return 2
+    return commands[words[0]](words[1:])
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""The command `kvexp calibrate`: a model reads texts once, and the statistics of its queries and heads are kept."""

@@ -1,1 +1,0 @@
-"""A composed Hydra configuration as checked objects. Nothing here loads a model."""

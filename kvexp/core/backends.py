@@ -1,0 +1,225 @@
+"""Three ways to drop slots that keep the same ones: overwrite, compact, mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.slots import RaggedSlots, Slots, select_evict, select_keep
+
+# On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
+CPU_WIDTH_MULTIPLE = 4
+
+
+class EvictionBackend:
+    """How evicted slots are dropped, and where new tokens are written. This base appends new tokens and holds no state.
+
+    at_budget: after the last eviction every row held as many tokens as its budget allows, so dead slots are those
+    outside the budget. no_padding_slots: at_budget, and no slot was outside a row's budget.
+    """
+
+    at_budget = False
+    no_padding_slots = False
+
+    def next_slot(self) -> Tensor | None:
+        """The slot [B, H, 1] that the next single token is written to; None: it is appended."""
+        return None
+
+    def reset_layout(self) -> None:
+        """Give up the fixed layout, because several tokens come at once: they are appended, and the next eviction
+        compacts.
+        """
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        """Evict until every row holds `resolved.keep` tokens.
+
+        priority [B, H, S] float32, higher is kept; protected [B, H, S] bool; hidden_next_step: see `Method`.
+        """
+        raise NotImplementedError
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+
+
+class InPlace(EvictionBackend):
+    """Mode overwrite: buffers of fixed size, in which a new token takes the slot of an evicted one.
+
+    They hold the budget's slots and `every` free ones, the decode steps between evictions. New tokens fill the free
+    slots; when none is left, the next eviction frees `every` slots again, and no other slot moves. Before that, slots
+    are appended until a row exceeds its budget: the first eviction compacts once, into this layout. every=None: no
+    eviction while decoding. Caches that can share a decode step with others (every=1) have as many slots as
+    `stackable_width` says; those beyond the budget are never used.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self.every = every
+        self.free_slots: Tensor | None = None  # [B, H, every] slots for the next tokens
+        self.out_of_budget: Tensor | None = None  # [B, 1 or H, C] bool: slots beyond a row's or head's own budget
+        self.num_used = 0
+
+    def next_slot(self) -> Tensor | None:
+        """The next free slot [B, H, 1], taken from now on; None where none is left, or before the first eviction."""
+        if self.free_slots is None or self.num_used >= self.free_slots.shape[-1]:
+            return None
+        self.num_used += 1
+        return self.free_slots[..., self.num_used - 1 : self.num_used]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether exactly one slot per head is free: the next token fits, and the next eviction frees one again."""
+        return self.every == 1 and self.free_slots is not None and self.out_of_budget is not None and self.num_used == 0
+
+    def pop_free(self) -> Tensor:
+        """Take and return the free slot [B, H, 1] of every head; for backends that are `is_steady`."""
+        assert self.free_slots is not None
+        self.num_used += 1
+        return self.free_slots
+
+    def set_free(self, free: Tensor) -> None:
+        """Declare the slots [B, H, every] free: the next tokens are written to them."""
+        self.free_slots, self.num_used = free, 0
+
+    def refill(self, free: Tensor) -> None:
+        """`set_free` in the same buffer, whose address stays: free [B, H, every], as many as were free before."""
+        assert self.free_slots is not None
+        self.free_slots.copy_(free)
+        self.num_used = 0
+
+    def reset_layout(self) -> None:
+        self.free_slots = self.out_of_budget = None
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        """Free `every` slots of the fixed layout; before there is one, compact into it."""
+        if (
+            self.free_slots is not None
+            and self.out_of_budget is not None
+            and slots.length == self.out_of_budget.shape[-1]
+        ):
+            self.set_free(
+                select_evict(priority, slots.positions, protected, self.out_of_budget, self.free_slots.shape[-1])
+            )
+            slots.invalidate(self.free_slots)
+            return
+        if self.every is None:
+            compact(slots, priority, protected, resolved, 0)
+            return
+        # Room for the longest row or head, even if it has not filled its budget yet.
+        most = max(resolved.most)
+        width = most + self.every
+        if resolved.head_keep is not None:
+            width = ragged_width(width)
+        elif self.every == 1:
+            width = stackable_width(width, priority.device)
+        compact(slots, priority, protected, resolved, width - min(most, slots.length), free=self.every)
+        index = torch.arange(slots.length, device=priority.device)
+        first = resolved.keep_by_head[..., None]
+        self.out_of_budget = index >= first + self.every
+        self.free_slots = (
+            (first + torch.arange(self.every, device=priority.device)).expand(-1, priority.shape[1], -1).contiguous()
+        )
+        self.num_used = 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        if self.free_slots is not None and self.out_of_budget is not None:
+            rows = rows.to(self.free_slots.device)
+            self.free_slots, self.out_of_budget = self.free_slots[rows], self.out_of_budget[rows]
+
+
+class Compacting(EvictionBackend):
+    """Mode compact: copies the kept slots into new buffers, in order of position, at every eviction.
+
+    Slower than `InPlace` and simpler, so tests compare `InPlace` with it.
+    """
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        compact(slots, priority, protected, resolved, 0)
+
+
+class Mask(EvictionBackend):
+    """Mode mask, a simulation: nothing is dropped; evicted slots are no longer visible and their score stays -inf."""
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        score, positions = slots.score[:, :, : slots.length], slots.positions[:, :, : slots.length]
+        assert slots.visible is not None
+        visible = slots.visible[:, :, : slots.length]
+        candidates = score > -torch.inf
+        if hidden_next_step is not None:
+            candidates = candidates & ~hidden_next_step
+        eligible = positions.masked_fill(~candidates, -1)
+        index, keep = select_keep(
+            priority, eligible, protected & candidates, resolved.keep_by_head, min(max(resolved.most), slots.length)
+        )
+        visible.zero_()
+        visible.scatter_(-1, index, keep)
+        stays = visible if hidden_next_step is None else visible | (hidden_next_step & (score > -torch.inf))
+        score.masked_fill_(~stays, -torch.inf)
+
+
+def compact(
+    slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int, free: int = 0
+) -> None:
+    """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind.
+
+    priority [B, H, S] float32; protected [B, H, S] bool: slots that are kept first; `resolved.keep_by_head` slots are
+    kept. free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
+    """
+    max_keep = min(max(resolved.most), slots.length)
+    positions = slots.positions[:, :, : slots.length]
+    index, keep = select_keep(priority, positions, protected, resolved.keep_by_head, max_keep)
+    if isinstance(slots, RaggedSlots) and resolved.head_keep is not None:
+        slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in resolved.head_keep])
+    else:
+        slots.gather(index, keep, reserve)
+
+
+def stackable_width(slots: int, device: torch.device) -> int:
+    """`slots`, on a CPU rounded up to a multiple of CPU_WIDTH_MULTIPLE.
+
+    Then dead slots behind its own, which a cache has in a stack with a larger one, change no bit of its logits (nor of
+    its probabilities, from 16 slots on: torch sums a softmax of fewer in another order).
+    """
+    return -(-slots // CPU_WIDTH_MULTIPLE) * CPU_WIDTH_MULTIPLE if device.type == "cpu" else slots
+
+
+def ragged_width(slots: int) -> int:
+    """`slots` rounded up to a multiple of 16: columns of positions and score where heads keep different numbers.
+
+    Then a softmax, which torch sums by 16 on some processors, does not depend on the widest head of the batch.
+    """
+    return -(-slots // 16) * 16
+
+
+def make_backend(name: str, every: int | None) -> EvictionBackend:
+    """The backend of cache.mode=name; every: decode steps between evictions, None for never."""
+    if name == "overwrite":
+        return InPlace(every)
+    return Compacting() if name == "compact" else Mask()

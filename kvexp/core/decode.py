@@ -1,0 +1,478 @@
+"""One decode step of a layer on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvexp.core.attention import SWAP_MIN_HEAD_DIM, AttentionParams, decode_logits
+from kvexp.core.backends import EvictionBackend, InPlace
+from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.config import CacheConfig
+from kvexp.core.method import AttentionScoreSpec
+from kvexp.core.noise import STEPS_AHEAD, Noise, PooledDraws, StepInput
+from kvexp.core.sequence import SequenceState
+from kvexp.core.slots import INT64_MAX, RaggedSlots, Slots
+
+# The part of `kvexp.core.eviction.EvictionLayer` that the fast decode step uses, as a protocol.
+
+
+class DecodableLayer(Protocol):
+    """The eviction cache of one layer, once its prompt has ended."""
+
+    @property
+    def config(self) -> CacheConfig:
+        """The configuration of the whole cache: method, budget, cadence, mode."""
+
+    @property
+    def index(self) -> int:
+        """The layer's number, from 0."""
+
+    seq_len: int  # columns seen, padding included
+
+    @property
+    def sequence(self) -> SequenceState:
+        """Position ids and lengths, shared by all layers of the cache."""
+
+    @property
+    def score_spec(self) -> AttentionScoreSpec | None:
+        """What the method sums up of the attention; None: nothing."""
+
+    @property
+    def resolved_budget(self) -> ResolvedBudget | None:
+        """The budget in slots, row by row; None until the prompt has ended."""
+
+    @property
+    def backend(self) -> EvictionBackend:
+        """How slots are dropped, and which slots are free."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next token fits into a free slot and its eviction frees exactly one slot again."""
+
+    def require_slots(self) -> Slots:
+        """The layer's slots; an AssertionError before the first forward."""
+
+    def advance(self, key: Tensor, padding: Tensor | None) -> Tensor:
+        """Join the forward in progress and return the position ids [B, Q] of its tokens; as `EvictionLayer.advance`."""
+
+    def note_first_eviction(self) -> None:
+        """Record for every row at which decode step its first slot was evicted."""
+
+
+# The part of a fast decode step that is not attention: accumulate scores and choose the slot that is overwritten next.
+#
+# Every row is one of a steady cache (see `kvexp.core.decode`). Tensors are [R, H, S] for one layer's stacked rows, or
+# [L, R, H, S] for several layers whose rows have the same budgets.
+
+
+class BatchedEviction:
+    """Accumulates scores and selects the slot to evict, for the stacked rows of one or several caches.
+
+    states: one layer of each cache; sizes: batch rows of each cache, R in all; backends: of the same caches.
+    capacities: slots allocated by each cache. out_of_budget [R, 1 or H, S] bool: slots that a row's or head's budget
+    does not reach, None where there are none. at_budget: every row holds all tokens its budget allows, so which slots
+    are dead never changes. no_padding_slots: every row uses every slot. has_recent: some row protects newest tokens.
+    is_window, priority_is_score: hold for the methods of all caches.
+    """
+
+    def __init__(self, states: list[DecodableLayer], sizes: list[int], backends: list[InPlace]) -> None:
+        self.states, self.sizes, self._backends = states, sizes, backends
+        self.capacities = [state.require_slots().positions.shape[2] for state in states]
+        self.no_padding_slots = all(backend.no_padding_slots for backend in backends) and len(set(self.capacities)) == 1
+        self.at_budget = all(backend.at_budget for backend in backends)  # then what is dead never changes
+        self.out_of_budget = None if self.no_padding_slots else self.reach
+        self.is_ragged = any(state.config.is_ragged for state in states)
+        budgets = [state.resolved_budget for state in states if state.resolved_budget is not None]
+        self.recent = cat_rows([resolved.recent_by_head for resolved in budgets])[..., None]
+        self.has_recent = any(recent for resolved in budgets for recent in resolved.recent)
+        sinks = [state.config.method.sinks for state in states]
+        self.sinks: int | Tensor = sinks[0] if len(set(sinks)) == 1 else self._by_row([float(n) for n in sinks])
+        self.max_sinks = max(sinks)
+        streaming = budgets[0].streaming  # of a stack of its own
+        if streaming is not None:
+            self.sinks = torch.where(streaming.heads, streaming.sinks, sinks[0])[..., None]
+            self.max_sinks = max(self.max_sinks, streaming.sinks)
+        self.is_window = all(state.config.method.is_window for state in states)
+        self.priority_is_score = all(
+            state.config.method.priority_is_score and not state.config.is_union for state in states
+        )
+        self.priority_is_score &= streaming is None
+        decays = [1.0 if state.score_spec is None else state.score_spec.decay for state in states]
+        uniform = decays[0] if len(set(decays)) == 1 else None
+        self.decay = None if uniform == 1 else self._by_row(decays) if uniform is None else uniform
+
+    @property
+    def reach(self) -> Tensor:
+        """[R, 1 or H, S] bool: as `out_of_budget`, all False where every row uses every slot."""
+        each = [backend.out_of_budget for backend in self._backends if backend.out_of_budget is not None]
+        return cat_rows([pad_last_dim(one, max(self.capacities), True) for one in each])
+
+    def widen(self, columns: int) -> None:
+        """Count so many columns, of which new ones are out of budget, for a stack of one cache."""
+        self.out_of_budget, self.capacities = pad_last_dim(self.reach, columns, True), [columns]
+        self.no_padding_slots = False
+        for backend in self._backends:
+            backend.out_of_budget, backend.no_padding_slots = self.out_of_budget, False
+
+    def same_policy(self, other: BatchedEviction) -> bool:
+        """Whether another layer's stack of the same caches has the same batch sizes, budgets and slots, row by row.
+
+        Of heads with slots of their own it asks that they hold as many as they may, and that the same heads stream.
+        """
+        if self.is_ragged or other.is_ragged:
+            alike = self.sizes == other.sizes and self.at_budget and other.at_budget
+            return alike and all(
+                _limits(a)[:3] == _limits(b)[:3] and _same_heads_stream(a, b)
+                for a, b in zip(self.states, other.states, strict=True)
+            )
+        same = (self.sizes, self.capacities, self.no_padding_slots, self.at_budget) == (
+            other.sizes,
+            other.capacities,
+            other.no_padding_slots,
+            other.at_budget,
+        )
+        return same and all(_limits(a) == _limits(b) for a, b in zip(self.states, other.states, strict=True))
+
+    def accumulate(self, score: Tensor, sums: Tensor) -> None:
+        """Decay the score [.., R, H, S] and add column sums [.., n, H, S] of the first n rows, in place.
+
+        n: the rows of caches that observe attention, which come first in a stack (`stack_order`); it may be 0.
+        """
+        if not sums.shape[-3]:
+            return
+        if self.decay is not None:
+            score.mul_(self.decay)
+        score[..., : sums.shape[-3], :, :] += sums
+
+    def select_victim(
+        self,
+        positions: Tensor,
+        priority: Tensor,
+        newest: Tensor,
+        window: int | None,
+        out_of_budget: Tensor | None = None,
+    ) -> Tensor:
+        """The slot [.., R, H, 1] to evict: the lowest priority that is not protected, among equals the oldest token.
+
+        positions, priority [.., R, H, S]; dead slots count as lower than any live one. newest [R, 1, 1]: position id of
+        the newest token; window: the model's sliding window, behind which a slot is evicted first. out_of_budget: of
+        several layers [L, R, H, S]; None: that of this stack.
+        """
+        out_of_budget = self.out_of_budget if out_of_budget is None else out_of_budget
+        if self.is_window:
+            kept = self._protected(positions, out_of_budget)
+            return positions.masked_fill(kept, INT64_MAX).argmin(dim=-1, keepdim=True)
+        if window is not None:
+            priority = priority.masked_fill(positions <= newest + 1 - window, -torch.inf)
+        protected = positions > newest - self.recent if self.has_recent else None
+        if self.max_sinks:
+            sinks = positions < self.sinks
+            protected = sinks if protected is None else protected | sinks
+        if out_of_budget is not None:
+            if not self.at_budget:
+                priority = priority.masked_fill(positions < 0, -torch.inf)
+                protected = None if protected is None else protected & (positions >= 0)
+            protected = out_of_budget if protected is None else protected | out_of_budget
+        if protected is not None:
+            priority = priority.masked_fill(protected, torch.inf)
+        higher = priority != priority.amin(dim=-1, keepdim=True)
+        return positions.masked_fill(higher, INT64_MAX).argmin(dim=-1, keepdim=True)
+
+    def _protected(self, positions: Tensor, out_of_budget: Tensor | None) -> Tensor:
+        """Slots [.., R, H, S] bool that a pure window never evicts: sinks, and slots out of budget.
+
+        Its newest tokens need no protection, since the oldest token is evicted.
+        """
+        sinks = positions < self.sinks if self.at_budget else (positions < self.sinks) & (positions >= 0)
+        return sinks if out_of_budget is None else sinks | out_of_budget
+
+    def _by_row(self, values: list[float]) -> Tensor:
+        """One value per cache, repeated for each of its rows: [R, 1, 1] float32."""
+        each = [v for value, size in zip(values, self.sizes, strict=True) for v in [value] * size]
+        return torch.tensor(each, device=self.states[0].require_slots().positions.device)[:, None, None]
+
+
+def _limits(state: DecodableLayer) -> tuple[list[int], list[int], list[int], list[list[int]] | None]:
+    """Budget, slots kept and recent window of a cache's rows, and slots kept by head, as lists of integers."""
+    resolved = state.resolved_budget
+    assert resolved is not None
+    return resolved.slots, resolved.keep, resolved.recent, resolved.head_keep
+
+
+def _same_heads_stream(state: DecodableLayer, other: DecodableLayer) -> bool:
+    """Whether the same kv heads of a cache's two layers protect sinks and newest tokens of their own, if any do."""
+    one, two = (None if layer.resolved_budget is None else layer.resolved_budget.streaming for layer in (state, other))
+    return one is two is None or (one is not None and two is not None and torch.equal(one.heads, two.heads))
+
+
+def pad_last_dim(x: Tensor, width: int, value: float) -> Tensor:
+    """x [.., S] padded behind with `value` to [.., width]."""
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]), value=value)
+
+
+def cat_rows(parts: list[Tensor]) -> Tensor:
+    """Tensors concatenated along the rows; a single tensor is returned as it is, without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+# What rows observe in a fast decode step under a temperature or noise: softmax((x + zeta) / tau) of their logits x.
+
+
+class TauSchedule:
+    """The temperature tau of every stacked row, by its cache's schedule.
+
+    states: one layer of each cache; sizes: batch rows of each. STEPS_AHEAD steps are sent to the device at once.
+    """
+
+    def __init__(self, states: list[DecodableLayer], sizes: list[int]) -> None:
+        self.states, self.sizes = states, sizes
+        self.held = StepInput()
+        self._of: tuple[int, list[int | None]] = (0, [])  # the first step, and the ends of the schedules
+        self._table = torch.empty(0)
+
+    def current(self, device: torch.device) -> Tensor:
+        """tau [R] float32 of the step in progress; 1 for rows that observe nothing."""
+        return self.from_schedule(device) if self.held.value is None else self.held.value
+
+    def from_schedule(self, device: torch.device) -> Tensor:
+        """`current`, from the schedule: a view of a table, at another address in every step."""
+        step, ends = self.states[0].sequence.query_steps[0], [state.sequence.max_new_tokens for state in self.states]
+        if self._of[1] != ends or not 0 <= step - self._of[0] < len(self._table):
+            last = min([step + STEPS_AHEAD, *(max(end, step) for end in ends if end is not None)])
+            rows = [self._row(at) for at in range(step, last + 1)]
+            self._of, self._table = (step, ends), torch.tensor(rows, device=device)
+        return self._table[step - self._of[0]]
+
+    def _row(self, step: int) -> list[float]:
+        """tau of the R rows at decode step `step`; 1 for rows that observe nothing."""
+        each = [
+            1.0 if state.score_spec is None else state.score_spec.tau_at(step, state.sequence.max_new_tokens)
+            for state in self.states
+        ]
+        return [tau for tau, size in zip(each, self.sizes, strict=True) for _ in range(size)]
+
+
+class NoisedObserver:
+    """Adjacent caches of a stack that observe through the same kind of noise, each at its own temperature.
+
+    rows: their rows in the stack; states: one layer of each cache; sizes: batch rows of each.
+    """
+
+    def __init__(self, rows: slice, states: list[DecodableLayer], sizes: list[int]) -> None:
+        self.rows, self.states, self.sizes = rows, states, sizes
+        self.noise: Noise | None = states[0].score_spec.noise if states[0].score_spec is not None else None
+        self.tau_schedule = TauSchedule(states, sizes)
+        self._stepper: tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] | None = None
+
+    def noise_for(
+        self, positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
+    ) -> list[Tensor] | None:
+        """The noise of each layer, [R, H, G, 1, S] or a scalar; None where these rows have no noise.
+
+        positions [R, 1]: of the new tokens; slot_positions [L, R, H, S]; layers: their L numbers; groups: query heads
+        per kv head. To be called exactly once per decode step, since the draws follow the steps.
+        """
+        if self.noise is None:
+            return None
+        count, heads = len(layers), slot_positions.shape[2] * groups
+        if self._stepper is None or self._stepper[0] != tuple(layers):
+            seeds = torch.cat([state.sequence.seeds.to(slot_positions.device) for state in self.states])
+            self._stepper = tuple(layers), self.noise.make_stepper(seeds, layers, heads)
+        drawn = self._stepper[1](positions.repeat(count, 1), slot_positions.flatten(0, 1))
+        if drawn.ndim == 0:
+            return [drawn] * count
+        return list(drawn.unflatten(1, (-1, groups)).split(positions.shape[0]))
+
+    def hold_inputs(self, positions: Tensor) -> None:
+        """Take tau and noise offsets of the step in progress from their schedules, and hold them where they always are.
+
+        positions [R, 1]: of the new tokens. Before the step is computed, and after one that drew its own.
+        """
+        self.tau_schedule.held.hold(self.tau_schedule.from_schedule(positions.device))
+        layers, draws = ((), None) if self._stepper is None else self._stepper
+        if isinstance(draws, PooledDraws):
+            draws.pool_offsets.held.hold(draws.pool_offsets.draw_next(positions.repeat(len(layers), 1)))
+
+    def release_inputs(self) -> None:
+        """End the step: the next one draws its own, or its inputs are held anew."""
+        self.tau_schedule.held.release()
+        if self._stepper is not None and isinstance(self._stepper[1], PooledDraws):
+            self._stepper[1].pool_offsets.held.release()
+
+    def observed_probs(self, x: Tensor, zeta: Tensor | None, tau: Tensor) -> Tensor:
+        """softmax((x + zeta) / tau) of the logits x [R, H, G, 1, S], tau [R]; same shape."""
+        # A tensor: dividing by a Python number multiplies by its reciprocal, which rounds otherwise.
+        tau = tau[:, None, None, None, None]
+        return torch.softmax(x / tau if zeta is None else (x + zeta).div_(tau), dim=-1)
+
+
+def next_noise_and_tau(
+    parts: Sequence[NoisedObserver], positions: Tensor, slot_positions: Tensor, layers: Sequence[int], groups: int
+) -> list[tuple[list[Tensor] | None, Tensor]]:
+    """Per `NoisedObserver`: its noise of each layer (`noise_for`, whose arguments these are), and tau of its rows.
+
+    To be called exactly once per decode step, since the draws follow the steps.
+    """
+    return [
+        (
+            part.noise_for(positions[part.rows], slot_positions[:, part.rows], layers, groups),
+            part.tau_schedule.current(positions.device),
+        )
+        for part in parts
+    ]
+
+
+def stack_order(state: DecodableLayer) -> tuple[int, str]:
+    """Sort key of caches in a stack: plain attention first, then tempered or noised, last without observation."""
+    if state.score_spec is None:
+        return 2, ""
+    return (0, "") if state.score_spec.is_plain else (1, repr(state.score_spec.noise))
+
+
+def group_by_noise(states: list[DecodableLayer], sizes: list[int], start: int) -> list[NoisedObserver]:
+    """One `NoisedObserver` per run of adjacent caches with the same noise.
+
+    For caches that observe under noise or a temperature. states: one layer of each cache, in `stack_order`; sizes:
+    batch rows of each; start: the first row of such a cache.
+    """
+    made = []
+    pairs = [(state, size) for state, size in zip(states, sizes, strict=True) if stack_order(state)[0] == 1]
+    for _, run in groupby(pairs, key=lambda pair: stack_order(pair[0])):
+        some, counts = map(list, zip(*run, strict=True))
+        made.append(NoisedObserver(slice(start, start + sum(counts)), some, counts))
+        start += sum(counts)
+    return made
+
+
+# Sinks at renumbered positions in a fast decode step (StreamingLLM: sinks and the newest tokens are all that is kept).
+#
+# With survivors renumbered 0..S-1, the newest tokens are as far from the query as by their original position ids; only
+# the sinks have come nearer, all by the same offset. So the logits of the sinks are computed from a query that is
+# rotated back by this offset, instead of rotating every cached key (`kvexp.core.attention.with_renumbered_positions`).
+
+
+class SinkRerotation:
+    """Computes the logits of the sinks of stacked rows.
+
+    max_sinks: the largest number of sinks of a row; sinks: the number, or [R, 1, 1] where rows differ.
+    """
+
+    def __init__(self, max_sinks: int, sinks: int | Tensor) -> None:
+        self.max_sinks, self.sinks = max_sinks, sinks
+
+    def offset(self, slot_positions: Tensor, newest: Tensor, *, no_padding_slots: bool) -> Tensor:
+        """[R, 1, 1]: the query's renumbered position less its original one, newest [R, 1, 1]; never positive.
+
+        slot_positions [R, H, S]: original position ids. no_padding_slots: every slot is live, so none is counted.
+        """
+        live = slot_positions.shape[-1] if no_padding_slots else (slot_positions[:, :1] >= 0).sum(-1, keepdim=True)
+        return live - 1 - newest
+
+    def apply(
+        self, x: Tensor, query: Tensor, slots: Slots, newest: Tensor, offset: Tensor, params: AttentionParams
+    ) -> None:
+        """Replace the sinks' logits in x [R, H, G, 1, S], in place.
+
+        query [R, H, G, 1, D]; newest, offset [R, 1, 1]. Sinks stand in the first slots, where the first eviction puts
+        them.
+        """
+        if params.rope is not None:
+            heads = query.flatten(1, 2)
+            turned = params.rope.rotate_by(heads, offset)
+            query = turned.unflatten(1, query.shape[1:3])
+        keys, slot_positions = slots.keys[:, :, : self.max_sinks], slots.positions[:, :, : self.max_sinks]
+        nearer = decode_logits(query, keys, slot_positions, newest + offset, params)
+        x[..., : self.max_sinks] = torch.where(
+            self.is_sink(slot_positions)[:, :, None, None], nearer, x[..., : self.max_sinks]
+        )
+
+    def is_sink(self, slot_positions: Tensor) -> Tensor:
+        """[R, H, S] bool: which slots, by their original position ids, hold a sink."""
+        return (slot_positions >= 0) & (slot_positions < self.sinks)
+
+
+# The two products of a fast decode step over packed keys and values: each head's own slots are read, and no others.
+
+
+class RaggedProducts:
+    """Logits, probabilities and attention output of one new token per row, one pair of row and kv head after the other.
+
+    slots: packed. Their buffers must stay the same (`Slots.key_buffer`). A pair's numbers depend on its own slots
+    alone, so they do not change with its neighbours in the batch. What the methods take and give lies in buffers that
+    the next step overwrites; their parts by pair are made once, as making them takes longer than a small product.
+    """
+
+    def __init__(self, slots: RaggedSlots) -> None:
+        self.slots = slots
+        self._keys, self._values = slots.packed("keys").parts, slots.packed("values").parts
+        self._turned = [keys.t() for keys in self._keys]
+        self._widths = slots.packed("values").widths
+        self._logits = torch.zeros(0)
+
+    def _make_buffers(self, query: Tensor, columns: int) -> None:
+        """For queries [R * H, G, D] over so many columns."""
+        pairs, groups, _ = query.shape
+        self._logits = query.new_full((pairs, groups, columns), -torch.inf)
+        exact = self._logits.dtype in (torch.float32, torch.float64)
+        self._probabilities = torch.zeros_like(self._logits, dtype=None if exact else torch.float32)
+        self._weights = self._probabilities.to(self._values[0].dtype)  # the same buffer where the dtypes are
+        self._queries = torch.empty_like(query)
+        self._logits_by_pair = _by_pair(self._logits, self._widths)
+        self._weights_by_pair = _by_pair(self._weights, self._widths)
+        self._queries_by_pair = list(self._queries)
+
+    def logits(self, query: Tensor, newest: Tensor, params: AttentionParams) -> Tensor:
+        """As `decode_logits`: query [R, H, G, 1, D] -> [R, H, G, 1, S] float32, -inf behind a head's own slots.
+
+        newest [R, 1, 1]: position ids of the queries, for ALiBi. Float64 stays float64. The result is overwritten by
+        the next call.
+        """
+        r, h, g, _, d = query.shape
+        columns = self.slots.positions.shape[2]
+        query = query.reshape(r * h, g, d)
+        if params.upcast:
+            query = query.float()
+        if self._logits.shape != (r * h, g, columns) or self._logits.dtype != query.dtype:
+            self._make_buffers(query, columns)
+        self._queries.copy_(query)
+        swapped = query.device.type == "cpu" and d >= SWAP_MIN_HEAD_DIM  # as in `qk_matmul`
+        each = zip(self._logits_by_pair, self._queries_by_pair, self._keys, self._turned, strict=True)
+        for into, one, keys, turned in each:
+            if swapped:
+                into.copy_(torch.mm(keys.to(one.dtype), one.t()).t())
+            elif params.upcast:
+                into.copy_(torch.mm(one, turned.to(one.dtype)))
+            else:
+                torch.mm(one, turned, out=into)
+        x = self._logits.view(r, h, g, columns)
+        x = x.mul_(params.scale) if x.dtype in (torch.float32, torch.float64) else x.float() * params.scale
+        if params.alibi is not None:
+            slopes = params.alibi.view(1, h, g, 1).to(x.device)
+            x = x + slopes * (self.slots.positions - newest)[:, :, None].to(torch.float32)
+        return x[..., None, :]
+
+    def softmax(self, x: Tensor) -> Tensor:
+        """Probabilities [R, H, G, 1, S] of the last call's logits, masked or not; overwritten by the next call."""
+        return torch.softmax(x, dim=-1, out=self._probabilities.view(x.shape))
+
+    def output(self) -> Tensor:
+        """The values weighted by the last call's probabilities: [R, H, G, 1, Dv], in the dtype of the values."""
+        r, h, _ = self.slots.positions.shape
+        pairs, groups, _ = self._weights.shape
+        if self._weights is not self._probabilities:
+            self._weights.copy_(self._probabilities)
+        out = self._weights.new_empty(pairs, groups, self._values[0].shape[-1])
+        for into, weights, values in zip(out.unbind(0), self._weights_by_pair, self._values, strict=True):
+            torch.mm(weights, values, out=into)
+        return out.view(r, h, groups, 1, -1)
+
+
+def _by_pair(buffer: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Views [G, width] of a buffer [R * H, G, S], one for each pair."""
+    return [row[:, :width] for row, width in zip(buffer, widths, strict=True)]

@@ -1,0 +1,151 @@
+"""Decode steps as a CUDA graph: what hinders it, and inputs that stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvexp.core.config import CacheConfig
+from kvexp.core.decode import DecodableLayer, cat_rows
+from kvexp.core.decode_stack import StackedLayer, supports_fast_decode
+from kvexp.core.noise import Noise
+from kvexp.core.slots import RaggedSlots, Slots
+
+# Why decode steps of a configuration cannot be captured as a CUDA graph: a replay runs the same operators on the same
+# addresses and shapes, without the host.
+
+
+def capture_obstacle(config: CacheConfig) -> str | None:
+    """Why no decode step of this configuration can be captured; None where steps can be, once the budget is full."""
+    method, spec = config.method, config.method.score_spec
+    if method.full_cache:
+        return "every layer's choice is read by the host"
+    if not method.evicts or config.evict_every is None:
+        return "every new token is kept: shapes change from step to step"
+    if config.mode == "mask":
+        return "a simulation drops nothing: shapes change from step to step"
+    if config.mode == "compact":
+        return "every eviction copies what is kept into new buffers"
+    if config.evict_every != 1:
+        return f"only every {config.evict_every}th step evicts: steps differ"
+    if config.quantization is not None:
+        return "tokens that leave the window are quantised into new buffers"
+    if spec is not None and spec.noise is not None and type(spec.noise) is not Noise:
+        return "its noise is a recording that the host reads"
+    shared = spec is not None and spec.across_layers
+    if not supports_fast_decode(config, shared):
+        return "it takes the general step, which computes shapes and schedules on the host"
+    return None
+
+
+# A decode step that is computed once and then replayed: what the host does for it, and what must keep its address.
+#
+# A CUDA graph runs the kernels it has seen, on the addresses it has seen. In a fast decode step (`fast_step`) all
+# that a step leaves for the next one is written in place; what changes from step to step on the host (position ids,
+# temperatures, offsets into the noise pool) is written into buffers of fixed address before the step.
+
+
+class ReplayableStep:
+    """The coming decode steps of R rows of one or several caches that decode together.
+
+    caches: the layers of each cache; stacks: per layer of the model, the stacks that take its step, of which all have
+    taken a step before, as they are. positions [R, 1] int64: where a step reads the position ids of its tokens.
+    """
+
+    def __init__(self, caches: Sequence[Sequence[DecodableLayer]], stacks: Sequence[Sequence[StackedLayer]]) -> None:
+        self.caches, self.stacks = caches, stacks
+        first = [layers[0].require_slots().positions for layers in caches]
+        self.positions = torch.zeros(sum(map(len, first)), 1, dtype=torch.int64, device=first[0].device)
+        parts = self.positions.split([len(each) for each in first])
+        self._rows = {id(layers[0].sequence): rows for layers, rows in zip(caches, parts, strict=True)}
+        self._addresses = self.addresses()
+
+    # -- a step of the host -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the forward of every cache, and put its position ids and other inputs where the step reads them."""
+        for layers in self.caches:
+            sequence = layers[0].sequence
+            rows = self._rows[id(sequence)]
+            sequence.start_forward(len(rows), 1, None, rows.device, len(layers))
+            sequence.read_positions_from(rows)
+        for stack in self._all:
+            stack.hold_inputs(cat_rows([self._rows[id(state.sequence)] for state in stack.states]))
+
+    def rewind(self) -> None:
+        """Let the forward be computed once more: for the host no layer has taken part in it yet."""
+        for layers in self.caches:
+            layers[0].sequence.layers_done = 0
+            for layer in layers:
+                layer.seq_len = layer.sequence.past_len
+
+    def count(self) -> None:
+        """Count on the host what the layers count when they compute a step themselves, for one that was replayed."""
+        for layers in self.caches:
+            for layer in layers:
+                layer.seq_len = layer.sequence.seq_len
+                layer.note_first_eviction()
+                layer.sequence.layer_done()
+
+    def release(self) -> None:
+        """End a step that has begun: who computes the next one without `begin` takes its inputs from the schedules."""
+        for stack in self._all:
+            stack.release_inputs()
+
+    # -- what lives across steps --------------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> Iterator[StackedLayer]:
+        return (stack for stacks in self.stacks for stack in stacks)
+
+    def bookkeeping(self) -> list[Tensor]:
+        """Position ids, scores and free slots, all of which a step changes in place; small beside keys and values."""
+        return [x for stack in self._all for x in (stack.slots.positions, stack.slots.score, *_free_slots(stack))]
+
+    def written(self) -> list[Tensor]:
+        """Copies of the keys and values [R, H, 1, *] that a step has written; to be called before the next one.
+
+        Where kv heads hold different numbers of slots: the whole buffers.
+        """
+        copies = []
+        for stack in self._all:
+            if isinstance(stack.slots, RaggedSlots):
+                copies += [states.clone() for states in _buffers(stack.slots)]
+                continue
+            newest = stack.slots.positions.argmax(-1)[..., None, None]
+            for states in (stack.slots.keys, stack.slots.values):
+                copies.append(states.gather(2, newest.expand(-1, -1, -1, states.shape[-1])))
+        return copies
+
+    def addresses(self) -> dict[str, int]:
+        """Name -> address of every tensor that one step leaves for the next."""
+        found: dict[str, int] = {}
+        for number, stack in enumerate(self._all):
+            slots = stack.slots
+            states = _buffers(slots)
+            named = zip(("keys", "values", "positions", "score"), [*states, slots.positions, slots.score], strict=True)
+            found |= {f"{name} of stack {number}": tensor.data_ptr() for name, tensor in named}
+            for place, free in enumerate(_free_slots(stack)):
+                found[f"free slots of stack {number}, cache {place}"] = free.data_ptr()
+        return found
+
+    def is_current(self, stacks: Sequence[Sequence[StackedLayer]] | None) -> bool:
+        """Whether the next step would be taken by the same stacks (`stacks`: those it would be taken by), in place."""
+        if stacks is None or [[*map(id, each)] for each in stacks] != [[*map(id, each)] for each in self.stacks]:
+            return False
+        shared = any(state.require_slots().is_shared for stack in self._all for state in stack.states)
+        return not shared and self.addresses() == self._addresses
+
+
+def _free_slots(stack: StackedLayer) -> list[Tensor]:
+    """The buffers [B, H, 1] of the free slots of a stack's caches."""
+    return [backend.free_slots for backend in stack.backends if backend.free_slots is not None]
+
+
+def _buffers(slots: Slots) -> list[Tensor]:
+    """The buffers of keys and values: [R, H, S, *], or packed where kv heads hold different numbers of slots."""
+    if isinstance(slots, RaggedSlots):
+        return [slots.packed("keys").buffer, slots.packed("values").buffer]
+    return [slots.keys, slots.values]

@@ -1,0 +1,474 @@
+"""Column sums of attention probabilities: what methods observe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvexp.core import config as bounded_prefill
+from kvexp.core import triton_ops as triton_observe
+from kvexp.core.attention import AttentionInputs, AttentionParams
+from kvexp.core.config import CacheConfig
+from kvexp.core.method import AttentionScoreSpec
+from kvexp.core.noise import POOL_OVERLAP, Noise, hash_draws, pool, stream_id
+from kvexp.core.sequence import SequenceState
+from kvexp.core.slots import Slots
+
+# Column sums of observed attention, all query rows at once: the definition, which every other way is tested against.
+#
+# The column sum of a slot is what the queries of a forward attended to it: the one number per slot that accumulating
+# methods remember. Memory is O(query rows * slots). `blocked`, beside this file, gives the same numbers in blocks.
+
+
+def naive_column_sums(
+    inputs: AttentionInputs, spec: AttentionScoreSpec, weights: Tensor, taus: Tensor, seeds: Tensor, layer: int
+) -> Tensor:
+    """Column sums [B, H, S] float32: over heads g and rows q, of weights[q] * softmax((x[g, q] + zeta) / tau[q]).
+
+    weights [B, Q]: of `row_weights`; taus [Q]: temperature of each row; seeds [B]: of the noise zeta; layer: its
+    number.
+    """
+    rows, slots = slice(0, inputs.query.shape[3]), inputs.keys.shape[2]
+    return weighted_column_sums(observed_probs(inputs, spec, rows, slots, taus, seeds, layer), weights)
+
+
+def row_weights(spec: AttentionScoreSpec, query_positions: Tensor, rows_left: int | None) -> Tensor:
+    """The weight [B, Q] float32 of every query row: decay^(real rows after it), 0 for padding and outside `last_rows`.
+
+    query_positions [B, Q]: -1 for padding. rows_left: rows of the prompt still to come after this forward (0 in its
+    last), or None for decode rows, which `last_rows` does not limit.
+    """
+    real = query_positions >= 0
+    after = real.flip(1).cumsum(1).flip(1) - real.long()
+    weights = torch.pow(torch.full((), spec.decay, device=real.device), after.float())
+    if spec.last_rows is not None and rows_left is not None:
+        to_end = torch.arange(real.shape[1] - 1, -1, -1, device=real.device) + rows_left
+        real = real & (to_end < spec.last_rows)
+    return torch.where(real, weights, 0.0)
+
+
+def observed_probs(
+    inputs: AttentionInputs, spec: AttentionScoreSpec, rows: slice, slots: int, taus: Tensor, seeds: Tensor, layer: int
+) -> Tensor:
+    """softmax((x + zeta) / tau) of query rows `rows` over the first `slots` slots: [B, H, G, rows, slots] float32.
+
+    taus [Q], seeds [B], layer: as of `column_sums`.
+    """
+    x = inputs.logits(rows, slots, include_evicted=spec.over == "full")
+    if spec.noise is not None:
+        h, g = x.shape[1:3]
+        zeta = spec.noise.draw(seeds, layer, h * g, inputs.query_positions[:, rows], inputs.positions[:, :, :slots])
+        x = x + (zeta if zeta.ndim == 0 else zeta.unflatten(1, (h, g)))
+    if spec.tau != (1.0, 1.0):
+        x = x / taus[rows, None]
+    return torch.softmax(x, dim=-1)
+
+
+def weighted_column_sums(probabilities: Tensor, weights: Tensor) -> Tensor:
+    """Probabilities [B, H, G, Q, S] summed over query heads and rows, with row weights [B, Q]: [B, H, S] float32."""
+    b, h, g, q, s = probabilities.shape
+    row = weights[:, None, None, :].expand(b, h, g, q).reshape(b * h, 1, g * q).to(probabilities.dtype)
+    return torch.bmm(row, probabilities.reshape(b * h, g * q, s)).view(b, h, s).to(torch.float32)
+
+
+# Column sums of a prompt on a CPU, tile by tile, in one buffer that stays in the CPU's cache.
+#
+# A tile is some query rows of one or several kv heads against all the slots they can see. Slots in column order need a
+# mask on the diagonal only, and a row's left padding is cut off instead of masked. Per logit this leaves one product,
+# one softmax in place, one weighted sum and, for noise, one copy out of the pool.
+
+
+MAX_TILE_LOGITS = 1 << 21  # logits: 8 MiB in float32
+MIN_TILED_LOGITS = 1 << 17  # up to so many logits the whole prompt at once is quicker than tiles
+MAX_TILE_ROWS = 128  # query rows per tile: more would waste time above the diagonal
+MIN_PRODUCT_ROWS = 64  # rows of one matrix product, query heads of a kv head included: fewer make it slow
+
+
+def supports(inputs: AttentionInputs, spec: AttentionScoreSpec) -> bool:
+    """Whether these inputs can be observed in tiles: on a CPU, in column order, not float64, with kvexp's own noise."""
+    straight = inputs.in_column_order and inputs.visible is None and inputs.rope_positions is None
+    straight = straight and inputs.query.dtype != torch.float64
+    known = spec.noise is None or (type(spec.noise) is Noise and inputs.keys.shape[2] <= POOL_OVERLAP)
+    return straight and known and inputs.keys.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class HeadBlock:
+    """Some kv heads of one batch row, without its left padding and without query rows of weight 0.
+
+    query [H, G, Q, D]; keys_t [H, D, S]; weights, taus [Q] (taus None: all are 1); slopes [H, G, 1, 1] of ALiBi.
+    pool_offsets [H, G, Q]: where in `draws` each row's noise starts; per_key [H, G, 1, S]: noise that all rows share.
+    """
+
+    query: Tensor
+    keys_t: Tensor
+    params: AttentionParams
+    weights: Tensor
+    taus: Tensor | None
+    slopes: Tensor | None
+    pool_offsets: Tensor | None = None
+    draws: Tensor | None = None
+    per_key: Tensor | None = None
+
+    @property
+    def num_past(self) -> int:
+        """Slots before the first query's own slot."""
+        return self.keys_t.shape[2] - self.query.shape[2]
+
+    def tiles(self, block: int | None) -> Iterator[tuple[slice, slice]]:
+        """The tiles as pairs (query rows, slots that these rows can see). block: query rows per tile."""
+        (h, g, count, _), window = self.query.shape, self.params.sliding_window
+        start = 0
+        while start < count:
+            own = self.num_past + start
+            width = own + MAX_TILE_ROWS if window is None else min(own, window) + MAX_TILE_ROWS
+            rows = block or max(1, MIN_PRODUCT_ROWS // g, min(MAX_TILE_ROWS, MAX_TILE_LOGITS // (h * g * width)))
+            stop = min(start + rows, count)
+            yield slice(start, stop), slice(0 if window is None else max(0, own + 1 - window), self.num_past + stop)
+            start = stop
+
+
+def tiled_column_sums(
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
+    weights: Tensor,
+    taus: Tensor,
+    seeds: Tensor,
+    layer: int,
+    block: int | None,
+) -> Tensor:
+    """Column sums [B, H, S] float32 as of `kvexp.core.observe.column_sums`, computed in tiles.
+
+    block: query rows per tile; None: as many as MAX_TILE_LOGITS and MAX_TILE_ROWS allow.
+    """
+    b, h, g, count, _ = inputs.query.shape
+    slots = inputs.keys.shape[2]
+    dtype = torch.float32 if inputs.params.upcast else inputs.query.dtype
+    total = torch.zeros(b, h, slots)
+    together = min(h, max(1, MAX_TILE_LOGITS // (g * min(block or MAX_TILE_ROWS, count) * slots)))
+    tempered = None if bool((taus == 1).all()) else taus
+    for row in range(b):
+        observing = weights[row].nonzero()
+        if not len(observing):
+            continue
+        rows = slice(int(observing[0]), count)
+        pad = int((inputs.positions[row, 0] < 0).sum())
+        for first in range(0, h, together):
+            heads = slice(first, min(first + together, h))
+            slopes = inputs.params.alibi
+            block_of_heads = HeadBlock(
+                query=inputs.query[row, heads, :, rows].to(dtype),
+                keys_t=inputs.keys[row, heads, pad:].to(dtype).transpose(1, 2),
+                params=inputs.params,
+                weights=weights[row, rows],
+                taus=None if tempered is None else tempered[rows, None],
+                slopes=None if slopes is None else slopes.to(total).view(h, g, 1, 1)[heads],
+                **_noise(inputs, spec.noise, seeds, layer, row, rows, heads, pad),
+            )
+            _accumulate(total[row, heads, pad:], block_of_heads, block)
+    return total
+
+
+def _noise(
+    inputs: AttentionInputs,
+    noise: Noise | None,
+    seeds: Tensor,
+    layer: int,
+    row: int,
+    rows: slice,
+    heads: slice,
+    pad: int,
+) -> dict[str, Tensor]:
+    """The fields of a `HeadBlock` that give its noise; empty for no or constant noise.
+
+    row: the batch row; rows: its query rows; heads: its kv heads; pad: columns of padding on its left.
+    """
+    if noise is None or noise.constant:
+        return {}
+    g = inputs.query.shape[2]
+    of, count, first = seeds[row : row + 1], (heads.stop - heads.start) * g, heads.start * g
+    positions = inputs.positions[row, 0, pad:]
+    if not noise.fresh:
+        per_key = hash_draws(noise.kind, stream_id(of, layer, count, first), positions.expand(1, count, -1))
+        return {"per_key": per_key.view(-1, g, 1, len(positions))}
+    pool_offsets = noise.pool_offsets(of, layer, count, inputs.query_positions[row : row + 1, rows], first)
+    return {
+        "pool_offsets": pool_offsets.view(-1, g, pool_offsets.shape[2]),
+        "draws": pool(noise.kind, pool_offsets.device)[int(positions[0]) :],
+    }
+
+
+def _accumulate(total: Tensor, block_of_heads: HeadBlock, block: int | None) -> None:
+    """Add the column sums of a block of heads to total [H, S], in place; block: query rows per tile."""
+    h, g = block_of_heads.query.shape[:2]
+    tiles = list(block_of_heads.tiles(block))
+    room = total.new_empty(max(h * g * (r.stop - r.start) * (s.stop - s.start) for r, s in tiles))
+    above = torch.ones(*[max(r.stop - r.start for r, _ in tiles)] * 2, dtype=torch.bool).triu(1)
+    for rows, seen in tiles:
+        q, slots = rows.stop - rows.start, seen.stop - seen.start
+        x = _logits(block_of_heads, rows, seen, room[: h * g * q * slots].view(h, g, q, slots))
+        x[..., slots - q :].masked_fill_(above[:q, :q], -torch.inf)
+        window = block_of_heads.params.sliding_window
+        if (
+            window is not None and block_of_heads.num_past + rows.stop > window
+        ):  # only the first q slots are too old for some row
+            own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
+            x[..., :q].masked_fill_(torch.arange(seen.start, seen.start + q) <= own - window, -torch.inf)
+        if block_of_heads.taus is not None:
+            x /= block_of_heads.taus[rows]
+        torch.softmax(x, dim=-1, out=x)
+        weights = block_of_heads.weights[rows].expand(h, g, q).reshape(h, 1, g * q)
+        total[:, seen] += torch.bmm(weights, x.view(h, g * q, slots))[:, 0]
+
+
+def _logits(block_of_heads: HeadBlock, rows: slice, seen: slice, out: Tensor) -> Tensor:
+    """Logits plus noise of the tile (query rows `rows`, slots `seen`), unmasked, written to out [H, G, rows, seen]."""
+    query, keys_t, scale = (
+        block_of_heads.query[:, :, rows],
+        block_of_heads.keys_t[:, :, seen],
+        block_of_heads.params.scale,
+    )
+    product = out.view(out.shape[0], -1, out.shape[3])
+    if block_of_heads.pool_offsets is not None and block_of_heads.draws is not None:
+        runs = block_of_heads.draws[seen.start :].unfold(0, out.shape[3], 1)
+        torch.index_select(
+            runs, 0, block_of_heads.pool_offsets[:, :, rows].flatten(), out=product.view(-1, out.shape[3])
+        )
+    noised = float(block_of_heads.pool_offsets is not None)
+    if query.dtype == out.dtype:
+        torch.baddbmm(product, (query * scale).flatten(1, 2), keys_t, beta=noised, out=product)
+    else:  # half precision: rounded to the model's dtype before it is scaled, as in `AttentionInputs.logits`
+        half = torch.bmm(query.flatten(1, 2), keys_t)
+        torch.add(product if noised else out.new_zeros(()), half.float(), alpha=scale, out=product)
+    if block_of_heads.slopes is not None:
+        key = torch.arange(seen.start, seen.stop)
+        own = torch.arange(block_of_heads.num_past + rows.start, block_of_heads.num_past + rows.stop)[:, None]
+        out.addcmul_(block_of_heads.slopes, (key - own).to(out))
+    if block_of_heads.per_key is not None:
+        out += block_of_heads.per_key[..., seen]
+    return out
+
+
+# Column sums of observed attention, block of query rows by block: what `naive` defines, in O(block * slots) memory.
+#
+# On a CPU long prompts go in tiles (kvexp.core.observe). The numbers are those of `naive` up to float32 rounding:
+# another order of summation, and in tiles the scale of the logits is multiplied into the query.
+
+
+BLOCK_ELEMENTS = 1 << 24  # logits per block: 64 MiB in float32
+
+
+@torch.no_grad()
+def column_sums(
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
+    weights: Tensor,
+    taus: Tensor,
+    seeds: Tensor,
+    layer: int,
+    rows_left: int | None = None,
+    block: int | None = None,
+) -> Tensor:
+    """Column sums [B, H, S] float32, as `naive.column_sums`, in blocks of query rows.
+
+    rows_left: as of `row_weights`. block: query rows per block; None: as many as keep a block's logits under 64 MiB, or
+    in a tile. Whether a prompt goes in tiles on a CPU is decided by its own length, never by the batch it is in.
+    """
+    b, h, g, count, _ = inputs.query.shape
+    slots = inputs.keys.shape[2]
+    if supports(inputs, spec) and (block is not None or h * g * count * slots > MIN_TILED_LOGITS):
+        return tiled_column_sums(inputs, spec, weights, taus, seeds, layer, block)
+    block = block or max(16, BLOCK_ELEMENTS // max(1, b * h * g * slots))
+    total = torch.zeros(b, h, slots, device=inputs.keys.device)
+    for rows in query_blocks(spec, count, block, rows_left):
+        kv_len = inputs.kv_len(rows)
+        seen = observed_probs(inputs, spec, rows, kv_len, taus, seeds, layer)
+        total[..., :kv_len] += weighted_column_sums(seen, weights[:, rows])
+    return total
+
+
+def query_blocks(spec: AttentionScoreSpec, count: int, block: int, rows_left: int | None) -> list[slice]:
+    """Blocks of query rows as slices, oldest first, from the first row of weight above 0 on."""
+    return [slice(a, min(a + block, count)) for a in range(first_weighted_row(spec, count, rows_left), count, block)]
+
+
+def first_weighted_row(spec: AttentionScoreSpec, count: int, rows_left: int | None) -> int:
+    """The first of `count` query rows that weighs more than 0, taking no row for padding (padding is on the left).
+
+    Reads no tensor, so that nothing waits for the device.
+    """
+    start = 0
+    if spec.decay < 1:
+        after = torch.arange(count - 1, -1, -1, dtype=torch.float32)
+        start = int((torch.pow(torch.tensor(spec.decay), after) == 0).sum())
+    if spec.last_rows is not None and rows_left is not None:
+        start = max(start, min(count, count + rows_left - spec.last_rows))
+    return start
+
+
+# One score per position shared by all layers (Keyformer's shared score, SpAtten's accumulation over layers).
+
+
+class CrossLayerScore:
+    """The score of every position, summed over layers: buffer [B, H, positions + 1] float32.
+
+    The last entry is for dead slots; the buffer lies on the first layer's device. In every forward (the whole prompt is
+    one) the layers take their turn from the first to the last: a layer adds its column sums to the buffer and then
+    evicts by what the buffer holds. So it knows the layers below it from this forward, and all layers from earlier
+    ones. The papers do not state an order; this one is our choice.
+    """
+
+    def __init__(self, sequence: SequenceState) -> None:
+        self.sequence = sequence
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all scores to 0."""
+        self.buffer: Tensor | None = None
+        self._decayed_at = -1
+
+    def update(self, positions: Tensor, sums: Tensor, factor: Tensor | None) -> Tensor:
+        """Add a layer's sums [B, H, S] of the slots at positions [B, H, S]; return the slots' shared scores [B, H, S].
+
+        factor [B, 1, 1]: decay, applied once per forward; None: no decay.
+        """
+        buffer = self._room(sums)
+        if self._decayed_at != self.sequence.seq_len:
+            self._decayed_at = self.sequence.seq_len
+            if factor is not None:
+                buffer *= factor.to(buffer.device)
+        trash = buffer.shape[-1] - 1
+        index = torch.where(positions < 0, trash, positions).to(buffer.device)
+        buffer.scatter_add_(-1, index, sums.to(buffer.device))
+        buffer[..., trash] = 0
+        return buffer.gather(-1, index).to(sums.device)
+
+    def _room(self, sums: Tensor) -> Tensor:
+        """The buffer, grown to the sequence's length."""
+        need = self.sequence.seq_len + 1
+        if self.buffer is None or self.buffer.shape[-1] < need:
+            device = sums.device if self.buffer is None else self.buffer.device
+            grown = torch.zeros(*sums.shape[:2], need + 64, device=device)
+            if self.buffer is not None:
+                grown[..., : self.buffer.shape[-1]] = self.buffer
+            self.buffer = grown
+        return self.buffer
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+        if self.buffer is not None:
+            self.buffer = self.buffer.index_select(0, rows.to(self.buffer.device))
+
+
+# Accumulation of a layer's scores: column sums of a forward, pooled over rows and heads, added to the old scores.
+
+
+# Column sums of a prompt by (sums_key, observe, block), so that caches sharing the prefill share them too.
+PromptSums = dict[tuple[AttentionScoreSpec, str, int | None], Tensor]
+
+
+def shared_column_sums(
+    config: CacheConfig,
+    spec: AttentionScoreSpec,
+    inputs: AttentionInputs,
+    probabilities: Tensor | None,
+    sequence: SequenceState,
+    layer: int,
+    seen: PromptSums,
+) -> Tensor:
+    """As `forward_column_sums`, of a prompt only where `seen` lacks them, to which they are then added."""
+    if not sequence.in_prompt:
+        return forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
+    key = (spec.sums_key, config.observe, config.block)
+    if key not in seen:
+        seen[key] = forward_column_sums(config, spec, inputs, probabilities, sequence, layer)
+    return seen[key]
+
+
+def forward_column_sums(
+    config: CacheConfig,
+    spec: AttentionScoreSpec,
+    inputs: AttentionInputs,
+    probabilities: Tensor | None,
+    sequence: SequenceState,
+    layer: int,
+) -> Tensor:
+    """Column sums [B, H, S] float32 of one forward's query rows.
+
+    probabilities [B, H, G, Q, S]: attention of a decode step, if at hand; None: computed as config.observe says.
+    """
+    rows_left = bounded_prefill.rows_to_chunk_end(config, sequence)
+    weights = row_weights(spec, inputs.query_positions, rows_left)
+    if probabilities is not None and spec.is_plain:
+        return weighted_column_sums(probabilities, weights)
+    taus = spec.taus(sequence.query_steps, sequence.max_new_tokens, weights.device)
+    seeds = sequence.seeds.to(weights.device)
+    return column_sums_by(config.observe, inputs, spec, weights, taus, seeds, layer, rows_left, config.block)
+
+
+def column_sums_by(
+    how: str,
+    inputs: AttentionInputs,
+    spec: AttentionScoreSpec,
+    weights: Tensor,
+    taus: Tensor,
+    seeds: Tensor,
+    layer: int,
+    rows_left: int | None,
+    block: int | None,
+) -> Tensor:
+    """Column sums [B, H, S] float32, computed as `how` says: naive, blocked or triton.
+
+    The Triton kernels observe prompts only; decode rows are few and are observed in blocks. Arguments as of
+    `naive.column_sums`; rows_left as of `naive.row_weights`; block: query rows per block.
+    """
+    if how == "naive":
+        return naive_column_sums(inputs, spec, weights, taus, seeds, layer)
+    if how == "triton" and rows_left is not None:
+        first = first_weighted_row(spec, inputs.query.shape[3], rows_left)
+        return triton_observe.triton_column_sums(inputs, spec, weights, taus, seeds, layer, first)
+    return column_sums(inputs, spec, weights, taus, seeds, layer, rows_left, block)
+
+
+def pool_sums(spec: AttentionScoreSpec, sums: Tensor, sequence: SequenceState) -> Tensor:
+    """Column sums [B, H, S] added up over the heads and the batch rows that share a score; same shape."""
+    b, h, s = sums.shape
+    if spec.pool_heads:
+        sums = sums.sum(1, keepdim=True).expand(b, h, s)
+    group = {"per_beam": 1, "per_sample": sequence.num_beams, "sum_all": b}[spec.batch]
+    if group > 1:
+        spec.check_lengths(sequence.prompt_lengths)
+        sums = sums.view(b // group, group, h, s).sum(1, keepdim=True).expand(-1, group, -1, -1)
+        sums = sums.reshape(b, h, s)
+    return sums
+
+
+def add_to_score(
+    slots: Slots,
+    spec: AttentionScoreSpec,
+    sums: Tensor,
+    query_positions: Tensor,
+    sequence: SequenceState,
+    shared: CrossLayerScore | None,
+) -> None:
+    """Decay the slots' scores and add sums [B, H, S], in place.
+
+    query_positions [B, Q]: position ids of the rows observed, -1 for padding: real rows decide how often to decay.
+    shared: one score for all layers, to which the sums are added and from which the slots' scores are read; None: none.
+    """
+    score = slots.score[:, :, : slots.length]
+    factor: Tensor | None = None
+    if spec.decay < 1:
+        new = (query_positions >= 0).sum(1).float()
+        factor = torch.pow(torch.full((), spec.decay, device=new.device), new)[:, None, None]
+    if shared is None or sequence.in_prompt:
+        result = sums + (score if factor is None else score.masked_fill(score == -torch.inf, 0) * factor)
+        sums = result
+    if shared is not None and (not sequence.in_prompt or sequence.prompt_complete):
+        # A prompt is added whole, at its end: else the chunks it came in would decide what a layer can know.
+        result = shared.update(slots.positions[:, :, : slots.length], sums, None if sequence.in_prompt else factor)
+    # In mask mode -inf marks an evicted slot and must survive decay and addition.
+    score.copy_(result if slots.visible is None else torch.where(score == -torch.inf, score, result))

@@ -1,0 +1,717 @@
+"""Slots stored in few bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvexp.core.slots import GROWTH, INT64_MAX, Slots
+from kvexp.util import ConfigError
+
+# How keys and values are stored in few bits: the setting, and the arithmetic of codes, scales and packing.
+#
+# The formula is KIVI's (arXiv:2402.02750, section 3): a group of numbers x is stored as codes of `bits` bits,
+# q = round((x - zero) / scale), with zero = min(x) and scale = (max(x) - min(x)) / (2^bits - 1); attention reads
+# q * scale + zero. Symmetric groups have no zero: scale = max|x| / (2^(bits - 1) - 1), codes from -(2^(bits - 1) - 1)
+# to that number.
+
+
+Axis = Literal["channel", "token"]
+BITS = (16, 8, 4, 2)
+FULL_BITS = 16  # not quantised: the model's dtype, which the axis of bytes counts as 16 bits
+PARAMETER = torch.float16  # of scales and zeros
+SUPPORTED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # dtypes of keys and values
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the slots of all layers are quantised.
+
+    key_bits, value_bits: 8, 4 or 2, or 16 for one of the two that is not quantised.
+    key_axis, value_axis: what shares a scale: `channel`, one channel of `group` tokens that follow one another among
+        the tokens the kv head still holds (KIVI's keys), or `token`, `group` neighbouring channels of one token (KIVI's
+        values).
+    group: numbers per scale. With the axis `token` it must divide the head's dimension.
+    residual: the newest tokens that stay in full precision. A token is quantised once, at the end of the forward in
+        which it leaves this window; of a `channel` group, once the window has passed the last of its tokens.
+    symmetric: codes around 0 without a zero point; else affine.
+
+    ConfigError for values outside these.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    key_axis: Axis = "channel"
+    value_axis: Axis = "token"
+    group: int = 32
+    residual: int = 32
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            if isinstance(getattr(self, name), bool) or getattr(self, name) not in BITS:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, BITS))}, got {getattr(self, name)!r}")
+        if self.key_bits == self.value_bits == FULL_BITS:
+            raise ConfigError("key_bits=16 and value_bits=16 quantise nothing: give quantization=None")
+        for name in ("key_axis", "value_axis"):
+            if getattr(self, name) not in get_args(Axis):
+                allowed = ", ".join(get_args(Axis))
+                raise ConfigError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        for name, least in (("group", 1), ("residual", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if not isinstance(self.symmetric, bool):
+            raise ConfigError(f"symmetric must be True or False, got {self.symmetric!r}")
+
+    @property
+    def keys(self) -> Codec | None:
+        """How keys are stored; None: not quantised."""
+        return self._codec(self.key_bits, self.key_axis)
+
+    @property
+    def values(self) -> Codec | None:
+        """How values are stored; None: not quantised."""
+        return self._codec(self.value_bits, self.value_axis)
+
+    def _codec(self, bits: int, axis: Axis) -> Codec | None:
+        return None if bits == FULL_BITS else Codec(bits, axis, self.group, self.residual, self.symmetric)
+
+    def check_head(self, key_dim: int, value_dim: int) -> None:
+        """ConfigError where groups of channels do not divide a head of these dimensions."""
+        for name, codec, width in (("key", self.keys, key_dim), ("value", self.values, value_dim)):
+            if codec is not None and codec.axis == "token" and width % codec.group:
+                fitting = [str(n) for n in range(2, width + 1) if width % n == 0]
+                raise ConfigError(
+                    f"group={codec.group} does not divide the {width} channels of a {name} head, and {name}_axis=token "
+                    f"takes its groups along them: set group={' or '.join(fitting)}"
+                )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """ConfigError for a dtype of keys and values that cannot be quantised."""
+        if dtype not in SUPPORTED:
+            names = ", ".join(str(one).removeprefix("torch.") for one in SUPPORTED[:3])
+            raise ConfigError(f"keys and values of {dtype} cannot be quantised; a model's dtype may be {names}")
+
+    def label(self) -> str:
+        """In a few letters, as in k4v2: bits of keys and of values."""
+        return f"k{self.key_bits}v{self.value_bits}"
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How the keys or the values of a layer are stored: fields as of `Quantization`."""
+
+    bits: int
+    axis: Axis
+    group: int
+    residual: int
+    symmetric: bool
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that a group stores beside its codes: a scale, and a zero where it is not symmetric."""
+        return 1 if self.symmetric else 2
+
+    @property
+    def unquantized(self) -> int:
+        """At most so many tokens of a kv head are in full precision after a forward."""
+        return self.residual + (self.group - 1 if self.axis == "channel" else 0)
+
+    def code_bytes(self, width: int) -> int:
+        """Bytes of the codes of `width` channels of one token."""
+        return -(-width * self.bits // 8)
+
+    def fit(self, x: Tensor, dim: int) -> Tensor:
+        """Scale, and zero, of groups that lie along dimension `dim` of x: stacked at `dim`, in PARAMETER.
+
+        Numbers beyond the range of float16 are taken as its ends.
+        """
+        if self.symmetric:
+            made = [x.abs().amax(dim) / self._half]
+        else:
+            least, largest = x.amin(dim), x.amax(dim)
+            made = [(largest - least) / self._levels, least]
+        end = torch.finfo(PARAMETER).max
+        return torch.stack(made, dim).clamp(-end, end).to(PARAMETER)
+
+    def encode(self, x: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """Codes of x as uint8, one per number; scale and zero (None: symmetric) in x's dtype, broadcast to x."""
+        step = torch.where(scale == 0, 1, scale)
+        if zero is None:
+            return ((x / step).round().clamp(-self._half, self._half) + self._half).to(torch.uint8)
+        return ((x - zero) / step).round().clamp(0, self._levels).to(torch.uint8)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The numbers that codes stand for, in the dtype of scale; scale and zero broadcast to codes.
+
+        out: written to and returned, in place of a new tensor.
+        """
+        numbers = codes.to(scale.dtype)
+        if zero is None:
+            return torch.mul(numbers.sub_(self._half), scale, out=out)
+        return torch.mul(numbers, scale, out=out).add_(zero)
+
+    @property
+    def _levels(self) -> int:
+        return (1 << self.bits) - 1
+
+    @property
+    def _half(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., n] uint8 of `bits` bits as bytes [..., ceil(n * bits / 8)], the first code in the lowest bits."""
+    if bits == 8:
+        return codes
+    per = 8 // bits
+    codes = pad(codes, (0, -codes.shape[-1] % per)).unflatten(-1, (-1, per))
+    packed = codes[..., 0].clone()
+    for place in range(1, per):
+        packed |= codes[..., place] << (bits * place)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
+    """The codes [..., width] uint8 that `pack` put into bytes."""
+    if bits == 8:
+        return packed
+    mask = (1 << bits) - 1
+    parts = [(packed >> (bits * place)) & mask for place in range(8 // bits)]
+    return torch.stack(parts, dim=-1).flatten(-2)[..., :width]
+
+
+# The keys, or the values, of one layer's slots, stored by slot: as they are, or as codes with a window of new tokens.
+#
+# Three kinds: `PlainStates` (not quantised), `TokenStates` (scales belong to one token) and `ChannelStates` (scales
+# belong to a group of tokens). A slot is addressed by its index in the layer's `Slots`, whose position ids say which
+# token it holds. All tensors begin with [B, H]; W is the number of places for tokens in full precision.
+
+
+class PlainStates:
+    """Unquantised states [B, H, C, D] by slot, and what quantised states share with them.
+
+    BY_SLOT: names of tensors [B, H, C, n], which move when a slot moves; BY_HEAD: names of tensors [B, H, n, *].
+    """
+
+    BY_SLOT: ClassVar[tuple[str, ...]] = ("data",)
+    BY_HEAD: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+        self._shared = False  # whether a copy reads the same tensors
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: getattr(self, name) for name in (*self.BY_SLOT, *self.BY_HEAD)}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: room to grow, scales and group starts included."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def dense(self, positions: Tensor) -> Tensor:
+        """The states [B, H, C, D] that attention reads, in the model's dtype; positions [B, H, C]: of the slots."""
+        return self.data
+
+    def add(self, slots: Tensor, states: Tensor) -> None:
+        """Store new tokens' states [B, H, Q, D] in the slots with indices [B, H, Q]."""
+        self.own()
+        self.data.scatter_(2, slots[..., None].expand_as(states), states)
+
+    def settle(self, positions: Tensor, newest: Tensor) -> None:
+        """After a forward and its eviction: quantise what has left the window.
+
+        positions [B, H, C]: of the slots, -1 for dead ones; newest [B]: position id of each row's newest token.
+        """
+
+    def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
+        """As `Slots.gather`."""
+        for name in self.BY_SLOT:
+            old = getattr(self, name)
+            new = old.new_zeros(*index.shape[:2], index.shape[2] + reserve, *old.shape[3:])
+            new[:, :, : index.shape[2]] = old.gather(2, index[..., None].expand(-1, -1, -1, old.shape[-1]))
+            setattr(self, name, new)
+        self._shared = False
+
+    def grow(self, capacity: int) -> None:
+        """Make room for `capacity` slots."""
+        for name in self.BY_SLOT:
+            old = getattr(self, name)
+            new = old.new_zeros(*old.shape[:2], capacity, *old.shape[3:])
+            new[:, :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def own(self) -> None:
+        """Copy what is shared with a copy of these states, before something is overwritten."""
+        if self._shared:
+            for name, tensor in self.tensors.items():
+                setattr(self, name, tensor.clone(memory_format=torch.contiguous_format))
+            self._shared = False
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder batch rows: rows [n] are indices of the old rows."""
+        for name, tensor in self.tensors.items():
+            setattr(self, name, tensor.index_select(0, rows))
+        self._shared = False
+
+    def index_rows(self, rows: Tensor) -> PlainStates:
+        """A copy of the batch rows `rows` [n]; where they lie side by side, or are one, the tensors are shared."""
+        other = self._without_tensors()
+        chosen = rows.tolist()
+        first = chosen[0] if chosen else 0
+        side_by_side = chosen == list(range(first, first + len(chosen)))
+        for name, tensor in self.tensors.items():
+            if side_by_side:
+                taken = tensor[first : first + len(chosen)]
+            elif chosen == [first] * len(chosen):
+                taken = tensor[first : first + 1].expand(len(chosen), *tensor.shape[1:])
+            else:
+                setattr(other, name, tensor.index_select(0, rows.to(tensor.device)))
+                continue
+            setattr(other, name, taken)
+            self._shared = other._shared = True
+        return other
+
+    def _without_tensors(self) -> PlainStates:
+        """An object with the same settings, whose tensors are still to be set."""
+        other = object.__new__(type(self))
+        other.__dict__ = {name: kept for name, kept in self.__dict__.items() if name not in self.tensors}
+        other._shared = False
+        return other
+
+
+class TokenStates(PlainStates):
+    """States whose scales belong to groups of neighbouring channels of one token, and lie in the token's slot.
+
+    codes [B, H, C, bytes] uint8; parameters [B, H, C, m * D / group] float16: scales, then zeros. full [B, H, W, D]:
+    tokens in full precision; slot_of [B, H, W] int64: their slots, -1 for a free place.
+    """
+
+    BY_SLOT: ClassVar[tuple[str, ...]] = ("codes", "parameters")
+    BY_HEAD: ClassVar[tuple[str, ...]] = ("full", "slot_of")
+
+    def __init__(self, codec: Codec, states: Tensor, positions: Tensor, newest: Tensor) -> None:
+        """Take over the states [B, H, C, D] of a prompt, all in full precision, and quantise what is due."""
+        b, h, c, width = states.shape
+        self.codec, self.width, self._shared = codec, width, False
+        self.codes = states.new_zeros(b, h, c, codec.code_bytes(width), dtype=torch.uint8)
+        self._make_parameters(states)
+        self.full = states
+        self.slot_of = torch.arange(c, device=states.device).expand(b, h, c).masked_fill(positions < 0, -1)
+        self.settle(positions, newest)
+        if self.full is states:  # all fit into the window
+            self.full = states.clone(memory_format=torch.contiguous_format)
+
+    def _make_parameters(self, states: Tensor) -> None:
+        """Make the tensors of scales, empty."""
+        b, h, c, width = states.shape
+        count = self.codec.parameters * (width // self.codec.group)
+        self.parameters = states.new_zeros(b, h, c, count, dtype=torch.float16)
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """What scales and codes are computed in: float32, for float64 states float64."""
+        return torch.promote_types(self.full.dtype, torch.float32)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def dense(self, positions: Tensor) -> Tensor:
+        b, h, c = positions.shape
+        dense = self.full.new_empty(b, h, c + 1, self.width)  # one slot more, for free places
+        same = self.full.dtype == self._compute_dtype
+        made = dense[:, :, :c] if same else dense.new_empty(b, h, c, self.width, dtype=self._compute_dtype)
+        self._decode(positions, made)
+        if not same:
+            dense[:, :, :c] = made
+        index = self._slots_or(c)[..., None].expand(-1, -1, -1, self.width)
+        return dense.scatter_(2, index, self.full)[:, :, :c]
+
+    def _decode(self, positions: Tensor, out: Tensor) -> None:
+        """Write what the codes stand for to out [B, H, C, D]; anything in slots whose token is in full precision."""
+        codec = self.codec
+        codes = unpack(self.codes, codec.bits, self.width).unflatten(-1, (-1, codec.group))
+        scale, zero = self._split(self.parameters.to(self._compute_dtype)[..., None])
+        codec.decode(codes, scale, zero, out=out.unflatten(-1, (-1, codec.group)))
+
+    def _split(self, parameters: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros (None: symmetric) of parameters [B, H, n, m * count, 1]."""
+        if self.codec.symmetric:
+            return parameters, None
+        scale, zero = parameters.chunk(2, dim=3)
+        return scale, zero
+
+    def _slots_or(self, other: int) -> Tensor:
+        """Slots [B, H, W] of the places in full precision, `other` for free ones."""
+        return torch.where(self.slot_of < 0, other, self.slot_of)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def add(self, slots: Tensor, states: Tensor) -> None:
+        self.own()
+        count = slots.shape[-1]
+        most = min(self.codec.unquantized + count, self.codes.shape[2])
+        self._resize(max(self.full.shape[2], most))
+        free = (self.slot_of < 0).to(torch.int8)
+        places = free.argmax(-1, keepdim=True) if count == 1 else _first_of(free)[..., :count]
+        self.slot_of.scatter_(2, places, slots)
+        self.full.scatter_(2, places[..., None].expand_as(states), states)
+
+    def _resize(self, capacity: int) -> None:
+        """Have `capacity` places for tokens in full precision, which are no fewer than are in use."""
+        b, h, width, d = self.full.shape
+        if capacity == width:
+            return
+        order = _first_of((self.slot_of >= 0).to(torch.int8))[..., :capacity]
+        full, slot_of = self.full.new_zeros(b, h, capacity, d), self.slot_of.new_full((b, h, capacity), -1)
+        full[:, :, : order.shape[-1]] = self.full.gather(2, order[..., None].expand(-1, -1, -1, d))
+        slot_of[:, :, : order.shape[-1]] = self.slot_of.gather(2, order)
+        self.full, self.slot_of = full, slot_of
+
+    def settle(self, positions: Tensor, newest: Tensor) -> None:
+        self.own()
+        c = positions.shape[2]
+        held = positions.gather(2, self.slot_of.clamp(min=0)).masked_fill(self.slot_of < 0, -1)
+        self.slot_of = self.slot_of.masked_fill(held < 0, -1)  # evicted: its place is free
+        self._quantize(held, positions, (newest - self.codec.residual)[:, None, None])
+        self._resize(min(self.codec.unquantized + 1, c))
+
+    def _quantize(self, held: Tensor, positions: Tensor, edge: Tensor) -> None:
+        """Quantise the tokens behind the window.
+
+        held [B, H, W]: position ids of the places in full precision, -1 for free ones; positions [B, H, C]: of the
+        slots; edge [B, 1, 1]: the newest position id behind the window.
+        """
+        row, head, place = ((held >= 0) & (held <= edge)).nonzero(as_tuple=True)
+        x = self.full[row, head, place].to(self._compute_dtype).unflatten(-1, (-1, self.codec.group))
+        parameters = self.codec.fit(x, -1)  # [n, D / group, m]
+        scale, *zero = parameters.to(x.dtype).unbind(-1)
+        codes = self.codec.encode(x, scale[..., None], zero[0][..., None] if zero else None).flatten(-2)
+        slots = self.slot_of[row, head, place]
+        self.codes[row, head, slots] = pack(codes, self.codec.bits)
+        self.parameters[row, head, slots] = parameters.transpose(-1, -2).flatten(-2)
+        self.slot_of[row, head, place] = -1
+
+    def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
+        self.own()
+        c, n = self.codes.shape[2], index.shape[2]
+        super().gather(index, keep, reserve)
+        moved = self.slot_of.new_full((*index.shape[:2], c + 1), -1)
+        moved.scatter_(2, torch.where(keep, index, c), torch.arange(n, device=index.device).expand_as(index))
+        moved[..., c] = -1
+        self.slot_of = moved.gather(2, self._slots_or(c))
+
+
+class ChannelStates(TokenStates):
+    """States whose scales belong to one channel of a group of tokens.
+
+    A kv head's group is the `group` oldest tokens that it still holds in full precision, once all have left the window.
+    Groups are in order of arrival, so that a token's group is the last one that starts at or before its position:
+    nothing is stored by slot but codes, and slots may move. parameters [B, H, P, m * D] float16: of P groups; start
+    [B, H, P] int64, ascending: the first position of each group, INT64_MAX for a group that is none. A group goes when
+    none of its tokens is left, at the next time that one is made.
+    """
+
+    BY_SLOT: ClassVar[tuple[str, ...]] = ("codes",)
+    BY_HEAD: ClassVar[tuple[str, ...]] = ("full", "slot_of", "parameters", "start")
+
+    def _make_parameters(self, states: Tensor) -> None:
+        b, h, c, width = states.shape
+        self.parameters = states.new_zeros(b, h, 0, self.codec.parameters * width, dtype=torch.float16)
+        self.start = torch.zeros(b, h, 0, dtype=torch.int64, device=states.device)
+        self._most_pending = c  # at least the tokens of any kv head that wait for their group to be full
+
+    def add(self, slots: Tensor, states: Tensor) -> None:
+        super().add(slots, states)
+        self._most_pending += slots.shape[-1]
+
+    def _decode(self, positions: Tensor, out: Tensor) -> None:
+        b, h, groups = self.start.shape
+        if not groups:
+            out.zero_()
+            return
+        index = self._group_of(positions) + groups * torch.arange(b * h, device=positions.device).view(b, h, 1)
+        rows = self.parameters.to(self._compute_dtype).flatten(0, 2)
+        found = rows.index_select(0, index.flatten()).view(*positions.shape, -1)
+        codes = unpack(self.codes, self.codec.bits, self.width)
+        scale, zero = self._split(found)
+        self.codec.decode(codes, scale, zero, out=out)
+
+    def _group_of(self, positions: Tensor) -> Tensor:
+        """Index [B, H, C] of the group that a quantised token at these positions belongs to."""
+        return torch.searchsorted(self.start.contiguous(), positions, right=True).sub_(1).clamp_(min=0)
+
+    def _quantize(self, held: Tensor, positions: Tensor, edge: Tensor) -> None:
+        size = self.codec.group
+        if self._most_pending < size:  # known without asking the device
+            return
+        pending = (held >= 0) & (held <= edge)
+        count = pending.sum(-1, keepdim=True)
+        full_groups = count // size
+        self._most_pending, most = (int(x) for x in torch.stack([(count % size).max(), full_groups.max()]).tolist())
+        if not most:
+            return
+        order = held.masked_fill(~pending, INT64_MAX).argsort(dim=-1, stable=True)[..., : most * size]
+        taken = torch.arange(most * size, device=held.device) < full_groups * size
+        x = self.full.gather(2, order[..., None].expand(-1, -1, -1, self.width))
+        x = x.to(self._compute_dtype).unflatten(2, (most, size))
+        parameters = self.codec.fit(x, 3)  # [B, H, groups, m, D]
+        scale, *zero = parameters.to(x.dtype).unsqueeze(3).unbind(4)
+        codes = pack(self.codec.encode(x, scale, zero[0] if zero else None).flatten(2, 3), self.codec.bits)
+        row, head, place = taken.nonzero(as_tuple=True)
+        self.codes[row, head, self.slot_of.gather(2, order)[row, head, place]] = codes[row, head, place]
+        self.slot_of[row, head, order[row, head, place]] = -1
+        start = held.gather(2, order).masked_fill(~taken, INT64_MAX)[..., ::size]
+        self._add_groups(start, parameters.flatten(3), positions)
+
+    def _add_groups(self, start: Tensor, parameters: Tensor, positions: Tensor) -> None:
+        """Add groups start [B, H, n], parameters [B, H, n, m * D] to the table, and drop those without a token left."""
+        start = torch.cat([self.start, start], dim=2)
+        parameters = torch.cat([self.parameters, parameters], dim=2)
+        self.start, order = start.sort(dim=-1, stable=True)
+        c = positions.shape[2]
+        waiting = torch.zeros(*positions.shape[:2], c + 1, dtype=torch.bool, device=positions.device)
+        waiting.scatter_(2, self._slots_or(c), True)
+        quantized = (positions >= 0) & ~waiting[..., :c]
+        tokens = torch.zeros_like(self.start).scatter_add_(2, self._group_of(positions), quantized.to(torch.int64))
+        self.start, again = self.start.masked_fill(tokens == 0, INT64_MAX).sort(dim=-1, stable=True)
+        left = int((self.start < INT64_MAX).sum(-1).max())
+        self.start = self.start[..., :left].contiguous()
+        order = order.gather(2, again)[..., :left]
+        self.parameters = parameters.gather(2, order[..., None].expand(-1, -1, -1, parameters.shape[-1]))
+
+
+def states_of(codec: Codec | None, states: Tensor, positions: Tensor, newest: Tensor) -> PlainStates:
+    """Store the states [B, H, C, D] of a prompt as a codec says; None: as they are, in a tensor of their own.
+
+    positions [B, H, C], newest [B]: as of `PlainStates.settle`.
+    """
+    if codec is None:
+        return PlainStates(states.clone(memory_format=torch.contiguous_format))
+    kind = ChannelStates if codec.axis == "channel" else TokenStates
+    return kind(codec, states, positions, newest)
+
+
+def _first_of(flags: Tensor) -> Tensor:
+    """Indices [B, H, W] that put the places with a flag of 1 [B, H, W] first, in their order."""
+    return flags.argsort(dim=-1, descending=True, stable=True)
+
+
+# Bytes of a kv head's slots, from a configuration alone: what buffers of `Slots` and `QuantizedSlots` then hold.
+
+
+INDEX_BYTES = 8  # of a slot's number or a group's first position, which are int64
+HALF_BYTES = 2  # of a number on the axis of bytes, where it is not quantised: 16 bits, whatever dtype ran
+
+
+def bytes_at_16(*tensors: Tensor) -> int:
+    """Bytes of tensors whose floating-point numbers count as 16 bits each, whatever their dtype; others as they are."""
+    return sum(
+        tensor.numel()
+        * (min(HALF_BYTES, tensor.element_size()) if tensor.is_floating_point() else tensor.element_size())
+        for tensor in tensors
+    )
+
+
+@dataclass(frozen=True)
+class SlotBytes:
+    """Bytes of the slots of one kv head.
+
+    key_dim, value_dim: channels D and Dv of a head; quantization: None for slots as the model makes them; itemsize:
+    bytes of a number that is not quantised.
+    """
+
+    key_dim: int
+    value_dim: int
+    quantization: Quantization | None = None
+    itemsize: int = HALF_BYTES
+
+    def of(self, slots: int) -> int:
+        """Bytes of so many slots, all of which hold a token; it never falls as slots grow."""
+        how = self.quantization
+        sides = ((how.keys, self.key_dim), (how.values, self.value_dim)) if how is not None else ()
+        if how is None:
+            return slots * (self.key_dim + self.value_dim) * self.itemsize
+        return sum(self._of_side(codec, width, slots) for codec, width in sides)
+
+    def _of_side(self, codec: Codec | None, width: int, slots: int) -> int:
+        """Of keys, or of values, with `width` channels."""
+        if codec is None:
+            return slots * width * self.itemsize
+        places = min(codec.unquantized + 1, slots) * (width * self.itemsize + INDEX_BYTES)
+        parameter = codec.parameters * PARAMETER.itemsize
+        if codec.axis == "token":
+            scales = slots * parameter * (width // codec.group)
+        else:
+            groups = max(0, slots - codec.residual) // codec.group
+            scales = groups * (parameter * width + INDEX_BYTES)
+        return slots * codec.code_bytes(width) + places + scales
+
+    def most_slots(self, limit: float) -> int:
+        """The largest number of slots whose bytes are at most `limit`; 0 where one slot takes more."""
+        low, high = 0, 1
+        while self.of(high) <= limit:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.of(middle) <= limit else (low, middle)
+        return low
+
+
+# Slots whose keys and values are quantised, but for a window of the newest tokens.
+
+
+class QuantizedSlots(Slots):
+    """The slots of one layer after its prompt, with keys and values as a `Quantization` says.
+
+    positions, score and length are those of `Slots`. `keys` and `values` are what attention reads: made anew from codes
+    for every forward, dropped when it ends, and counted at the peak. Each forward ends with `settle`.
+    """
+
+    def __init__(self, positions: Tensor, score: Tensor, length: int, keys: PlainStates, values: PlainStates) -> None:
+        self.positions, self.score, self.visible = positions, score, None
+        self.key_states, self.value_states = keys, values
+        self.length = length
+        self.same_order = False
+        self._borrowed = self._shared = False
+        self._peak_bytes = 0
+        self._dense: dict[str, Tensor] = {}
+
+    @classmethod
+    def of_prompt(cls, slots: Slots, quantization: Quantization, newest: Tensor) -> QuantizedSlots:
+        """The slots of a prompt that has ended and was evicted, quantised; newest [B]: position id of the last token.
+
+        The given slots are used up. ConfigError for heads or a dtype that cannot be quantised so.
+        """
+        quantization.check_head(slots.keys.shape[-1], slots.values.shape[-1])
+        quantization.check_dtype(slots.keys.dtype)
+        positions = slots.positions
+        made = cls(
+            positions,
+            slots.score,
+            slots.length,
+            states_of(quantization.keys, slots.keys, positions, newest),
+            states_of(quantization.values, slots.values, positions, newest),
+        )
+        made.same_order = slots.same_order
+        made._peak_bytes = max(slots.take_peak_bytes(), slots.kv_bytes + made.kv_bytes)
+        return made
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """Keys [B, H, C, D] as attention reads them, of dead slots anything finite; not to be written to."""
+        return self._read("keys", self.key_states)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """Values [B, H, C, Dv] as attention reads them, of dead slots anything finite; not to be written to."""
+        return self._read("values", self.value_states)
+
+    def _read(self, name: str, states: PlainStates) -> Tensor:
+        if type(states) is PlainStates:
+            return states.data
+        if name not in self._dense:
+            self._dense[name] = states.dense(self.positions)
+            made = sum(dense.nbytes for dense in self._dense.values())
+            self._peak_bytes = max(self._peak_bytes, self.kv_bytes + made)
+        return self._dense[name]
+
+    @property
+    def _states(self) -> tuple[PlainStates, PlainStates]:
+        return self.key_states, self.value_states
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of codes, scales and zeros, group starts, tokens in full precision and their slots; room included."""
+        return self.key_states.nbytes + self.value_states.nbytes
+
+    @property
+    def bytes_at_16(self) -> int:
+        """`kv_bytes` with numbers in full precision as 16 bits each, whatever their dtype."""
+        return sum(bytes_at_16(*states.tensors.values()) for states in self._states)
+
+    def settle(self, newest: Tensor) -> None:
+        """End a forward, after its eviction: quantise what has left the window. newest [B]: as of `of_prompt`."""
+        self._dense = {}
+        for states in self._states:
+            states.settle(self.positions, newest)
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, score: Tensor, reserve: int = 0) -> None:
+        """As `Slots.append`."""
+        b, h, count = keys.shape[:3]
+        if self.length + count > self.positions.shape[2]:
+            self._grow(count + (max(reserve - self.length - count, 0) if reserve else GROWTH))
+        new = slice(self.length, self.length + count)
+        self.positions[:, :, new], self.score[:, :, new] = positions[:, None], score
+        self.write(torch.arange(new.start, new.stop, device=keys.device).expand(b, h, count), keys, values)
+        self.length += count
+
+    def _grow(self, by: int) -> None:
+        capacity = self.length + by
+        for name, dead in (("positions", -1), ("score", 0)):
+            old = getattr(self, name)
+            new = old.new_full((*old.shape[:2], capacity), dead)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+        held = self.kv_bytes
+        for states in self._states:
+            states.grow(capacity)
+        self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
+
+    def own(self) -> None:
+        """As `Slots.own`."""
+        for states in self._states:
+            states.own()
+
+    def write(self, index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store tokens in the slots index [B, H, Q], in full precision: keys [B, H, Q, D], values [B, H, Q, Dv]."""
+        self._dense = {}
+        self.key_states.add(index, keys)
+        self.value_states.add(index, values)
+
+    def gather(self, index: Tensor, keep: Tensor, reserve: int) -> None:
+        """As `Slots.gather`."""
+        b, h, n = index.shape
+        self._dense, held = {}, self.kv_bytes
+        for name, dead in (("positions", -1), ("score", 0)):
+            old = getattr(self, name)
+            new = old.new_full((b, h, n + reserve), dead)
+            new[:, :, :n] = old.gather(2, index)
+            setattr(self, name, new)
+        self.positions[:, :, :n].masked_fill_(~keep, -1)
+        for states in self._states:
+            states.gather(index, keep, reserve)
+        self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
+        self.length, self.same_order = n + reserve, False
+
+    def select_rows(self, rows: Tensor) -> None:
+        """As `Slots.select_rows`."""
+        rows = rows.to(self.positions.device)
+        self._dense, held = {}, self.kv_bytes
+        self.positions, self.score = self.positions.index_select(0, rows), self.score.index_select(0, rows)
+        for states in self._states:
+            states.select_rows(rows)
+        self._peak_bytes = max(self._peak_bytes, held + self.kv_bytes)
+
+    def index_rows(self, rows: Tensor) -> QuantizedSlots:
+        """As `Slots.index_rows`, room to grow included; codes are shared until one of both sides takes a token."""
+        there = rows.to(self.positions.device)
+        keys, values = (states.index_rows(rows) for states in self._states)
+        positions, score = self.positions.index_select(0, there), self.score.index_select(0, there)
+        other = QuantizedSlots(positions, score, self.length, keys, values)
+        other.same_order = self.same_order
+        return other
+
+
+def settled(slots: Slots, quantization: Quantization, newest: Tensor) -> QuantizedSlots:
+    """The slots after a forward and its eviction, quantised; newest [B]: position id of each row's newest token."""
+    if isinstance(slots, QuantizedSlots):
+        slots.settle(newest)
+        return slots
+    return QuantizedSlots.of_prompt(slots, quantization, newest)

@@ -1,0 +1,216 @@
+"""What can be diagnosed, and what stands against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from kvexp.core import EvictionLayer
+from kvexp.diagnose.case import Case, cases, short_title
+from kvexp.diagnose.log import EvictionRecord, watch
+from kvexp.diagnose.twin import twin
+from kvexp.generate import Generation, receipts
+from kvexp.hf.cache import texts_of
+from kvexp.retrieval.layer import RetrievalLayer
+from kvexp.run.batches import Row, settings_at, waiting_notice
+from kvexp.run.evictions import EVICTIONS, TWIN, ExampleLog, has, write_example_log, write_table
+from kvexp.run.model_spec import moving_rope
+from kvexp.run.settings import Settings
+from kvexp.run.store import Run
+from kvexp.tasks import LMEval, Task
+from kvexp.util import ConfigError, Progress, say
+
+# What cannot be diagnosed: an error before a model loads, or a run of a sweep that is passed over.
+
+
+def check(settings: Settings) -> None:
+    """ConfigError for runs whose answers are not one greedy path of tokens."""
+    decoding, task = settings.decoding, settings.task
+    if decoding.num_beams > 1:
+        raise ConfigError(
+            f"diagnose follows one path of tokens, generation.num_beams={decoding.num_beams} follows several that take "
+            "over one another's caches: set generation=greedy, or diagnose=none"
+        )
+    if decoding.sample:
+        raise ConfigError(
+            "diagnose asks which eviction changed an answer; with generation.sample=true chance changes it too: set "
+            "generation=greedy, or diagnose=none"
+        )
+    if settings.cache.bounded_chunk is not None:
+        raise ConfigError(
+            "diagnose logs evictions from the prompt's end on, prefill=bounded evicts before: set prefill=whole, or "
+            "diagnose=none"
+        )
+    if (moving := moving_rope(settings.model)) is not None:
+        raise ConfigError(
+            f"diagnose feeds answers in one forward, and {moving.why}: set diagnose=none, or take another model"
+        )
+    chooses = type(task).score_choices is not Task.score_choices
+    if isinstance(task, LMEval) or task.only_nll or chooses:
+        raise ConfigError(
+            f"diagnose needs answers that are generated, task={task.name} compares probabilities of given texts: set "
+            "diagnose=none"
+        )
+
+
+def nothing_to_log(settings: Settings) -> str | None:
+    """The reason why a run has no evictions to log; None where it has some."""
+    method = settings.method
+    if not method.evicts:
+        return f"{method.name} evicts nothing"
+    if method.per_query or method.full_cache:
+        return f"{method.name} keeps everything and chooses anew for every token: there is no eviction"
+    return None
+
+
+# The options of `diagnose`: what is added to a run once its rows are there.
+#
+# Rows are made as without a diagnosis, alone or with shared prefills; then every example is generated once more by
+# itself, watched. So a diagnosis can change no row, can be asked for later, and knows whether it saw what the row says.
+
+
+@dataclass(frozen=True)
+class Log:
+    """Logs every eviction of the first `examples` examples (None: of all).
+
+    Costs one more generation per example, alone in its batch.
+    """
+
+    examples: int | None = None
+
+    parts: ClassVar[tuple[str, ...]] = (EVICTIONS,)
+
+    def __post_init__(self) -> None:
+        if self.examples is not None and self.examples < 1:
+            raise ConfigError(f"examples must be at least 1 or null for all, got {self.examples}")
+
+    def check(self, settings: Settings) -> None:
+        """ConfigError, before any model loads, for a run that cannot be diagnosed."""
+        check(settings)
+
+    def run_after(self, settings: Settings, run: Run) -> None:
+        """Write what the run's folder lacks; for a run that evicts nothing, print a line that says so."""
+        title = _title(settings)
+        if (why := self.obstacle(settings)) is not None:
+            say(f"{title}: nothing to do, {why}")
+            return
+        rows = [row for row in run.rows() if not row.get("skipped") and row["index"] < (settings.limit or math.inf)]
+        rows = sorted(rows, key=lambda row: row["index"])[: self.examples]
+        if not self.rows_without(run, rows):
+            say(f"{title}: {len(rows)} examples are diagnosed already ({run.path})")
+            return
+        self.write(settings, run, rows)
+
+    def obstacle(self, settings: Settings) -> str | None:
+        """The reason why a run has nothing to diagnose; None where it has."""
+        return nothing_to_log(settings)
+
+    def rows_without(self, run: Run, rows: list[Row]) -> list[Row]:
+        """The rows of which some part of this diagnosis is not in the run's folder."""
+        return [row for row in rows if not all(has(run, row["example"], part) for part in self.parts)]
+
+    def write(self, settings: Settings, run: Run, rows: list[Row]) -> None:
+        """Diagnose the rows that are not diagnosed yet, and write that into the run's folder."""
+        todo = self.rows_without(run, rows)
+        title = _title(settings)
+        with Progress(title, len(rows), len(rows) - len(todo)) as progress:
+            for row, told in self._written(settings, run, todo):
+                if not told.same:
+                    say(f"{title}: example {row['example']}: {mismatch(told)}")
+                progress.advance()
+
+    def _written(self, settings: Settings, run: Run, todo: list[Row]) -> Iterator[tuple[Row, ExampleLog]]:
+        """Diagnose the rows `todo` one by one, write each, and give it back with its log."""
+        for row, case, _ in cases(settings, todo):
+            told, tables = self.diagnose_row(case, row)
+            for ending, columns in tables.items():
+                write_table(run, told.example, ending, columns, told.texts if ending == EVICTIONS else None)
+            write_example_log(run, told)
+            yield row, told
+
+    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
+        """The log of one example, and its tables as columns by the ending of their files."""
+        seen = EvictionRecord()
+        made = case.generate_again(lambda cache: watch(cache, seen))
+        evictions = {name: values.numpy() for name, values in seen.table().items()}
+        return example_log(case, made, row), {EVICTIONS: evictions}
+
+
+@dataclass(frozen=True)
+class Twin(Log):
+    """The log, and what the evictions did to attention.
+
+    Costs three generations more per example, one of them of the full cache.
+    """
+
+    parts: ClassVar[tuple[str, ...]] = (EVICTIONS, TWIN)
+
+    def obstacle(self, settings: Settings) -> str | None:
+        """As of the log; but where nothing is evicted, what a retrieval method leaves out and what few bits do is there
+        to be measured.
+        """
+        method = settings.method
+        measurable = method.full_cache or (settings.cache.quantization is not None and not method.per_query)
+        return None if measurable else super().obstacle(settings)
+
+    def diagnose_row(self, case: Case, row: Row) -> tuple[ExampleLog, dict[str, dict[str, Any]]]:
+        told, tables = super().diagnose_row(case, row)
+        answer = told.ids[told.prompt_tokens + told.question_tokens :]
+        losses, agrees = twin(case, answer)
+        columns = {name: values.numpy() for name, values in losses.table().items()}
+        return replace(told, agrees=agrees), {**tables, TWIN: columns}
+
+
+def _title(settings: Settings) -> str:
+    """ "diagnose", method and setting, for messages."""
+    return f"diagnose {settings.labels['method']} {settings.labels['setting']}".strip()
+
+
+def example_log(case: Case, made: Generation, row: Row) -> ExampleLog:
+    """The log of one example from its generation `made`, compared with its row."""
+    ids = [*case.prompt, *case.question, *made.tokens[0]]
+    (receipt,) = receipts(made.cache)
+    output = case.tokenizer.decode(made.tokens[0], skip_special_tokens=True)
+    return ExampleLog(
+        example=row["example"],
+        prompt_tokens=len(case.prompt),
+        question_tokens=len(case.question),
+        ids=ids,
+        texts=texts_of(case.tokenizer, ids),
+        heads=[_kv_heads(state) for state in made.cache.layer_states],
+        same_output=output == row["output"],
+        same_kept=receipt.kept_digest == row["receipt"]["kept_digest"],
+    )
+
+
+def _kv_heads(state: EvictionLayer | RetrievalLayer) -> int:
+    """Heads of one layer that hold, or select, for themselves."""
+    if isinstance(state, EvictionLayer):
+        return state.require_slots().positions.shape[1]
+    assert state.memory is not None
+    return state.memory.keys.shape[1]
+
+
+def mismatch(told: ExampleLog) -> str:
+    """A message for an example whose diagnosis saw something else than its row."""
+    if told.same_output:
+        return "kept other slots than its row"
+    return "alone it writes another answer than in the batch of its row, where sums round otherwise"
+
+
+# What a command needs of a run's diagnosis, made where it is missing: nobody has to know beforehand what to log.
+
+
+def ensure_diagnosed(run: Run, rows: list[Row], kind: Log | None = None) -> None:
+    """Make the log (or `kind`) of the rows that have none; ConfigError where the run can have none."""
+    kind = kind or Log()
+    if not kind.rows_without(run, rows):
+        return
+    settings = settings_at(run)
+    kind.check(settings)
+    if (why := kind.obstacle(settings)) is not None:
+        raise ConfigError(f"{short_title(run)} has no log to look at: {why}")
+    with run.claim(waiting=waiting_notice(run)):
+        kind.write(settings, run, rows)

@@ -1,0 +1,204 @@
+"""kvexp's eviction for `model.generate(custom_generate=FOLDER)` of transformers: a folder made of our modules."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from kvexp import NUMERICS, __version__
+from kvexp.util import ConfigError, say
+
+# A package's modules as files of one folder: transformers copies nothing but files that lie beside `generate.py`.
+#
+# Starting from one module, every module of kvexp that it imports, however deep, becomes a file named after its dotted
+# name (kvexp.core.slots: core_slots.py), and imports of kvexp become relative ones. Nothing else of a source is
+# touched.
+
+
+ENTRY, ENTRY_FILE = "kvexp.engines.custom_generate_entry", "generate"
+ROOT = Path(__file__).resolve().parents[2]
+# Names under which a patched model is known. The folder has its own, so that it works beside an installed kvexp.
+OWN_NAMES = {
+    'ATTN_IMPLEMENTATION = "kvexp"': 'ATTN_IMPLEMENTATION = "kvexp_custom_generate"',
+    '_RECORD = "_kvexp_patch"': '_RECORD = "_kvexp_custom_generate_patch"',
+}
+LEFT_OUT = ("triton",)  # packages whose modules are left out: not everywhere, and imported only when asked for
+
+
+@dataclass(frozen=True)
+class Import:
+    """An import of kvexp's in a source: the lines it takes (from 1), its indent, and what stands there instead."""
+
+    first: int
+    last: int
+    text: str
+    modules: tuple[str, ...]
+
+
+def flat_name(module: str) -> str:
+    """The file, without its ending, of a module of kvexp."""
+    return ENTRY_FILE if module == ENTRY else module.replace("kvexp.", "", 1).replace(".", "_")
+
+
+def source_of_module(module: str) -> str:
+    """The source of a module of kvexp; ConfigError where there is none."""
+    base = ROOT.joinpath(*module.split("."))
+    for file in (base.with_suffix(".py"), base / "__init__.py"):
+        if file.is_file():
+            return file.read_text("utf-8")
+    raise ConfigError(f"kvexp has no module {module}")
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name is a module of kvexp."""
+    base = ROOT.joinpath(*name.split("."))
+    return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
+
+
+def flattened(entry: str = ENTRY) -> dict[str, str]:
+    """File name -> text of the entry module and of everything of kvexp that it imports."""
+    made: dict[str, str] = {}
+    todo, known = [entry], {entry}
+    while todo:
+        module = todo.pop()
+        text = source_of_module(module)
+        found = imports_of(module, text)
+        made[f"{flat_name(module)}.py"] = rewritten(text, found)
+        for each in found:
+            new = [one for one in each.modules if one not in known]
+            known.update(new)
+            todo += new
+    return dict(sorted(made.items()))
+
+
+def imports_of(module: str, text: str) -> list[Import]:
+    """The imports of kvexp in a module's source, in order."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kvexp":
+            found.append(_rewritten_import(node))
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise ConfigError(f"{module}: a relative import, which kvexp has none of")
+        elif isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "kvexp" for alias in node.names):
+            raise ConfigError(f"{module}: write from kvexp... import ..., which can be made relative")
+    return sorted(found, key=lambda each: each.first)
+
+
+def _rewritten_import(node: ast.ImportFrom) -> Import:
+    """`from kvexp.a import x, y` as relative imports: of modules by their own file, of names from the package's."""
+    assert node.module is not None
+    pad = " " * node.col_offset
+    lines, modules, names = [], [], []
+    for alias in node.names:
+        full = f"{node.module}.{alias.name}"
+        called = alias.asname or alias.name
+        if not is_module(full):
+            names.append(alias.name if alias.asname is None else f"{alias.name} as {alias.asname}")
+        elif _needs_left_out(full):
+            lines.append(f'{pad}raise ImportError("{full} is not part of this folder: install kvexp")')
+        else:
+            flat = flat_name(full)
+            # The first line is what transformers looks for when it copies files.
+            lines += [f"{pad}from .{flat} import __name__ as _", f"{pad}from . import {flat} as {called}"]
+            modules.append(full)
+    if names:
+        lines.insert(0, f"{pad}from .{flat_name(node.module)} import {', '.join(names)}")
+        modules.append(node.module)
+    return Import(node.lineno, node.end_lineno or node.lineno, "\n".join(lines), tuple(modules))
+
+
+def _needs_left_out(module: str) -> bool:
+    """Whether a module imports, at its top, a package that is left out."""
+    for node in ast.parse(source_of_module(module)).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.split(".")[0] in LEFT_OUT for name in names):
+            return True
+    return False
+
+
+def rewritten(text: str, found: list[Import]) -> str:
+    """A source with its imports of kvexp replaced, and with the folder's own names."""
+    lines = text.split("\n")
+    for each in reversed(found):
+        lines[each.first - 1 : each.last] = each.text.split("\n")
+    text = "\n".join(lines)
+    for old, new in OWN_NAMES.items():
+        text = text.replace(old, new)
+    return text
+
+
+def requirements() -> str:
+    """requirements.txt of the folder: the packages without which it does not work, as kvexp itself wants them."""
+    try:
+        known = requires("kvexp") or []
+    except PackageNotFoundError:
+        raise ConfigError(
+            "kvexp is not installed as a package, so what it needs is not known: pip install -e ."
+        ) from None
+    return "".join(f"{line}\n" for line in known if re.match(r"(torch|transformers)\b(?!.*extra)", line))
+
+
+CUSTOM_GENERATE_DOC = (
+    """kvexp custom-generate FOLDER: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
+)
+
+
+README = """# KV-cache eviction for `generate`
+
+Made by kvexp {version} (NUMERICS {numerics}) with `kvexp custom-generate`, from its own modules.
+Do not edit it: make it again.
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(NAME)
+    tokenizer = AutoTokenizer.from_pretrained(NAME)
+    inputs = tokenizer(TEXT, return_tensors="pt")
+    model.generate(**inputs, custom_generate="{folder}", trust_remote_code=True, method="keyformer", kv_ratio=0.5,
+                   max_new_tokens=64)
+
+`method`: {methods}. `kv_ratio` or `budget_tokens`; `method_options`, `cache_options`, `seed`. Families: {families}.
+Pad on the left. The model is left as it was; the cache holds no more than its budget after the prompt.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 where the folder cannot be made."""
+    parser = argparse.ArgumentParser(prog="kvexp custom-generate", description=CUSTOM_GENERATE_DOC)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there")
+    args = parser.parse_args(argv)
+    try:
+        count = write_folder(args.folder)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        say(f"error: {error.strerror or error}", file=sys.stderr)
+        return 2
+    say(f"wrote {args.folder} ({count} files)")
+    return 0
+
+
+def write_folder(folder: Path) -> int:
+    """Write FOLDER/custom_generate and FOLDER/README.md; returns the number of files. Older files of it are removed."""
+    from kvexp.engines.custom_generate_entry import METHODS
+    from kvexp.hf.patch import FAMILIES
+
+    inner = folder / "custom_generate"
+    inner.mkdir(parents=True, exist_ok=True)
+    made = flattened() | {"requirements.txt": requirements()}
+    for old in inner.glob("*.py"):
+        if old.name not in made:
+            old.unlink()
+    for name, text in made.items():
+        (inner / name).write_text(text, encoding="utf-8")
+    families = ", ".join(sorted(FAMILIES))
+    words = {"methods": ", ".join(f"`{name}`" for name in sorted(METHODS)), "families": families, "folder": folder.name}
+    readme = README.format(version=__version__, numerics=NUMERICS, **words)
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    return len(made) + 1

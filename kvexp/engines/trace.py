@@ -1,0 +1,328 @@
+"""Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
+
+`kvexp trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has the
+format. Nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvexp import NUMERICS
+from kvexp.core import CacheConfig, Cadence, EvictionLayer
+from kvexp.core.backends import EvictionBackend, Mask
+from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.slots import Slots
+from kvexp.diagnose.case import Case
+from kvexp.diagnose.log import held_slots, still_held
+from kvexp.engines.trace_check import PROFILES, VERSION
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import EvictionCache
+from kvexp.util import CacheError, ConfigError, say
+
+TRACE_DOC = """kvexp trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
+follow."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 if the request cannot work."""
+    args = parser().parse_args(argv)
+    try:
+        say(made(args))
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        say(f"error: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def made(args: argparse.Namespace) -> str:
+    """Write the trace that was asked for; returns what was written in words."""
+    from kvexp.diagnose.case import cases, chosen, rows_of, run_at
+    from kvexp.diagnose.options import check
+    from kvexp.engines.trace_check import check_rules
+    from kvexp.run.batches import settings_at
+
+    if args.new_tokens < 1:
+        raise ConfigError(f"--new-tokens must be at least 1, got {args.new_tokens}")
+    if args.out.suffix != ".npz":
+        raise ConfigError(f"--out must end in .npz, got {args.out}")
+    run = run_at(args.run)
+    row = chosen(rows_of(run), args.example)
+    settings = settings_at(run)
+    check(settings)
+    profiled(settings.cache, args.profile)
+    ((_, case, _),) = cases(settings, [row])
+    known = {"name": settings.labels["model"], "family": case.model.config.model_type}
+    model = settings.model.identity() | known
+    trace = trace_of(case, args.profile, args.new_tokens, model)
+    if found := check_rules(trace):
+        raise CacheError(f"the trace does not follow its own rules, which is a bug of kvexp: {found[0]}")
+    write_trace(trace, args.out)
+    header = trace["header"]
+    size = args.out.stat().st_size / 1024
+    return (
+        f"wrote {args.out} ({size:.0f} KiB): {header['method']['name']}, profile {args.profile}, {header['layers']} "
+        f"layers, {header['heads']} kv heads, {header['prompt_tokens']} prompt tokens, {header['steps']} steps"
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="kvexp trace", description=TRACE_DOC)
+    add = result.add_argument
+    add("run", metavar="RUN", help="a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run")
+    add("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
+    add("--profile", choices=PROFILES, default="per_head", help="how memory lets tokens be dropped (default: per_head)")
+    add("--new-tokens", type=int, default=32, metavar="N", help="steps: of the full cache's answer (default: 32)")
+    add("--out", type=Path, default=Path("trace.npz"), metavar="FILE", help="default: trace.npz")
+    return result
+
+
+# Profiles: how an engine's memory lets tokens be dropped, as backends of the core, watched for a trace.
+#
+# per_head: every kv head drops its own tokens, and a new token takes the slot of a dropped one. union: the heads of a
+# layer hold the same tokens. paged: the heads of a layer share a table of pages, which stay or go whole. append_only:
+# nothing is dropped after the prompt, and new tokens are appended. `trace_check.chosen` says the same rules in numpy.
+
+
+BLOCK = 16  # tokens of a page, as in vLLM
+
+
+@dataclass(frozen=True)
+class SlotsBefore:
+    """One layer's slots as its last eviction found them, [H, C]: position ids (-1: empty), scores, protected, kept."""
+
+    positions: Tensor
+    scores: Tensor
+    protected: Tensor
+    kept: Tensor
+
+
+class ProfiledEviction(EvictionBackend):
+    """The backend `inner` of one layer and row, whose priorities first go through a profile; its evictions are noted.
+
+    noted: of the latest eviction since `take`, None without one.
+    """
+
+    def __init__(self, inner: EvictionBackend, profile: str) -> None:
+        self.inner, self.profile = inner, profile
+        self.noted: SlotsBefore | None = None
+
+    def next_slot(self) -> Tensor | None:
+        return self.inner.next_slot()
+
+    def reset_layout(self) -> None:
+        self.inner.reset_layout()
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.inner.select_rows(rows)
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        held = held_slots(slots)
+        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
+        shared = priority.masked_fill(~held, -torch.inf)
+        if self.profile in ("union", "paged"):  # the heads of a layer hold the same tokens in the same slots
+            shared = shared.double().mean(1, keepdim=True).float().expand_as(shared)
+        self.inner.evict(slots, shared, protected, resolved, hidden_next_step)
+        kept = still_held(slots, positions)
+        self.noted = SlotsBefore(positions[0].cpu(), priority[0].float().cpu(), protected[0].cpu(), kept[0].cpu())
+
+    def take(self, slots: Slots) -> SlotsBefore:
+        """The slots of the forward that has just ended; where it evicted nothing, what is there and all of it kept."""
+        noted, self.noted = self.noted, None
+        if noted is not None:
+            return noted
+        held = held_slots(slots)[0].cpu()
+        positions = slots.positions[0, :, : slots.length].cpu().masked_fill(~held, -1)
+        return SlotsBefore(positions, slots.score[0, :, : slots.length].cpu(), torch.zeros_like(held), held)
+
+
+class Paged(Mask):
+    """Mode mask with whole pages of BLOCK positions dropped: for one row, its heads of one priority.
+
+    At most keep // BLOCK pages stay, or those with a protected token where they are more; the mean priority of its
+    tokens is a page's.
+    """
+
+    def evict(
+        self,
+        slots: Slots,
+        priority: Tensor,
+        protected: Tensor,
+        resolved: ResolvedBudget,
+        hidden_next_step: Tensor | None,
+    ) -> None:
+        held = held_slots(slots)[0, 0]
+        page = slots.positions[0, 0, : slots.length] // BLOCK
+        order = []
+        for number in sorted(set(page[held].tolist())):
+            mine = held & (page == number)
+            mean = float(priority[0, 0, mine].double().mean().float())
+            order.append((not bool(protected[0, 0, mine].any()), -mean, -number))
+        needed = sum(not free for free, _, _ in order)
+        stay = [-number for _, _, number in sorted(order)[: max(resolved.keep[0] // BLOCK, needed)]]
+        keep = held & torch.isin(page, torch.tensor(stay, device=page.device))
+        assert slots.visible is not None
+        slots.visible[0, :, : slots.length] = keep
+        slots.score[0, :, : slots.length].masked_fill_(~keep, -torch.inf)
+
+
+def profiled(config: CacheConfig, profile: str) -> CacheConfig:
+    """The configuration of a cache as the profile needs it; ConfigError for a method that cannot be traced."""
+    if profile not in PROFILES:
+        raise ConfigError(f"--profile must be one of {', '.join(PROFILES)}, got {profile!r}")
+    method = config.method
+    if not method.evicts or method.per_query or method.full_cache:
+        raise ConfigError(f"method {method.name} evicts nothing: there is no eviction to trace")
+    if method.simulation_only or (method.score_spec is not None and method.score_spec.over == "full"):
+        raise ConfigError(f"method {method.name} exists as a simulation only, which no engine could follow")
+    if config.is_ragged:
+        assert config.budget is not None
+        remedy = f"{config.budget.heads_remedy}{' or union' if config.budget.threshold is None else ''}"
+        raise ConfigError(f"heads with budgets of their own have no profile yet: {remedy}")
+    if config.renumbered:
+        raise ConfigError("traces are of original positions: set cache.positions=original")
+    if profile == "paged":
+        return dataclasses.replace(config, mode="mask")
+    if profile == "append_only" and method.evicts_while_decoding:
+        return dataclasses.replace(config, mode="compact", cadence=Cadence(at_prefill=True, every=None))
+    return dataclasses.replace(config, mode="compact" if profile == "append_only" else "overwrite")
+
+
+def backend_of(inner: EvictionBackend, profile: str) -> ProfiledEviction:
+    """The watched backend of one layer; inner: the one that the profile's configuration made."""
+    return ProfiledEviction(Paged() if profile == "paged" else inner, profile)
+
+
+# Make the trace of one example of a run: its prompt under a profile, then the full cache's own answer by steps.
+
+
+TOP = 8  # next tokens whose log-probabilities are kept
+
+
+@torch.no_grad()
+def trace_of(case: Case, profile: str, new_tokens: int, model: dict[str, Any]) -> dict[str, Any]:
+    """The arrays of a trace by name, its header as a dict. model: what the header says of it.
+
+    The question, if there is one, is fed ahead of the answer. ConfigError for methods that cannot be traced, and for
+    layers of different numbers of kv heads.
+    """
+    config = profiled(case.cache, profile)
+    count = min(new_tokens, case.decoding.max_new_tokens)
+    shorter = dataclasses.replace(case.decoding, max_new_tokens=count, min_new_tokens=0)
+    answer = dataclasses.replace(case, decoding=shorter).full().generate_again().tokens[0]
+    fed = [*case.question, *answer]
+
+    def watch(cache: EvictionCache) -> None:
+        for state in cache.layer_states:
+            assert isinstance(state, EvictionLayer)
+            state.backend = backend_of(state.backend, profile)
+
+    context = case.prefill_prompt(watch, config)
+    states = [state for state in context.cache.layer_states if isinstance(state, EvictionLayer)]
+    if len({state.require_slots().keys.shape[1] for state in states}) != 1:
+        raise ConfigError("traces need layers of one number of kv heads")
+    if any(isinstance(state.backend, ProfiledEviction) and state.backend.noted is None for state in states):
+        raise ConfigError("the prompt fits into the budget, so nothing is evicted: lower kv_ratio (or budget.tokens)")
+    prompt, steps, logits = _slots(states), [], [context.logits[-1]]
+    for number, token in enumerate(fed):
+        at = torch.tensor([[len(case.prompt) + number]], device=context.ids.device)
+        logits.append(decode_step(case.model, torch.full_like(at, token), at, context.cache)[-1])
+        steps.append(_slots(states))
+    made = {"tokens": np.array([*case.prompt, *fed], dtype=np.int32)}
+    made |= {f"prompt_{name}": values for name, values in _prompt(prompt, len(case.prompt)).items()}
+    made |= {f"step_{name}": values for name, values in _steps(steps).items()}
+    return made | _tops(logits) | {"header": _header(case, profile, states, len(fed), model, logits)}
+
+
+def _slots(states: list[EvictionLayer]) -> list[SlotsBefore]:
+    """What every layer's latest forward found and kept."""
+    found = []
+    for state in states:
+        assert isinstance(state.backend, ProfiledEviction)
+        found.append(state.backend.take(state.require_slots()))
+    return found
+
+
+def _prompt(layers: list[SlotsBefore], tokens: int) -> dict[str, np.ndarray]:
+    """Arrays [L, H, S] by position: after a prompt slot = position."""
+    for layer in layers:
+        assert layer.positions.shape[1] == tokens, "the first eviction sees the prompt in order"
+    return {
+        "scores": torch.stack([layer.scores for layer in layers]).numpy(),
+        "protected": torch.stack([layer.protected for layer in layers]).numpy(),
+        "kept": torch.stack([layer.kept for layer in layers]).numpy(),
+    }
+
+
+def _steps(steps: list[list[SlotsBefore]]) -> dict[str, np.ndarray]:
+    """Arrays [T, L, H, C]; shorter ones end in empty slots."""
+    width = max(layer.positions.shape[1] for layers in steps for layer in layers)
+    fill = {"positions": -1, "scores": 0, "protected": False, "kept": False}
+    made = {}
+    for name, empty in fill.items():
+        each = [[getattr(layer, name) for layer in layers] for layers in steps]
+        padded = [[torch.nn.functional.pad(one, (0, width - one.shape[1]), value=empty) for one in row] for row in each]
+        made[name] = torch.stack([torch.stack(row) for row in padded]).numpy()
+    return made | {"positions": made["positions"].astype(np.int32)}
+
+
+def _tops(logits: list[torch.Tensor]) -> dict[str, np.ndarray]:
+    """The likeliest tokens of every prediction, [T + 1, TOP]."""
+    best = torch.stack(logits).float().log_softmax(-1).topk(TOP)
+    return {"top_ids": best.indices.to(torch.int32).cpu().numpy(), "top_logprobs": best.values.cpu().numpy()}
+
+
+def _header(
+    case: Case, profile: str, states: list[EvictionLayer], steps: int, model: dict[str, Any], logits: list[torch.Tensor]
+) -> dict[str, Any]:
+    budgets = [state.resolved_budget for state in states]
+    config = states[0].config
+    return {
+        "format": "kvexp-trace",
+        "version": VERSION,
+        "profile": profile,
+        "block": BLOCK if profile == "paged" else None,
+        "keep": [budget.keep[0] for budget in budgets if budget is not None],
+        "evicts_while_decoding": config.evict_every is not None,
+        "prompt_tokens": len(case.prompt),
+        "question_tokens": len(case.question),
+        "steps": steps,
+        "layers": len(states),
+        "heads": int(states[0].require_slots().keys.shape[1]),
+        "method": {"name": config.method.name, **dataclasses.asdict(config.method)},
+        "seed": case.seed,
+        "model": model,
+        "numerics": NUMERICS,
+        "logits_sha256": [hashlib.sha256(each.float().cpu().numpy().tobytes()).hexdigest() for each in logits],
+    }
+
+
+def write_trace(trace: dict[str, Any], file: Path) -> None:
+    """Write the arrays compressed, the header as JSON in bytes."""
+    header = np.frombuffer(json.dumps(trace["header"], sort_keys=True).encode(), dtype=np.uint8)
+    arrays = {name: values for name, values in trace.items() if name != "header"}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out:
+        np.savez_compressed(out, header=header, **arrays)

@@ -1,1 +1,0 @@
-"""One run: prompts, answers, scores and rows for the examples that have none yet."""

@@ -1,0 +1,592 @@
+"""Generate with a cache that evicts: greedy, sampled, beams."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from kvexp.core import Budget, CacheConfig, Method
+from kvexp.core.decode import cat_rows
+from kvexp.core.sequence import Span
+from kvexp.generate.graph import DecodeSteps, GraphCounts, graph_device
+from kvexp.generate.inputs import (
+    EvictionStats,
+    Generation,
+    GenerationOptions,
+    GenerationParams,
+    RowProcessors,
+    StopStrings,
+    Timing,
+    check_bounded,
+    check_finite,
+    check_length,
+    check_questions,
+    check_rows,
+    check_seq_length,
+    eos_ids,
+    logits_processors,
+    pad_id,
+    pad_left,
+    parted,
+    real_prompts,
+    receipt_of,
+    seeds_per_row,
+    stop_strings_of,
+    truncate_at_end,
+    with_keywords,
+)
+from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
+from kvexp.hf import EvictionCache, MultiMethodCache
+from kvexp.util import ConfigError
+
+# Greedy and sampled decoding, token by token: the tokens of Hugging Face's generate() without its cost per step.
+
+
+# Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
+# copies the caches of the others, which takes as long as several steps. Those of one batch are left out at once.
+MIN_ENDED_SHARE = 0.25
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    contexts: Sequence[PrefilledContext],
+    decoding: GenerationParams,
+    seeds: list[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    start: float,
+    keep_logits: bool = False,
+) -> list[Generation]:
+    """Decode from contexts of the same prompts, together; uses them up. Every row is what it would be alone.
+
+    seeds: of sampling, one per prompt; start: the `time.perf_counter()` from which the times count. Returns one
+    Generation per context.
+    """
+    return decode_batches(model, [contexts], decoding, [seeds], tokenizer, start=start, keep_logits=keep_logits)[0]
+
+
+@torch.no_grad()
+def decode_batches(
+    model: PreTrainedModel,
+    batches: Sequence[Sequence[PrefilledContext]],
+    decoding: GenerationParams,
+    seeds: Sequence[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    start: float,
+    keep_logits: bool = False,
+) -> list[list[Generation]]:
+    """`decode` for several batches of prompts at once, so that a step reads the model's weights once for all of them.
+
+    batches: the contexts of each batch of prompts; seeds: those of each batch. Returns one list of Generations per
+    batch.
+    """
+    eos, pad = eos_ids(model, decoding.eos), pad_id(model, tokenizer)
+    stops, parts = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking), []
+    for contexts, some in zip(batches, seeds, strict=True):
+        own = RowProcessors.of(model, decoding, contexts[0].ids, contexts[0].mask, eos)
+        parts.append(_Part(contexts, decoding, some, eos, pad, stops, own))
+    note = _decode_loop(model, parts, decoding.max_new_tokens, keep_logits)
+    return [part.generations(start, note) for part in parts]
+
+
+def _decode_loop(model: PreTrainedModel, parts: list[_Part], max_new_tokens: int, keep_logits: bool) -> str | None:
+    """Up to max_new_tokens tokens per row, of which the last is not fed; returns `Generation.cuda_graph`."""
+    going, counts = parts, GraphCounts()
+    cache = batched_cache([context for part in parts for context in part.batch.contexts])
+    steps = DecodeSteps(model, cache, counts)
+    for left in reversed(range(max_new_tokens)):
+        # 1. Choose the next token of every row.
+        tokens = [part.next_token(keep_logits) for part in going]
+        # 2. See which rows have ended. This waits for the device, so that the time is true.
+        done = [part.sampler.done.view(-1, part.batch.size).tolist() for part in going]
+        now = time.perf_counter()
+        for part, ended in zip(going, done, strict=True):
+            part.record(ended, now, last=left == 0)
+        if left == 0 or not any(part.num_going for part in going):
+            break
+        # 3. Leave out the contexts all of whose rows have ended, once they are many; the others go on.
+        ended_share = _ended_share(going)
+        if ended_share >= MIN_ENDED_SHARE or (ended_share and len(parts) == 1):
+            pairs = [(part, token) for part, token in zip(going, tokens, strict=True) if part.num_going]
+            going, tokens = [part for part, _ in pairs], [part.drop_ended(token) for part, token in pairs]
+            cache = batched_cache([context for part in going for context in part.batch.contexts])
+            steps = DecodeSteps(model, cache, counts)
+        for part in going:
+            part.copy_ended()
+        # 4. Feed the tokens.
+        positions = cat_rows([part.batch.positions for part in going])
+        logits = steps(cat_rows(tokens), positions)
+        for part, own in zip(going, logits.split([len(token) for token in tokens]), strict=True):
+            part.batch.logits = own
+    return counts.note
+
+
+def _ended_share(parts: list[_Part]) -> float:
+    """Share of the contexts that all of their rows have ended."""
+    return 1 - sum(part.num_going for part in parts) / sum(len(part.outputs) for part in parts)
+
+
+class _Part:
+    """The contexts of one batch of prompts while they decode: their rows, their sampler and their outputs.
+
+    outputs: of the contexts that are still fed; all_outputs: of all, in the order of the contexts.
+    """
+
+    def __init__(
+        self,
+        contexts: Sequence[PrefilledContext],
+        decoding: GenerationParams,
+        seeds: list[int],
+        eos: list[int],
+        pad: int,
+        stops: StopStrings,
+        own: RowProcessors | None,
+    ) -> None:
+        self.eos, self.stops = eos, stops
+        self.batch = _Batch.of(contexts, seeds)
+        own = own and own.keep(list(range(self.batch.size)) * len(contexts))
+        self.sampler = _Sampler(decoding, self.batch, eos, pad, stops, own)
+        self.outputs = self.all_outputs = [_Output(context) for context in contexts]
+
+    @property
+    def num_going(self) -> int:
+        """Contexts with a row that goes on."""
+        return sum(not output.ended for output in self.outputs)
+
+    def next_token(self, keep_logits: bool) -> Tensor:
+        """[R, 1]: the next token of every row; with keep_logits, the outputs keep the logits it was chosen by."""
+        if keep_logits:
+            for output, logits in zip(self.outputs, self.batch.logits.split(self.batch.size), strict=True):
+                output.keep_logits(logits)
+        return self.sampler.next_token(self.batch)
+
+    def record(self, done: list[list[bool]], now: float, *, last: bool) -> None:
+        """Record one step in the outputs. done: per context, which rows have ended; last: no step follows."""
+        for output, ids, ended in zip(self.outputs, self.batch.ids.split(self.batch.size), done, strict=True):
+            output.record(ids, ended, now, last=last)
+
+    def drop_ended(self, token: Tensor) -> Tensor:
+        """Leave out the contexts that have ended; returns the others' tokens out of token [R, 1]."""
+        going = [not output.ended for output in self.outputs]
+        self.outputs = [output for output, on in zip(self.outputs, going, strict=True) if on]
+        return token if all(going) else self.sampler.keep(self.batch.keep(going), self.batch, token)
+
+    def copy_ended(self) -> None:
+        """Let the outputs of contexts that have ended and will be fed padding hold a copy of their cache as it is."""
+        for output, context in zip(self.outputs, self.batch.contexts, strict=True):
+            if output.ended and output.cache is context.cache:
+                output.cache = context.cache.fork(range(self.batch.size))
+                # A copy has no room to grow: its own bytes would be fewer than those that were held.
+                output.cache.memory_tracker = copy.deepcopy(context.cache.memory_tracker)
+
+    def generations(self, start: float, cuda_graph: str | None) -> list[Generation]:
+        """One Generation per context; start: the `time.perf_counter()` from which its times count; cuda_graph: its."""
+        made, columns = [], self.sampler.columns
+        for output in self.all_outputs:
+            check_seq_length(output.cache, columns, len(output.token_times))
+            check_finite(output.cache)
+            tokens, ends = truncate_at_end(output.ids, columns, self.eos, self.stops)
+            made.append(
+                Generation(
+                    tokens=tokens,
+                    endings=ends,
+                    sequences=output.ids,
+                    timing=Timing.of(start, output.token_times),
+                    memory_tracker=output.cache.memory_tracker,
+                    cache=output.cache,
+                    logits=tuple(output.logits),
+                    early_stats=output.early_stats,
+                    cuda_graph=cuda_graph,
+                )
+            )
+        return made
+
+
+@dataclass
+class _Batch:
+    """The rows R of one batch of prompts: `size` rows of each context, one context's behind the other's.
+
+    ids [R, columns]: all tokens read and written; positions [R, 1]: of the last one; logits [R, V]: of the next one;
+    seeds: of sampling, by row.
+    """
+
+    contexts: list[PrefilledContext]
+    size: int
+    ids: Tensor
+    positions: Tensor
+    logits: Tensor
+    seeds: list[int]
+
+    @classmethod
+    def of(cls, contexts: Sequence[PrefilledContext], seeds: list[int]) -> _Batch:
+        """The rows of contexts of the same prompts; seeds: one per prompt."""
+        first, many = contexts[0], len(contexts)
+        last = first.mask.sum(1, keepdim=True) - 1
+        return cls(
+            contexts=list(contexts),
+            size=len(first.ids),
+            ids=first.ids.repeat(many, 1),
+            positions=last.repeat(many, 1),
+            logits=torch.cat([context.logits for context in contexts]),
+            seeds=seeds * many,
+        )
+
+    def append(self, token: Tensor) -> None:
+        """Append one token per row, [R, 1]."""
+        self.ids = torch.cat([self.ids, token], dim=1)
+        self.positions = self.positions + 1
+
+    def keep(self, going: list[bool]) -> Tensor:
+        """Drop the contexts that are not `going`; returns the indices of the rows that are left."""
+        rows = torch.tensor(going, device=self.ids.device).repeat_interleave(self.size).nonzero()[:, 0]
+        self.contexts = [context for context, on in zip(self.contexts, going, strict=True) if on]
+        self.ids, self.positions = self.ids[rows], self.positions[rows]
+        self.seeds = [self.seeds[row] for row in rows.tolist()]
+        return rows
+
+
+class _Sampler:
+    """Chooses one token per row, and tracks which rows have ended: at an end token or at a stop string.
+
+    eos: ids of end tokens; pad: id of padding; own: the model's own logits processors. done [R] bool: the rows that
+    have ended.
+    """
+
+    def __init__(
+        self,
+        decoding: GenerationParams,
+        batch: _Batch,
+        eos: list[int],
+        pad: int,
+        stops: StopStrings,
+        own: RowProcessors | None,
+    ) -> None:
+        self.decoding, self.eos, self.pad, self.stops, self.own = decoding, eos, pad, stops, own
+        self.columns, device = batch.ids.shape[1], batch.ids.device
+        self.logits_processors = logits_processors(decoding, batch.seeds, self.columns, eos, device, own)
+        self.done = torch.zeros(len(batch.ids), dtype=torch.bool, device=device)
+        self.eos_ids = torch.tensor(eos, dtype=torch.int64, device=device)
+
+    def next_token(self, batch: _Batch) -> Tensor:
+        """Choose the next token [R, 1] of every row, padding for rows that have ended, and append it to the batch."""
+        scores: Tensor = self.logits_processors(batch.ids, batch.logits.to(batch.ids.device, torch.float32, copy=True))
+        token = scores.argmax(-1).masked_fill_(self.done, self.pad)[:, None]
+        batch.append(token)
+        if len(self.eos_ids):
+            self.done = self.done | torch.isin(token[:, 0], self.eos_ids)
+        if self.stops:
+            self.done = self.done | self.stops.done(batch.ids, self.columns)
+        return token
+
+    def keep(self, rows: Tensor, batch: _Batch, token: Tensor) -> Tensor:
+        """Keep the state of rows `rows` [n], which are the batch's rows from now on; returns token[rows], [n, 1]."""
+        self.own = self.own and self.own.keep(rows.tolist())
+        self.logits_processors = logits_processors(
+            self.decoding, batch.seeds, self.columns, self.eos, batch.ids.device, self.own
+        )
+        self.done = self.done[rows]
+        return token[rows]
+
+
+class _Output:
+    """The output of one context's rows.
+
+    ended: whether all rows have. cache: the context's own, or where that is fed padding after the end, a copy as it
+    stood then. ids [B, columns]; token_times: when each token was known; logits: [B, V] of each
+    token, if asked for; early_stats: of rows that ended before the others of this context, as they stood then.
+    """
+
+    def __init__(self, context: PrefilledContext) -> None:
+        self.cache, self.ids = context.cache, context.ids
+        self.ended = False
+        self.token_times: list[float] = []
+        self.logits: list[Tensor] = []
+        self.early_stats: dict[int, EvictionStats] = {}
+
+    def keep_logits(self, logits: Tensor) -> None:
+        """Keep the logits [B, V] of the next token, unless all rows have ended."""
+        if not self.ended:
+            self.logits.append(logits.float())
+
+    def record(self, ids: Tensor, ended: list[bool], now: float, *, last: bool) -> None:
+        """Record one step: ids [B, columns] with the new tokens; ended: which rows have; last: no step follows."""
+        if self.ended:
+            return
+        self.ids = ids
+        self.token_times.append(now)
+        if last:
+            return
+        if all(ended):
+            self.ended = True
+            return
+        fresh = (row for row, over in enumerate(ended) if over and row not in self.early_stats)
+        self.early_stats |= {row: receipt_of(self.cache, row) for row in fresh}
+
+
+def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | MultiMethodCache:
+    """The cache through which the rows of all contexts take their next token together."""
+    if len(contexts) == 1:
+        return contexts[0].cache
+    return MultiMethodCache([context.cache for context in contexts], [len(context.ids) for context in contexts])
+
+
+# Beam search by Hugging Face's own generate(), on kvexp's cache.
+
+
+class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
+    """Records the time at which each token was known.
+
+    generate() reads every token, so the device has finished by then and no further wait is needed.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if input_ids.device.type == "cuda":
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _StopAtStrings(StoppingCriteria):  # type: ignore[misc]
+    """Ends rows whose new tokens hold a stop string. columns: of the prompt."""
+
+    def __init__(self, stops: StopStrings, columns: int) -> None:
+        self.stops, self.columns = stops, columns
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return self.stops.done(input_ids, self.columns)
+
+
+def beam_search(
+    model: PreTrainedModel,
+    cache: EvictionCache,
+    ids: Tensor,
+    mask: Tensor,
+    decoding: GenerationParams,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    start: float,
+    keep_logits: bool,
+) -> Generation:
+    """Beam search from ids and mask [B, columns] int64, of which the cache may have seen a first part.
+
+    mask: 0 for padding; start: the `time.perf_counter()` from which the times count. Other arguments as of `generate`.
+    """
+    stamps, eos = _TokenTimer(), eos_ids(model, decoding.eos)
+    stops = StopStrings(stop_strings_of(model, decoding), tokenizer, decoding.thinking)
+    own = RowProcessors.of(model, decoding, ids, mask, eos)
+    criteria: list[StoppingCriteria] = [stamps, *([_StopAtStrings(stops, ids.shape[1])] if stops else [])]
+    output: Any = without_generation_defaults(model).generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=True,
+        do_sample=False,
+        num_beams=decoding.num_beams,
+        early_stopping=decoding.early_stopping,
+        length_penalty=decoding.length_penalty,
+        max_new_tokens=decoding.max_new_tokens,
+        min_new_tokens=(decoding.min_new_tokens or None) if own is None else None,
+        logits_processor=None if own is None else LogitsProcessorList([own]),
+        eos_token_id=eos or None,
+        pad_token_id=pad_id(model, tokenizer),
+        prefill_chunk_size=decoding.prefill_chunk,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        return_dict_in_generate=True,
+        output_logits=keep_logits,
+        output_scores=True,
+    )
+    check_seq_length(cache, ids.shape[1], len(stamps.times))
+    check_finite(cache)
+    tokens, ends = truncate_at_end(output.sequences, ids.shape[1], eos, stops)
+    return Generation(
+        tokens=tokens,
+        endings=ends,
+        sequences=output.sequences,
+        timing=Timing.of(start, stamps.times),
+        memory_tracker=cache.memory_tracker,
+        cache=cache,
+        beam_scores=output.sequences_scores.tolist(),
+        logits=tuple(output.logits) if keep_logits else (),
+        cuda_graph=None if graph_device(cache) is None else "beams are not captured: transformers feeds their steps",
+    )
+
+
+def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
+    """A shallow copy of the model without its own generation defaults, such as a temperature in generation_config.json.
+
+    They would change a result without being asked for; its logits processors are given apart (`RowProcessors`).
+    """
+    other = copy.copy(model)
+    other.generation_config = GenerationConfig()
+    return other
+
+
+# Prefill, evict, decode, with timing: token by token, or with beams.
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]] | Mapping[str, Any] | Tensor,
+    method: Method | CacheConfig,
+    budget: Budget | None = None,
+    *,
+    attention_mask: Sequence[Sequence[int]] | Tensor | None = None,
+    questions: Sequence[Sequence[int]] | None = None,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+    prepare: Callable[[EvictionCache], object] | None = None,
+    spans: Sequence[Sequence[Span]] | None = None,
+    **options: Unpack[GenerationOptions],
+) -> Generation:
+    """Generate for a batch of prompts (token ids per row, or all that the tokenizer gave) under an eviction method.
+
+    method, budget, options: what the cache does, as of `CacheConfig`; or a CacheConfig in place of the method.
+    attention_mask: of the prompts, 0 for padding, which is left out; None: a tokenizer's output has its own, and token
+        ids by themselves are unpadded.
+    questions: token ids, one list per prompt, all of one length, fed token by token after the prompts were prefilled
+        and evicted; the budget is that of the prompt alone.
+    decoding: how tokens are chosen, and how many; or in transformers' words among the options: max_new_tokens,
+        min_new_tokens, num_beams, do_sample, temperature, top_k, top_p, eos_token_id, stop_strings and so on.
+    tokenizer: needed for stop strings.
+    seeds: of sampling and of noise inside methods, one for all rows or one per row: a row's tokens depend on its
+        prompt, question and seed alone.
+    keep_logits: keep one [B, V] tensor per step.
+    prepare: is called with the new cache before anything is fed.
+    spans: of each prompt what `keep` of the options spares, as (first token, one behind the last).
+
+    Errors are ConfigError, before the model runs.
+    """
+    decoding, of_cache = parted(decoding, options)
+    config = CacheConfig.of(method, budget, **of_cache)
+    prompts = real_prompts(model, prompts, attention_mask, tokenizer)
+    _check_decoding(model, decoding, tokenizer)
+    row_seeds = seeds_per_row(seeds, len(prompts))
+    new = decoding.max_new_tokens + (check_questions(model, len(prompts), questions) if questions is not None else 0)
+    check_length(model, max(len(p) for p in prompts), new, config.beyond_context)
+    check_bounded(config, prompts, decoding.num_beams, decoding.prefill_chunk)
+    check_rows(model, prompts, new, decoding.prefill_chunk)
+    if questions is None and decoding.num_beams > 1:  # Hugging Face's generate() does the prefill too
+        ids, mask = pad_left(prompts, pad_id(model, tokenizer), model.get_input_embeddings().weight.device)
+        cache = new_cache(model, prompts, config, ids.shape[1], new, row_seeds, decoding.num_beams, tokenizer, spans)
+        if prepare is not None:
+            prepare(cache)
+        start = time.perf_counter()
+        return beam_search(model, cache, ids, mask, decoding, tokenizer, start=start, keep_logits=keep_logits)
+    start = time.perf_counter()
+    context = prefill(
+        model,
+        prompts,
+        config,
+        max_new_tokens=new,
+        num_beams=decoding.num_beams,
+        chunk=decoding.prefill_chunk,
+        tokenizer=tokenizer,
+        seeds=row_seeds,
+        prepare=prepare,
+        spans=spans,
+    )
+    if questions is None:
+        return decode(model, [context], decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)[0]
+    return generate_from_context(
+        model, context, questions, decoding=decoding, tokenizer=tokenizer, seeds=row_seeds, keep_logits=keep_logits
+    )
+
+
+@torch.no_grad()
+def generate_from_context(
+    model: PreTrainedModel,
+    context: PrefilledContext,
+    questions: Sequence[Sequence[int]],
+    *,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+    **options: Any,
+) -> Generation:
+    """Generate the answer to one question (token ids) per row of a prefilled context; uses the context up.
+
+    Questions are of one length and count as decode steps, so eviction goes on while they are read. seeds: of sampling;
+    noise inside methods keeps the context's. options: of decoding, in transformers' words, as of `generate`. Times
+    include the context's prefill.
+    """
+    decoding = with_keywords(decoding, options)
+    return generate_from_contexts(
+        model, [context], questions, decoding=decoding, tokenizer=tokenizer, seeds=seeds, keep_logits=keep_logits
+    )[0]
+
+
+@torch.no_grad()
+def generate_from_contexts(
+    model: PreTrainedModel,
+    contexts: Sequence[PrefilledContext],
+    questions: Sequence[Sequence[int]],
+    *,
+    decoding: GenerationParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    seeds: int | Sequence[int] = 0,
+    keep_logits: bool = False,
+    **options: Any,
+) -> list[Generation]:
+    """`generate_from_context` for several caches of the same contexts (`prefill_together`), as rows of one batch.
+
+    Not with beams. Returns one Generation per context.
+    """
+    decoding, first = with_keywords(decoding, options), contexts[0]
+    _check_decoding(model, decoding, tokenizer)
+    rows, beams = len(first.ids), decoding.num_beams
+    row_seeds, length = seeds_per_row(seeds, rows), check_questions(model, rows, questions)
+    new = length + decoding.max_new_tokens
+    for context in contexts:
+        if context.cache.sequence.num_beams != beams:
+            was = context.cache.sequence.num_beams
+            raise ConfigError(f"the context was prefilled for num_beams={was}, not for {beams}")
+        check_length(model, max(context.lengths), new, context.cache.sequence.max_positions is None)
+        context.set_max_new_tokens(new)
+    start = time.perf_counter() - first.seconds
+    asked = torch.as_tensor([list(q) for q in questions]).to(first.ids.device)
+    before, ids = first.ids.shape[1], torch.cat([first.ids, asked], dim=1)
+    mask = torch.cat([first.mask, torch.ones_like(asked)], dim=1)
+    steps = asked.repeat_interleave(beams, 0).repeat(len(contexts), 1)
+    seen = mask.repeat_interleave(beams, 0).repeat(len(contexts), 1)
+    cache, logits = batched_cache(contexts), first.logits
+    for j in range(length - 1 if beams > 1 else length):  # generate(), which does the beams, feeds the last one itself
+        logits = forward_last(model, steps[:, j : j + 1], seen[:, : before + j + 1], cache)
+    if beams > 1:
+        whole = dataclasses.replace(decoding, prefill_chunk=None)
+        return [beam_search(model, first.cache, ids, mask, whole, tokenizer, start=start, keep_logits=keep_logits)]
+    for context, last in zip(contexts, logits.split(rows), strict=True):
+        context.ids, context.mask, context.logits = ids, mask, last
+    return decode(model, contexts, decoding, row_seeds, tokenizer, start=start, keep_logits=keep_logits)
+
+
+def _check_decoding(
+    model: PreTrainedModel, decoding: GenerationParams, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """ConfigError for stop strings without a tokenizer, and for the model's own settings that cannot be followed."""
+    StopStrings(stop_strings_of(model, decoding), tokenizer)
+    one = torch.zeros(1, 1, dtype=torch.int64)
+    RowProcessors.of(model, decoding, one, one + 1, eos_ids(model, decoding.eos))

@@ -1,0 +1,730 @@
+"""The cache that models of Hugging Face are given."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Unpack
+from unicodedata import east_asian_width
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvexp.core import Budget, CacheConfig, CacheOptions, EvictionLayer, MemoryTracker, Method, RoPE, SequenceState
+from kvexp.core.attention import AttentionParams
+from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
+from kvexp.core.budget_shares import LayerAllocation, ModelHeadBudgets, layer_budgets_of
+from kvexp.core.decode import stack_order
+from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
+from kvexp.core.eviction import LayerCache, RowsCache
+from kvexp.core.observe import CrossLayerScore, PromptSums
+from kvexp.core.row_mask import MaskedLayer, MaskFn
+from kvexp.core.sequence import Span
+from kvexp.core.slots import Slots
+from kvexp.hf.moving_rope import MovingRope, check_rope, turned_by
+from kvexp.hf.patch import (
+    LAYER_ATTR,
+    LayerInput,
+    check_patched,
+    check_positions,
+    check_quantization,
+    family_of,
+    head_dim,
+    layer_input,
+    max_positions,
+    num_kv_heads,
+    num_layers,
+    output_blocks,
+    output_factors,
+    query_shape,
+    rope_of,
+)
+from kvexp.hf.second_pass import RepeatedPrompt
+from kvexp.retrieval.layer import LayerGroup, RetrievalLayer, share_prompt
+from kvexp.retrieval.method import Retrieval
+from kvexp.util import CacheError, ConfigError, visible
+
+# The text that each token adds: joined, these are the whole text.
+
+
+LONGEST = 4  # bytes of a character: more tokens than that end none
+
+
+def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """What each of the tokens `ids` adds to the text.
+
+    A token that ends inside a character adds nothing, and the next one adds the character. Tokenizers move the space
+    between two words to either of them, so each token is decoded together with the one before.
+    """
+    texts: list[str] = []
+    before = told = 0  # decoded together: from `before` on; of that, told already: up to `told`
+    for end in range(1, len(ids) + 1):
+        known, whole = _decoded(tokenizer, ids[before:told]), _decoded(tokenizer, ids[before:end])
+        if whole.endswith("\ufffd") and end - told < LONGEST and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(whole[len(known) :])
+        before, told = told, end
+    return texts
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text of token ids, special tokens included."""
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+# Calibration of retrieval methods to a model: the size of its heads, and the time one of its layers takes.
+
+
+_CALIBRATIONS: WeakKeyDictionary[PreTrainedModel, dict[Retrieval, Any]] = WeakKeyDictionary()
+
+
+def check_retrieval(config: Any, method: Retrieval) -> None:
+    """ConfigError where the method cannot work on a model of this configuration."""
+    method.check_heads(head_dim(config))
+    family = family_of(config)
+    if method.clamps_positions and family.position == "learned":
+        raise ConfigError(
+            f"method.far_positions=clamped cannot work on {family.title}: its learned positions are added to the "
+            "input, not to the cache. Set method.far_positions=ordinary"
+        )
+
+
+def calibrate(model: PreTrainedModel, method: Retrieval) -> Any:
+    """The result of `Retrieval.calibrate` for this model and machine; computed once per model and method."""
+    known = _CALIBRATIONS.setdefault(model, {})
+    if method not in known:
+        config, device = model.config, model.get_input_embeddings().weight.device
+        shape = (max_positions(config), num_kv_heads(config), head_dim(config), str(device))
+        known[method] = method.calibrate(lambda tokens: measure_layer_time(model, tokens), *shape)
+    return known[method]
+
+
+@torch.no_grad()
+def measure_layer_time(model: PreTrainedModel, tokens: int, repeats: int = 3) -> float:
+    """Seconds that one layer takes for a prompt of `tokens` tokens: the fastest of `repeats` prefills."""
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first warms up
+        start = time.perf_counter()
+        model(ids, use_cache=False, logits_to_keep=1)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best / num_layers(model.config)
+
+
+# A text whose tokens are marked by how many heads keep them: as HTML without a script, and as plain lines.
+
+
+STYLE = """
+.kept { font: 15px/1.9 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+.kept { color: #111; background: #fff; }
+.kept span { border-bottom: 2px solid transparent; border-radius: 2px; }
+.kept .none { color: #767676; text-decoration: line-through; }
+.kept .all { border-bottom-color: #00553d; }
+.kept .later { font-style: italic; color: #555; }
+.kept .question { outline: 1px dotted #0072b2; }
+.kept .answer { outline: 1px dotted #d55e00; }
+"""
+
+
+def section(data: dict[str, Any]) -> str:
+    """The text as one element; what it needs is in STYLE. Everything from model or data is escaped.
+
+    data: tokens (text; kept, the heads that keep it, and by_layer, those of each layer, or None of tokens to come),
+    heads, heads_by_layer, prompt_tokens, question_tokens.
+    """
+    spans = [_span(data, place, token) for place, token in enumerate(data["tokens"])]
+    return f'<div class="kept">{"".join(spans)}</div>'
+
+
+def _span(data: dict[str, Any], place: int, token: dict[str, Any]) -> str:
+    text = escape(visible(token["text"])) or "&#8203;"
+    start, question = data["prompt_tokens"], data["question_tokens"]
+    part = "" if place < start else " question" if place < start + question else " answer"
+    if token["kept"] is None:
+        return f'<span class="later{part}" title="position {place}: not read yet">{text}</span>'
+    kept, heads = token["kept"], data["heads"]
+    each = enumerate(zip(token["by_layer"], data["heads_by_layer"], strict=True))
+    layers = [f"layer {layer}: {count} of {of}" for layer, (count, of) in each]
+    title = escape("\n".join([f"position {place}: kept by {kept} of {heads} heads", *layers]))
+    kind = "none" if kept == 0 else "all" if kept == heads else "some"
+    shade = f' style="background:rgba(0,158,115,{0.55 * kept / heads:.2f})"' if kept else ""
+    return f'<span class="{kind}{part}"{shade} title="{title}">{text}</span>'
+
+
+def mark(count: int, heads: int) -> str:
+    """`.` no head, `#` all, else tenths of the heads, rounded down but at least 1."""
+    if count <= 0:
+        return "."
+    return "#" if count >= heads else str(max(1, 10 * count // heads))
+
+
+@dataclass(frozen=True)
+class KeptText:
+    """A prompt's tokens, coloured in a notebook and marked in a terminal by how many heads keep each.
+
+    by_layer [tokens][layers]: heads that keep the token; heads: kv heads of each layer.
+    """
+
+    texts: list[str]
+    by_layer: list[list[int]]
+    heads: list[int]
+
+    def _repr_html_(self) -> str:
+        every = sum(self.heads)
+        tokens = [
+            {"text": text, "kept": sum(counts), "by_layer": counts}
+            for text, counts in zip(self.texts, self.by_layer, strict=True)
+        ]
+        data = {"tokens": tokens, "heads": every, "heads_by_layer": self.heads}
+        data |= {"prompt_tokens": len(tokens), "question_tokens": 0}
+        said = f"the greener, the more of {every} heads keep a token; struck out: none. Hover for its layers."
+        return f"<style>{STYLE}</style>{section(data)}<p><small>{said}</small></p>"
+
+    def __repr__(self) -> str:
+        """Two lines each: the text, and under every token its mark."""
+        every, width = sum(self.heads), 80
+        made, words, marks = [], "", ""
+        for text, counts in zip(self.texts, self.by_layer, strict=True):
+            shown = "".join("\u21b5" if letter == "\n" else letter if letter.isprintable() else " " for letter in text)
+            cells = sum(2 if east_asian_width(letter) in "WF" else 1 for letter in shown)
+            if marks and len(marks) + cells > width:
+                made += [words, marks]
+                words, marks = "", ""
+            words, marks = words + shown, marks + mark(sum(counts), every) * cells
+        return "\n".join([*made, words, marks, f"# all {every} heads, 9-1 tenths of them, . none"])
+
+
+# A Hugging Face Cache over the eviction core: give it to `model.generate(past_key_values=...)`.
+
+
+class EvictionCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer as Hugging Face's `Cache` sees it. Lengths are columns seen, never slots held.
+
+    state: the layer's cache in kvexp's core; rope: the model's RoPE where cached keys are rotated (renumbered
+    positions); layer_input: of the model, where the method scores tokens by it.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(
+        self, state: LayerCache, rope: RoPE | None, model_config: Any, layer_input: LayerInput | None = None
+    ) -> None:
+        super().__init__()
+        self.state, self.rope, self.model_config, self.layer_input = state, rope, model_config, layer_input
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: the core makes its slots at the first forward."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return the new keys, tagged with this layer: the attention function stores them."""
+        check_patched(self.model_config)
+        hidden = None if self.layer_input is None else self.layer_input.take()
+        if hidden is not None:
+            self.state.take_input(hidden)  # type: ignore[attr-defined]
+        tagged = key_states.view_as(key_states)
+        setattr(tagged, LAYER_ATTR, self)
+        return tagged, value_states
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.state.seq_len
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """(Columns a mask must span, 0 columns of offset), for a forward of so many new tokens."""
+        count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
+        return self.state.seq_len + count, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.state.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.state.select_rows(beam_idx, same_prompts=True)
+
+
+class EvictionCache(Cache):  # type: ignore[misc]
+    """The KV cache of one prompt or one batch of prompts.
+
+    model: a patched model.
+    method, budget (None for full), options: as `kvexp.core.CacheConfig`, or one of those in place of the method.
+    num_beams: beams per sample, so that methods can add up the scores of a sample's beams.
+    prompt_tokens: prompt columns, padding included; needed when the prompt is fed in chunks.
+    max_new_tokens: needed by tau schedules and budget.of=sequence; else only spares allocations.
+    seeds: of the noise; one, or one per sample.
+    tokenizer: the model's, for methods that repeat the prompt behind an instruction (kvzip).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: Method | CacheConfig,
+        budget: Budget | None = None,
+        *,
+        num_beams: int = 1,
+        prompt_tokens: int | None = None,
+        max_new_tokens: int | None = None,
+        seeds: int | Sequence[int] = 0,
+        tokenizer: Any = None,
+        **options: Unpack[CacheOptions],
+    ) -> None:
+        check_patched(model.config, ConfigError)
+        self.config = config = CacheConfig.of(method, budget, **options)
+        method = config.method
+        if isinstance(method, Retrieval):
+            check_retrieval(model.config, method)
+        check_positions(model.config, config)
+        if config.quantization is not None:
+            check_quantization(model.config, config.quantization, model.dtype)
+        if config.calibration is not None and method.needs.calibration:
+            config.calibration.check_shape(*query_shape(model.config))
+        if config.head_scores is not None:
+            config.head_scores.check_shape(*query_shape(model.config)[:2])
+        check_rope(MovingRope.of(model.config), config)
+        rope = rope_of(model) if turned_by(config) is not None else None
+        self.sequence = SequenceState(
+            prompt_columns=prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            max_positions=None if config.beyond_context else max_positions(model.config),
+            num_beams=num_beams,
+            seeds=seeds,
+        )
+        count = num_layers(model.config)
+        self.memory_tracker = MemoryTracker(count)
+        spec = method.score_spec
+        self.cross_layer_score = CrossLayerScore(self.sequence) if spec is not None and spec.across_layers else None
+        states: list[EvictionLayer | RetrievalLayer]
+        if isinstance(method, Retrieval):
+            group = LayerGroup(calibration=calibrate(model, method))
+            states = [RetrievalLayer(config, i, count, self.sequence, self.memory_tracker, group) for i in range(count)]
+        else:
+            common = (self.sequence, self.memory_tracker, self.cross_layer_score, CrossLayerBuffers(count))
+            factors = output_factors(model) if method.needs.output_norms else [None] * count
+            shares: LayerAllocation | None = None
+            if config.shares_by_preference and config.budget is not None:
+                shares = LayerAllocation(layer_budgets_of(method, config.budget), count)
+            blocks = output_blocks(model) if config.select.values == "critical" else [None] * count
+            heads = ModelHeadBudgets.of(config.budget, count)
+            states = [
+                EvictionLayer(config, i, count, *common, factors[i], heads, shares, blocks[i]) for i in range(count)
+            ]
+        if config.surrogate is not None and method.needs.surrogate:
+            kv_heads, width = num_kv_heads(model.config), model.get_input_embeddings().weight.shape[1]
+            config.surrogate.check_shape(count, kv_heads, width)
+        told = layer_input(model) if method.needs.surrogate else None
+        super().__init__(layers=[EvictionCacheLayer(state, rope, model.config, told) for state in states])
+        self.prompts: list[list[int]] | None = None  # token ids of each sample, if known: for `show`
+        self.logits_nan_flag: float | Tensor = 0.0  # NaN once the logits of a forward were not finite
+        second = method.needs.second_pass
+        self.repeated_prompt = None if second is None else RepeatedPrompt.of(second, tokenizer, method.name)
+        if spec is not None:
+            spec.tau_at(1, max_new_tokens)  # a missing max_new_tokens is said now, not at the first decode step
+
+    @property
+    def layer_states(self) -> list[EvictionLayer | RetrievalLayer]:
+        """The layers' caches in kvexp's core, in order."""
+        return [layer.state for layer in self.layers]
+
+    def allow_multi_token_steps(self, allowed: bool = True) -> EvictionCache:
+        """Allow forwards of several new tokens after the prompt, with one eviction after each; returns the cache."""
+        self.sequence.multi_token_steps_allowed = allowed
+        return self
+
+    def reset(self) -> None:
+        """Empty the cache: another prompt may follow."""
+        self.sequence.reset()
+        self.memory_tracker.reset()
+        self.prompts = None
+        self.logits_nan_flag = 0.0
+        if self.repeated_prompt is not None:
+            self.repeated_prompt.fed.clear()
+        if self.cross_layer_score is not None:
+            self.cross_layer_score.reset()
+        super().reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder rows in beam search, so that the slots of every row follow its beam: beam_idx [B * num_beams]."""
+        spec, beams = self.config.method.score_spec, self.sequence.num_beams
+        if spec is not None and spec.batch == "per_sample":
+            if beams == 1 and len(beam_idx) > 1:
+                raise CacheError("beam search needs num_beams: this method adds up scores over the beams of a sample")
+            home = torch.arange(len(beam_idx), device=beam_idx.device) // beams
+            if bool((beam_idx // beams != home).any()):
+                raise CacheError(
+                    f"rows were reordered across samples of num_beams={beams}: give the number really used"
+                )
+        self._select(beam_idx, same_prompts=True)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        batch = self.sequence.num_real.shape[0] if self.sequence.num_real is not None else 0
+        self._select(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; rows may repeat."""
+        self._select(torch.as_tensor(indices))
+
+    def fork(self, samples: Sequence[int]) -> EvictionCache:
+        """A copy of this cache for these samples, which may repeat; this cache stays as it is.
+
+        Neighbouring samples, or one that repeats, share keys and values with this cache until a slot is overwritten.
+        Its peak of bytes is the samples' share of this cache's, so that a sample costs the same in any company.
+        """
+        beams = self.sequence.num_beams
+        rows = torch.tensor([sample * beams + beam for sample in samples for beam in range(beams)])
+        # Slots are large: only the wanted rows are copied, or shared; everything else is copied whole.
+        apart: dict[int, Any] = {id(part): None for state in self.layer_states for part in state.heavy_buffers}
+        evicting = [state for state in self.layer_states if isinstance(state, EvictionLayer)]
+        fixed = [
+            part
+            for state in evicting
+            for part in (state.output_factors, state.output_projection, state.calibration, state.surrogate)
+        ]
+        for shared in (self.config, self.layers[0].model_config, self.layers[0].layer_input, *fixed):
+            apart[id(shared)] = shared
+        other = copy.deepcopy(self, apart)
+        other._select(rows)
+        pairs: Iterable[tuple[RowsCache, RowsCache]] = zip(self.layer_states, other.layer_states, strict=True)
+        for mine, its in pairs:
+            its.copy_rows_from(mine, rows)
+        if self.sequence.num_real is not None:
+            other.memory_tracker.scale_peak_from(
+                self.memory_tracker, len(samples), self.sequence.num_real.shape[0] // beams
+            )
+        return other
+
+    def _select(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Keep, repeat or reorder batch rows in all layers; same_prompts: every row stays one of its own prompt."""
+        if self.prompts is not None and not same_prompts:  # which rows they are would be read from the device
+            beams = self.sequence.num_beams
+            self.prompts = [self.prompts[row // beams] for row in rows[::beams].tolist()]
+        self.sequence.select_rows(rows, same_prompts=same_prompts)
+        for state in self.layer_states:
+            state.select_rows(rows, same_prompts=same_prompts)
+        if self.cross_layer_score is not None:
+            self.cross_layer_score.select_rows(rows)
+
+    def check_budget(self, prompt_lengths: Sequence[int], padded: int) -> None:
+        """ConfigError where a layer's budget cannot hold what the method protects, for prompts of these lengths.
+
+        Also where a second pass over them is too long for the model. prompt_lengths: real tokens per row; padded:
+        columns. To be called before the model runs.
+        """
+        method = self.config.method
+        if method.evicts and method.score_spec is not None:
+            method.score_spec.check_lengths(prompt_lengths)
+        new, layers = self.sequence.max_new_tokens, len(self.layers)
+        check_budget(self.config, prompt_lengths, padded, new, layers)
+        if may_evict(self.config, prompt_lengths, padded, new, layers):
+            self.check_second_pass(prompt_lengths)
+
+    def mark_spans(self, spans: Sequence[Sequence[Span]] | None, prompt_lengths: Sequence[int], padded: int) -> None:
+        """Mark spans of every prompt, which the configuration's `keep` spares; other arguments as of `check_budget`.
+
+        spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
+        and not given, or no budget holds them. To be called before the model runs.
+        """
+        check_spans(self.config, spans, prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        if self.config.keep is not None and spans is not None:
+            self.sequence.mark_spans(spans, prompt_lengths)
+
+    def check_second_pass(self, prompt_lengths: Sequence[int]) -> None:
+        """ConfigError where the method's second pass over prompts of so many tokens is too long for the model."""
+        if self.repeated_prompt is not None and self.sequence.max_positions is not None:
+            for length in prompt_lengths:
+                self.repeated_prompt.check_room(length, self.sequence.max_positions, self.config.method.name)
+
+    def logits_were_finite(self) -> bool:
+        """Whether the logits of all forwards through this cache were finite. Waits for the device."""
+        return math.isfinite(float(self.logits_nan_flag))
+
+    def scores_are_finite(self) -> bool:
+        """Whether no layer holds a NaN score, by which slots cannot be chosen. Waits for the device."""
+        slots = [state.slots for state in self.layer_states if state.slots is not None]
+        stats = [state.selection_stats for state in self.layer_states if isinstance(state, RetrievalLayer)]
+        if any(one is not None and one.has_nan is not None and bool(one.has_nan) for one in stats):
+            return False
+        return not any(bool((s.score.isnan() & (s.positions >= 0)).any()) for s in slots)
+
+    def crop(self, *_: Any) -> None:
+        """Always a CacheError: evicted or overwritten tokens cannot come back."""
+        raise CacheError(
+            "a kvexp cache cannot be cropped: evicted tokens cannot come back and scores cannot be un-summed. "
+            "Assisted decoding and other methods that take tokens back need method=full with Hugging Face's own cache"
+        )
+
+    def kept_positions(self, layer: int) -> list[list[list[int]]]:
+        """Position ids of the slots that a layer holds, per batch row and kv head, ascending."""
+        return self.layer_states[layer].kept_positions()
+
+    def show(self, tokenizer: Any, sample: int = 0, prompt: Sequence[int] | None = None) -> KeptText:
+        """The prompt's tokens, coloured in a notebook by how many heads hold each one now; marks in a terminal.
+
+        sample: of the batch; of its beams the first stands for all. prompt: its token ids without padding, needed where
+        kvexp.generate did not feed them. Methods that keep everything show what the newest token attended to.
+        """
+        ids = prompt if prompt is not None else self.prompts[sample] if self.prompts is not None else None
+        if ids is None:
+            raise ConfigError(
+                "this cache was not filled by kvexp.generate and does not know the words: give the prompt's token ids, "
+                "without padding, as in cache.show(tokenizer, prompt=ids)"
+            )
+        row = sample * self.sequence.num_beams
+        held = [state.kept_positions(slice(row, row + 1))[0] for state in self.layer_states]
+        counts = [Counter(position for head in heads for position in head) for heads in held]
+        by_layer = [[layer[place] for layer in counts] for place in range(len(ids))]
+        return KeptText(texts_of(tokenizer, list(ids)), by_layer, [len(heads) for heads in held])
+
+
+# Several caches over one prompt: computed once, observed by every method, decoded as rows of one batch.
+
+
+State = EvictionLayer | RetrievalLayer
+MAX_PAD_BYTES = 8 << 20  # about what a step of another stack takes to read on a CPU: half a millisecond
+
+
+class FastStepGroup:
+    """The caches that take a decode step together: those of which every layer can take the fast step.
+
+    states: the layers of each cache. eligible: indices of these caches, as of the step in progress.
+    """
+
+    def __init__(self, states: list[list[State]]) -> None:
+        self.states = states
+        self.eligible: list[int] = []
+        self._buffers: dict[tuple[int, ...], CrossLayerBuffers] = {}
+
+    def refresh(self, query: Tensor, padding: Tensor | None) -> None:
+        """Find the eligible caches; called at a decode step's first layer, so that all its layers stack the same ones.
+
+        query [R, H * G, 1, D]; padding as of `LayerCache.forward`.
+        """
+        eligible = [
+            i
+            for i, layers in enumerate(self.states)
+            if all(_can_fast_decode(state, query, padding) for state in layers)
+        ]
+        if eligible != self.eligible:
+            self.eligible = eligible
+            self._buffers = {}
+
+    def buffers(self, members: list[int]) -> CrossLayerBuffers:
+        """The buffers that all layers of the stack of caches `members` (indices) share; made at the first call."""
+        return self._buffers.setdefault(tuple(members), CrossLayerBuffers(len(self.states[0])))
+
+
+def _can_fast_decode(state: State, query: Tensor, padding: Tensor | None) -> bool:
+    """Whether one layer of a cache can take the fast step with others.
+
+    No layer of a retrieval method can, and none whose heads hold different numbers of slots: that one takes the fast
+    step by itself.
+    """
+    if not isinstance(state, EvictionLayer) or state.config.is_ragged:
+        return False
+    return can_fast_decode(state, query, padding)
+
+
+class MultiLayer:
+    """One layer of several caches, as one `LayerCache`.
+
+    states: this layer of each cache; rows: batch rows of each cache. A prompt comes once, to caches of equally many
+    rows, and is stored by every cache. Later forwards have the rows of the first cache, then those of the second …
+    """
+
+    def __init__(self, states: list[State], rows: list[int], fast_group: FastStepGroup) -> None:
+        self.states, self.rows, self.fast_group = states, rows, fast_group
+        self._eligible: list[int] = []
+        self._stacks: list[tuple[list[int], StackedLayer]] = []
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens seen so far, padding included."""
+        return self.states[0].seq_len
+
+    def take_input(self, hidden: Tensor) -> None:
+        """Hand what this layer gets [rows, Q, n] to the caches whose methods score tokens by it."""
+        parts = [hidden] * len(self.states) if self.seq_len == 0 else hidden.split(self.rows)
+        for state, part in zip(self.states, parts, strict=True):
+            if isinstance(state, EvictionLayer):
+                state.take_input(part)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """As `LayerCache.forward`."""
+        if self.seq_len == 0:
+            return self._prompt(query, key, value, params, padding)
+        parts = [x.split(self.rows) for x in (query, key, value)]
+        outputs: dict[int, Tensor] = {}
+        for members, stack in self._stacked(query, padding):
+            q, k, v = (torch.cat([part[member] for member in members]) for part in parts)
+            sizes = [self.rows[member] for member in members]
+            outputs |= zip(members, stack.forward(q, k, v, params).split(sizes), strict=True)
+        for member, state in enumerate(self.states):
+            if member not in outputs:
+                mask = None if padding is None else padding.split(self.rows)[member]
+                q, k, v = (part[member] for part in parts)
+                outputs[member] = state.forward(q, k, v, params, mask)
+        return torch.cat([outputs[member] for member in range(len(self.states))])
+
+    def _stacked(self, query: Tensor, padding: Tensor | None) -> list[tuple[list[int], StackedLayer]]:
+        """The stacks of caches that take this step together, as pairs (indices of the caches, their stacked layer).
+
+        Made anew when other caches are eligible. Caches of renumbered positions have stacks of their own.
+        """
+        if self.states[0].index == 0:
+            self.fast_group.refresh(query, padding)
+        eligible = self.fast_group.eligible
+        if eligible != self._eligible:
+            slots = {i: state for i in eligible if isinstance(state := self.states[i], EvictionLayer)}
+            apart = [[i for i in eligible if (slots[i].config.renumbered) == moved] for moved in (False, True)]
+            several = [
+                members
+                for some in apart
+                for members in bin_by_length({i: slots[i].require_slots() for i in some})
+                if len(members) > 1
+            ]
+            ordered = [sorted(members, key=lambda i: stack_order(slots[i])) for members in several]
+            buffers = self.fast_group.buffers
+            self._stacks = [
+                (members, StackedLayer([slots[i] for i in members], buffers(members))) for members in ordered
+            ]
+            self._eligible = eligible
+        return self._stacks
+
+    @property
+    def decode_stacks(self) -> list[StackedLayer] | None:
+        """As `EvictionLayer.decode_stacks`, of all caches; None where one of them takes another step."""
+        together = {member for members, _ in self._stacks for member in members}
+        stacks = [stack for _, stack in self._stacks]
+        for member, state in enumerate(self.states):
+            if not isinstance(state, EvictionLayer) or not state.is_steady:
+                return None
+            if member not in together:
+                own = state.decode_stacks
+                if own is None:
+                    return None
+                stacks += own
+        return stacks
+
+    def _prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams, padding: Tensor | None
+    ) -> Tensor:
+        """The prompt's forward: attend once, then let every cache store and observe it; see `LayerCache.forward`."""
+        slots = [state for state in self.states if isinstance(state, EvictionLayer)]
+        retrieval = [state for state in self.states if isinstance(state, RetrievalLayer)]
+        # Retrieval methods index the prompt in their own way, each in buffers of its own.
+        alone = None if slots else retrieval.pop(0).forward(query, key, value, params, padding)
+        share_prompt(retrieval, query, key, value, params, padding)
+        if alone is not None:
+            return alone
+        # First the cache whose buffers have room for the tokens to come: no other needs the room.
+        slots.sort(key=lambda state: not state.preallocated)
+        first, *others = slots
+        inputs = first.store(query, key, value, params, padding)
+        out, _ = first.attend(inputs)
+        for state in others:
+            state.share_prefill(inputs, key, value, padding)
+        seen: PromptSums = {}
+        for state in slots:
+            state.update(inputs, None, seen)
+        return out.flatten(1, 2)
+
+    def select_rows(self, rows: Tensor, *, same_prompts: bool = False) -> None:
+        """Always a CacheError: the rows are those of several caches."""
+        raise CacheError("caches that decode together keep their rows: pick rows of each cache (fork), then join those")
+
+    def reset(self) -> None:
+        """Always a CacheError: each cache is reset by itself."""
+        raise CacheError("caches that decode together are reset one by one: call reset() of each")
+
+
+def bin_by_length(held: dict[int, Slots]) -> list[list[int]]:
+    """Indices of caches in groups of similar length, so that common buffers waste at most MAX_PAD_BYTES per layer.
+
+    held: this layer's slots of each cache, by index.
+    """
+    return bin_by_bytes({member: (slots.length, slots.kv_bytes) for member, slots in held.items()})
+
+
+def bin_by_bytes(held: dict[int, tuple[int, int]]) -> list[list[int]]:
+    """`bin_by_length` from each cache's length and bytes of keys and values alone."""
+    groups: list[list[int]] = []
+    for member in sorted(held, key=lambda member: held[member][0], reverse=True):
+        if groups:
+            length, size = held[groups[-1][0]]
+            spare = [size * (1 - held[i][0] / length) for i in (*groups[-1], member)]
+            if sum(spare) <= MAX_PAD_BYTES:
+                groups[-1].append(member)
+                continue
+        groups.append([member])
+    return groups
+
+
+class MultiMethodCache(Cache):  # type: ignore[misc]
+    """Caches of one model, for a prefill of the same prompts in one forward and then for decoding together.
+
+    rows: batch rows of every cache, or one number for all. All caches are new, or all have seen their prompt, which may
+    be another one for each where forwards are given position ids. Each keeps and counts what it would alone.
+    """
+
+    def __init__(self, caches: list[EvictionCache], rows: int | Sequence[int]) -> None:
+        sizes = [rows] * len(caches) if isinstance(rows, int) else list(rows)
+        for cache in caches:
+            if cache.config.method.modifies_prefill and cache.get_seq_length() == 0 and len(caches) > 1:
+                raise ConfigError(f"{cache.config.method.name} computes prompts in its own way: prefill it apart")
+            if cache.sequence.num_beams > 1:
+                raise ConfigError("caches of beam searches cannot be decoded together: beams end at different times")
+        self.caches = caches
+        fast_group = FastStepGroup([[layer.state for layer in cache.layers] for cache in caches])
+        layers = []
+        for index in range(len(caches[0].layers)):
+            each = [cache.layers[index] for cache in caches]
+            rope = next((layer.rope for layer in each if layer.rope is not None), None)
+            joined = MultiLayer([layer.state for layer in each], sizes, fast_group)
+            told = next((layer.layer_input for layer in each if layer.layer_input is not None), None)
+            layers.append(EvictionCacheLayer(joined, rope, each[0].model_config, told))
+        super().__init__(layers=layers)
+
+    def crop(self, *_: Any) -> None:
+        """Always a CacheError: evicted tokens cannot come back."""
+        self.caches[0].crop()
+
+
+# A Hugging Face cache for the papers' row-mask protocol: one text, one forward, one mask per layer and head.
+
+
+class RowMaskCache(Cache):  # type: ignore[misc]
+    """The cache for one forward of a patched model under row masks; `mask_fn` makes a layer's mask of its full logits.
+
+    Example: `RowMaskCache(model, lambda x, layer: local_mask(x, heavy=6, recent=6))`.
+    """
+
+    def __init__(self, model: PreTrainedModel, mask_fn: MaskFn) -> None:
+        check_patched(model.config, ConfigError)
+        states = [MaskedLayer(mask_fn, index) for index in range(num_layers(model.config))]
+        super().__init__(layers=[EvictionCacheLayer(state, None, model.config) for state in states])
+
+    @property
+    def layer_states(self) -> list[MaskedLayer]:
+        """The layers, with their masks and probabilities after the forward."""
+        return [layer.state for layer in self.layers]

@@ -1,0 +1,356 @@
+"""Statistics of a model, measured in one pass and kept in files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvexp.core import Budget, CacheConfig, EvictionContext, Method
+from kvexp.core.eviction import CalibrationLayer
+from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
+from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
+from kvexp.hf.moving_rope import MovingRope, check_turns
+from kvexp.hf.patch import check_patched, forget_layer_input, layer_input, num_layers, rope_of
+from kvexp.util import ConfigError, cache_folder
+
+# The files that hold a model's calibration: in the cache folder, known by the model's digest, never half written.
+
+
+STATISTICS = 1  # raised by a change after which the same model and texts would give other statistics
+HEAD_SCORES = 1  # the same of scores of heads
+TENSORS = ("direction", "mean", "size")
+Made = TypeVar("Made", QueryCalibration, HeadScores)
+ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
+
+
+def calibration_file(model: str) -> Path:
+    """Where the calibration of a model lies, be it there or not. model: what stands for its weights."""
+    return _file_of(f"queries{STATISTICS}", model)
+
+
+def head_scores_file(model: str) -> Path:
+    """Where the scores of a model's heads lie, be they there or not. model: what stands for its weights."""
+    return _file_of(f"heads{HEAD_SCORES}", model)
+
+
+def _file_of(kind: str, model: str) -> Path:
+    name = hashlib.sha256(model.encode()).hexdigest()[:32]
+    return cache_folder() / "calibration" / f"{kind}-{name}.safetensors"
+
+
+def write_calibration(made: QueryCalibration, model: str, about: Mapping[str, Any]) -> Path:
+    """Write a model's calibration to its file, whole or not at all, in place of an older one; returns the file.
+
+    about: what it was made of, for readers. ConfigError where the file cannot be written.
+    """
+    notes = {"version": STATISTICS, "model": model, "digest": made.digest, "about": dict(about)}
+    return _write(calibration_file(model), {name: getattr(made, name) for name in TENSORS}, notes)
+
+
+def write_head_scores(made: HeadScores, model: str, about: Mapping[str, Any]) -> Path:
+    """The same for the scores of a model's heads."""
+    notes = {"version": HEAD_SCORES, "model": model, "digest": made.digest, "about": dict(about)}
+    return _write(head_scores_file(model), {"scores": made.scores}, notes)
+
+
+def read_calibration(model: str) -> QueryCalibration | None:
+    """A model's calibration; None where it has none. ConfigError for a file that is not what was written for it."""
+    return _read(calibration_file(model), TENSORS, QueryCalibration.of, STATISTICS, model)
+
+
+def read_head_scores(model: str) -> HeadScores | None:
+    """The same for the scores of a model's heads."""
+    return _read(head_scores_file(model), ("scores",), HeadScores.of, HEAD_SCORES, model)
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Path:
+    """Write tensors and notes to a file, whole or not at all; returns it. ConfigError where it cannot be written."""
+    content = save({name: each.contiguous() for name, each in tensors.items()}, {ABOUT: json.dumps(notes)})
+    return write_whole(file, content)
+
+
+def write_whole(file: Path, content: bytes) -> Path:
+    """Write a file of the cache folder, whole or not at all; returns it. ConfigError where it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+        try:
+            with open(opened, "wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+            os.chmod(temporary, 0o644)  # mkstemp writes for its owner alone, and a cache may be shared
+            os.replace(temporary, file)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {file} ({error.strerror or error}): make room, or set KVEXP_CACHE to a folder that can be "
+            "written"
+        ) from error
+    return file
+
+
+def _read(file: Path, names: Sequence[str], make: Callable[..., Made], version: int, model: str) -> Made | None:
+    """What `make` makes of a file's tensors; None where there is no file. ConfigError as of `read_calibration`."""
+    try:
+        with safe_open(file, "pt") as opened:
+            notes = json.loads((opened.metadata() or {})[ABOUT])
+            made = make(*(opened.get_tensor(name) for name in names))
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
+        raise ConfigError(f"{file} is no calibration ({error})") from error
+    if (notes.get("version"), notes.get("model"), notes.get("digest")) != (version, model, made.digest):
+        raise ConfigError(f"{file} was written for another model, by another version, or changed since")
+    return made
+
+
+# A calibration pass: a model reads sequences, and the statistics of its queries are kept.
+
+
+@torch.no_grad()
+def calibrate_queries(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> QueryCalibration:
+    """Statistics of the queries that a patched model makes of these token ids, for `CacheConfig(calibration=...)`.
+
+    sequences: each is read by itself from position 0, at full attention. done: called after each. ConfigError for no
+    token, and for RoPE whose frequencies change with length.
+    """
+    return calibrate_queries_and_heads(model, sequences, done)[0]
+
+
+@torch.no_grad()
+def calibrate_heads(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> HeadScores:
+    """Scores of a patched model's kv heads on these token ids, for `CacheConfig(head_scores=...)` (`budget.heads=duo`).
+
+    Arguments and errors as of `calibrate_queries`; ConfigError also for models without RoPE, whose heads it cannot
+    tell apart.
+    """
+    made = calibrate_queries_and_heads(model, sequences, done)[1]
+    if made is None:
+        raise ConfigError(
+            f"heads are told apart by how their mean query and key look under RoPE, which a {model.config.model_type} "
+            "model does not have: take another budget.heads"
+        )
+    return made
+
+
+@torch.no_grad()
+def calibrate_queries_and_heads(
+    model: PreTrainedModel, sequences: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+) -> tuple[QueryCalibration, HeadScores | None]:
+    """`calibrate_queries` and `calibrate_heads` in one pass; no scores of heads for models without RoPE."""
+    check_patched(model.config, ConfigError)
+    if not sequences or not all(sequences):
+        raise ConfigError("a calibration pass needs at least one sequence, and a token in each")
+    check_turns(MovingRope.of(model.config), "a calibration pass")
+    rope = rope_of(model)
+    states = [CalibrationLayer() for _ in range(num_layers(model.config))]
+    cache = Cache(layers=[EvictionCacheLayer(state, rope, model.config) for state in states])
+    device = model.get_input_embeddings().weight.device
+    for ids in sequences:
+        model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for state in states:
+            state.reset()
+        done()
+    parts = zip(*(state.sums.statistics() for state in states), strict=True)
+    scores = [score for state in states if (score := state.head_scores.mean()) is not None]
+    heads = HeadScores.of(torch.stack(scores)) if len(scores) == len(states) else None
+    return QueryCalibration.of(*(torch.stack(part) for part in parts)), heads
+
+
+# The file that holds a model's surrogate: in the cache folder, known by the model's digest, never half written.
+
+
+VERSION = 1  # raised by a change after which the same model and texts would give other weights
+
+
+@dataclass(frozen=True)
+class KeptSurrogate:
+    """A surrogate with what it was made of: `about` as it was written, articles among it by id."""
+
+    surrogate: Surrogate
+    about: Mapping[str, Any]
+
+
+def surrogate_file(model: str) -> Path:
+    """Where the surrogate of a model lies, be it there or not. model: what stands for its weights."""
+    name = hashlib.sha256(model.encode()).hexdigest()[:32]
+    return cache_folder() / "surrogate" / f"kvzap{VERSION}-{name}.safetensors"
+
+
+def write_surrogate(made: Surrogate, model: str, about: Mapping[str, Any]) -> Path:
+    """Write a model's surrogate to its file, whole or not at all, in place of an older one; returns the file.
+
+    about: what it was made of. ConfigError where the file cannot be written.
+    """
+    notes = {"version": VERSION, "model": model, "digest": made.digest, "about": dict(about)}
+    tensors = {"weight": made.weight.contiguous(), "bias": made.bias.contiguous()}
+    return write_whole(surrogate_file(model), save(tensors, {ABOUT: json.dumps(notes)}))
+
+
+def read_surrogate(model: str) -> KeptSurrogate | None:
+    """A model's surrogate; None where it has none. ConfigError for a file that is not what was written for it."""
+    file = surrogate_file(model)
+    try:
+        with safe_open(file, "pt") as opened:
+            notes = json.loads((opened.metadata() or {})[ABOUT])
+            made = Surrogate.of(opened.get_tensor("weight"), opened.get_tensor("bias"))
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
+        raise ConfigError(f"{file} is no surrogate ({error})") from error
+    found = (notes.get("version"), notes.get("model"), notes.get("digest"))
+    if found != (VERSION, model, made.digest):
+        raise ConfigError(f"{file} was written for another model, by another version, or changed since")
+    return KeptSurrogate(made, notes["about"])
+
+
+# Training a surrogate of KVzip+'s scores: a model reads prompts twice, and linear maps are fitted to what was seen.
+
+
+LEAST = 1e-10  # score whose logarithm is taken: a value of 0 has none
+RIDGE = 1.0  # is added to the diagonal of X^T X, as in kvpress's training
+
+
+@dataclass(frozen=True)
+class FittedSurrogate:
+    """A surrogate, how well it predicts prompts that were held out, and how many tokens were seen.
+
+    r2 [L]: the share of variance that it explains of them, mean over kv heads; None: nothing was held out.
+    """
+
+    surrogate: Surrogate
+    r2: list[float] | None
+    fitted_tokens: int
+    held_out_tokens: int
+
+
+@dataclass
+class LayerMoments:
+    """Sums over tokens of one layer, of which the least squares of y = x w + b follow; float64.
+
+    x: inputs [N, n], y: targets [N, H].
+    """
+
+    count: int = 0
+    x: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    y: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    xx: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    xy: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Add tokens: x [N, n], y [N, H]."""
+        x, y = x.double().cpu(), y.double().cpu()
+        self.count += len(x)
+        self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
+        self.xx, self.xy = self.xx + x.T @ x, self.xy + x.T @ y
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """w [H, n] and b [H], float32: ridge regression around the means."""
+        mean_x, mean_y = self.x / self.count, self.y / self.count
+        xx = self.xx - self.count * mean_x[:, None] * mean_x + RIDGE * torch.eye(len(mean_x), dtype=torch.float64)
+        weight = torch.linalg.solve(xx, self.xy - self.count * mean_x[:, None] * mean_y)
+        return weight.T.float().contiguous(), (mean_y - mean_x @ weight).float()
+
+
+@torch.no_grad()
+def train_surrogate(
+    model: PreTrainedModel,
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    tokenizer: Any,
+    done: Callable[[], None] = lambda: None,
+) -> FittedSurrogate:
+    """Fit a layer's inputs to the logarithm of what `method` (KVzip+) scores after its second pass over each prompt.
+
+    prompts, held_out: token ids; of the second r2 is measured and nothing is fitted. done: called after each prompt.
+    ConfigError for prompts that hold nothing to learn from.
+    """
+    moments: list[LayerMoments] = []
+    for ids in prompts:
+        for index, (x, y) in enumerate(_seen(model, method, ids, tokenizer)):
+            if index == len(moments):
+                moments.append(LayerMoments())
+            moments[index].add(x, y)
+        done()
+    if not moments or moments[0].count < 2:
+        raise ConfigError("a surrogate needs prompts of more tokens than the method's sinks")
+    solved = [each.solve() for each in moments]
+    surrogate = Surrogate.of(torch.stack([w for w, _ in solved]), torch.stack([b for _, b in solved]))
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in moments]
+    for ids in held_out:
+        for index, (x, y) in enumerate(_seen(model, method, ids, tokenizer)):
+            parts[index].append((surrogate.layer(index).scores(x[None])[0].T.double().cpu(), y.double().cpu()))
+        done()
+    tested = sum(len(y) for _, y in parts[0])
+    r2 = [_r2(torch.cat([p for p, _ in part]), torch.cat([y for _, y in part])) for part in parts] if tested else None
+    return FittedSurrogate(surrogate, r2, moments[0].count, tested)
+
+
+def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """By layer: inputs [N, n] and log scores [N, H] of a prompt's tokens behind the sinks."""
+    inputs: list[Tensor] = []
+    scores: list[Tensor] = []
+    if len(ids) <= method.sinks + 1:
+        return []
+
+    class Noting(type(method)):  # type: ignore[misc]
+        """The method, whose scores are put down."""
+
+        def priority(self, ctx: EvictionContext) -> Tensor:
+            made: Tensor = super().priority(ctx)
+            scores.append(made[0])
+            return made
+
+    noting = Noting(**{one.name: getattr(method, one.name) for one in fields(method)})
+    most = max(1, len(ids) - 1)
+    cache = EvictionCache(model, CacheConfig(noting, Budget(tokens=most, counts_self=False)), tokenizer=tokenizer)
+    holder = layer_input(model)
+    count = len(cache.layer_states)
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        hidden = holder.take()
+        if hidden is not None and len(inputs) < count:  # the second pass comes after the prompt's own forward
+            inputs.append(hidden[0])
+
+    attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in attentions]
+    try:
+        device = model.get_input_embeddings().weight.device
+        model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        forget_layer_input(model)
+    pairs = []
+    for x, y in zip(inputs, scores, strict=True):
+        behind = slice(method.sinks, None)
+        pairs.append((x[behind], y[:, behind].T.clamp_min(LEAST).log()))
+    return pairs
+
+
+def _r2(predicted: Tensor, truth: Tensor) -> float:
+    """Mean over columns of 1 - residual / total variance; both [N, H]."""
+    residual, total = ((truth - predicted) ** 2).sum(0), ((truth - truth.mean(0)) ** 2).sum(0)
+    return float((1 - residual / total.clamp_min(torch.finfo(torch.float64).tiny)).mean())

@@ -1,0 +1,370 @@
+"""Chat templates as kvexp renders them: on one day whatever the clock says, with the arguments that were asked for.
+
+Also what a template tells of itself: the variables it reads, whether it asks the clock, and its tags of thinking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as datetime_module
+import functools
+import inspect
+import locale
+import random
+import re
+import sys
+import threading
+import time as time_module
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from transformers.utils import chat_template_utils
+
+from kvexp.util import ConfigError
+
+TODAY = "26 Jul 2024"  # Llama 3.1's own default; 3.2's template would take the clock's, and prompts change every day
+DATES = ("%d %b %Y", "%d %B %Y", "%Y-%m-%d")  # as which a date_string sets the clock
+_ARGUMENTS = "_kvexp_template_args"  # of a tokenizer: what `with_arguments` gave it
+_OF_KVEXP = {"messages", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
+_ASKS = ("defined", "undefined", "none", "default", "d")  # tests and filters of a variable that may not be there
+_RENDERING = threading.RLock()  # clock, locale and random numbers belong to the process
+_WORDS, _THOUGHT = "Some words of a user.", "Something that was thought."
+
+# Tags that do not look like <think> and </think> or [THINK] and [/THINK]; gpt-oss, Cohere, Apertus, Kimi.
+_OTHER_TAGS = (
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("◁think▷", "◁/think▷"),
+)
+_CLOSING = re.compile(r"<(/[\w:|-]*(?:think|thought|reason)[\w:|-]*)>|\[(/\w*(?:think|thought|reason)\w*)\]", re.I)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The tags between which a chat template has a model think, begin "" where it is not known.
+
+    opened: whether the prompt ends inside of them.
+    """
+
+    begin: str
+    end: str
+    opened: bool = False
+
+    @classmethod
+    def ending(cls, tag: str) -> Thinking:
+        """The tags of which this is the closing one."""
+        return cls(tag.replace("/", "", 1) if _CLOSING.fullmatch(tag) else "", tag)
+
+    def part(self, tokens: Sequence[int], tokenizer: Any) -> ThoughtfulAnswer:
+        """A generated text, token ids, parted behind its last closing tag, as lm-eval parts it."""
+
+        def text(ids: Sequence[int], special: bool) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+        count = text(tokens, True).count(self.end)
+        if not count and not self.opened and not self._begins(text(tokens, True)):
+            return ThoughtfulAnswer(text(tokens, False), text(tokens, True), 0, False)
+        low, high = 0, len(tokens)  # the fewest tokens in which all closing tags are written
+        while count and low < high:
+            half = (low + high) // 2
+            low, high = (low, half) if text(tokens[:half], True).count(self.end) == count else (half + 1, high)
+        begun = text(tokens[:low], True).rpartition(self.end)[2]  # a token may hold more than the end of the tag
+        raw, words = (begun + text(tokens[low:], special) for special in (True, False))
+        if (self.opened and not count) or self._begins(raw):
+            before = "" if self.opened and not count else raw.partition(self.begin)[0].strip()
+            return ThoughtfulAnswer(before, before, len(tokens), True)
+        return ThoughtfulAnswer(words.lstrip(), raw.lstrip(), low, False)
+
+    def _begins(self, text: str) -> bool:
+        """Whether thinking begins in a text; what begins it may not be known (lm-eval's think_end_token)."""
+        return bool(self.begin) and self.begin in text
+
+
+@dataclass(frozen=True)
+class ThoughtfulAnswer:
+    """text: the answer behind the thinking; raw: the same with special tokens.
+
+    thinking_tokens: of all before the answer, tags included; cut: whether the whole ended inside the thinking.
+    """
+
+    text: str
+    raw: str
+    thinking_tokens: int
+    cut: bool
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a chat template tells of itself.
+
+    changes: whether its texts go by the clock or by chance where nobody stops them; thinking: its tags, None without.
+    """
+
+    changes: bool
+    thinking: Thinking | None
+
+
+def with_arguments(tokenizer: Any, arguments: Mapping[str, Any]) -> Any:
+    """The tokenizer, whose chat template `render` gives these arguments from now on."""
+    setattr(tokenizer, _ARGUMENTS, dict(arguments))
+    return tokenizer
+
+
+def render(tokenizer: Any, turns: Sequence[Mapping[str, str]], **options: Any) -> str:
+    """The text of the tokenizer's chat template around these turns, at the date of TODAY or of its date_string.
+
+    options: of apply_chat_template. Errors are jinja's, and whatever a template does with its values.
+    """
+    return _rendered(tokenizer, turns, _moment(tokenizer), 0, **options)
+
+
+def _rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int, **options: Any) -> str:
+    given = {"date_string": TODAY, **getattr(tokenizer, _ARGUMENTS, {})}
+    with _stopped(tokenizer, now, seed):
+        return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], tokenize=False, **given, **options))
+
+
+def _moment(tokenizer: Any) -> datetime:
+    """The date that the clock shows: of date_string among the arguments where that is one."""
+    words = str(getattr(tokenizer, _ARGUMENTS, {}).get("date_string", TODAY))
+    for form in DATES:
+        with contextlib.suppress(ValueError):
+            return datetime.strptime(words, form)
+    return datetime.strptime(TODAY, DATES[0])
+
+
+@contextlib.contextmanager
+def _stopped(tokenizer: Any, now: datetime, seed: int) -> Iterator[None]:
+    """A clock that stands at `now`, and random numbers of `seed`, for the template and the tokenizer's own code."""
+    clock = _clock(now)
+    with _RENDERING, contextlib.ExitStack() as until:
+        for names in _own_names(tokenizer):
+            theirs = {name: value for name, value in names.items() if _place(value) in clock}
+            until.callback(names.update, theirs)
+            names.update({name: clock[_place(value)] for name, value in theirs.items()})
+        until.callback(random.setstate, random.getstate())
+        random.seed(seed)
+        until.callback(locale.setlocale, locale.LC_TIME, locale.setlocale(locale.LC_TIME))
+        locale.setlocale(locale.LC_TIME, "C")  # names of months and days
+        yield
+
+
+def _own_names(tokenizer: Any) -> list[dict[str, Any]]:
+    """The global names of transformers' rendering, and where a tokenizer brings code of its own, those of its package.
+
+    Then also the names of `datetime` and `time` themselves, which a function may import when it is called.
+    """
+    render = inspect.unwrap(getattr(tokenizer.apply_chat_template, "__func__", tokenizer.apply_chat_template))
+    modules = {getattr(render, "__module__", "") or "", *(cls.__module__ for cls in type(tokenizer).__mro__)}
+    own = {name for name in modules if name.partition(".")[0] not in ("", "builtins", "transformers")}
+    packages = tuple(f"{name.rpartition('.')[0]}." for name in own if "." in name)
+    if packages:
+        own |= {name for name in list(sys.modules) if name.startswith(packages)}
+    clocks = (datetime_module, time_module) if own else ()  # last: what they are called is asked on the way
+    each = [chat_template_utils, *(sys.modules[name] for name in sorted(own) if name in sys.modules), *clocks]
+    return [vars(module) for module in each]
+
+
+def _place(value: Any) -> Any:
+    """The key of a value in `_clock`: its base class, where it is a datetime or date of some kind, else its id."""
+    if isinstance(value, type) and issubclass(value, date):
+        return "datetime" if issubclass(value, datetime) else "date"
+    return id(value)
+
+
+@functools.lru_cache(maxsize=8)
+def _clock(now: datetime) -> dict[Any, Any]:
+    """By `_place` of what tells the time, or of a module that does: what stands there while the clock stands still."""
+
+    class Frozen(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls(*now.timetuple()[:6], tzinfo=tz)
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            return cls.now()
+
+        @classmethod
+        def today(cls) -> Any:
+            return cls.now()
+
+        def strftime(self, form: str) -> str:
+            return str(datetime.strftime(self, re.sub(r"(?<!%)((?:%%)*)%s", rf"\g<1>{seconds}", form)))
+
+    class FrozenDate(date):
+        @classmethod
+        def today(cls) -> Any:
+            return cls(now.year, now.month, now.day)
+
+    seconds = int((now - datetime(1970, 1, 1)) / timedelta(seconds=1))
+    known = SimpleNamespace(**vars(time_module))  # also while the module's own names are these
+    there = known.gmtime(seconds)
+    told: dict[Any, dict[str, Any]] = {
+        datetime_module: {"datetime": Frozen, "date": FrozenDate},
+        time_module: {
+            "time": lambda: float(seconds),
+            "time_ns": lambda: seconds * 10**9,
+            "gmtime": lambda at=None: there if at is None else known.gmtime(at),
+            "localtime": lambda at=None: there if at is None else known.localtime(at),
+            "strftime": lambda form, at=there: known.strftime(form, at),
+            "ctime": lambda at=None: known.asctime(there) if at is None else known.ctime(at),
+            "asctime": lambda at=there: known.asctime(at),
+        },
+    }
+    each = {_place(getattr(module, name)): value for module, names in told.items() for name, value in names.items()}
+    return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in told.items()}
+
+
+# ---- what a template tells of itself
+
+
+def template_of(tokenizer: Any) -> str | None:
+    """The chat template's source that is used without tools; None where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        return str(tokenizer.get_chat_template())
+    except (ValueError, AttributeError):
+        return None
+
+
+def _tree(source: str) -> tuple[Any, Any]:
+    """jinja2's environment and tree of a template; ConfigError where it cannot be read."""
+    try:
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        return environment, environment.parse(source)
+    except Exception as error:  # jinja's errors of syntax, and others
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be read ({type(error).__name__}: {error}): correct chat_template in "
+            "the model's folder, or set model.chat=false"
+        ) from error
+
+
+def variables_of(tokenizer: Any) -> set[str]:
+    """Variables that the template reads and somebody may set: not the messages, nor what is kvexp's or jinja's own."""
+    from jinja2 import meta, nodes
+
+    source = template_of(tokenizer)
+    if source is None:
+        return set()
+    environment, tree = _tree(source)
+    names = set(meta.find_undeclared_variables(tree)) - set(environment.globals) - _OF_KVEXP
+    # jinja counts variables that a branch sets; of these, whoever may set one from outside is asked whether it did.
+    stored = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    asked = [node for node in tree.find_all((nodes.Test, nodes.Filter)) if node.name in _ASKS]
+    asked += [node for node in tree.find_all(nodes.Assign) if _reads_itself(node)]
+    open_ = {name.name for node in asked for name in node.find_all(nodes.Name)}
+    return (names - (stored - open_)) | ({"date_string"} if "strftime_now" in source else set())
+
+
+def _reads_itself(node: Any) -> bool:
+    """Whether an assignment, {% set x = x or 1 %}, reads the variable that it sets."""
+    from jinja2 import nodes
+
+    read = [*node.node.find_all(nodes.Name), node.node]
+    return any(getattr(name, "name", None) == getattr(node.target, "name", "") for name in read)
+
+
+def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = "model.template_args") -> None:
+    """ConfigError for arguments that the template never mentions, and for a date that is none."""
+    if template_of(tokenizer) is None:
+        raise ConfigError(f"{option} is given, but this tokenizer has no chat template: leave it out")
+    known = variables_of(tokenizer)
+    if unknown := sorted(set(arguments) - known):
+        raise ConfigError(
+            f"{option}: the model's chat template never mentions {', '.join(unknown)}; it mentions "
+            f"{', '.join(sorted(known)) or 'nothing that can be set'}"
+        )
+    for name, value in arguments.items():
+        if isinstance(value, str) and value.lower() in (
+            "true",
+            "false",
+        ):  # a template that asks `is false` would not see it
+            raise ConfigError(f"{option}: {name} is the text {value!r}; write {name}: {value.lower()} without quotes")
+    source = template_of(tokenizer) or ""
+    if "date_string" in arguments and "date_string" not in source:
+        date = str(arguments["date_string"])
+        for form in DATES:
+            with contextlib.suppress(ValueError):
+                datetime.strptime(date, form)
+                return
+        raise ConfigError(f"{option}: date_string must be a date such as {TODAY} or 2024-07-26, got {date!r}")
+
+
+def facts_of(tokenizer: Any) -> TemplateFacts:
+    """What the tokenizer's chat template tells, with the arguments it has; of none, and of a broken one, nothing."""
+    source = template_of(tokenizer)
+    if source is None:
+        return TemplateFacts(False, None)
+    with contextlib.suppress(ConfigError):
+        return TemplateFacts(_changes(tokenizer), _thinking(tokenizer, source))
+    return TemplateFacts(False, None)
+
+
+def _changes(tokenizer: Any) -> bool:
+    """Whether a conversation reads otherwise at another moment, or with other random numbers."""
+    user, model = {"role": "user", "content": _WORDS}, {"role": "assistant", "content": "An answer."}
+    system = {"role": "system", "content": "A system turn."}
+    for turns in ([user], [system, user], [user, model, user]):
+        texts = {
+            _tried(tokenizer, turns, now, seed)
+            for seed, now in enumerate((_moment(tokenizer), datetime(1999, 11, 3, 15, 45, 10), datetime(2031, 2, 9, 8)))
+        }
+        if len(texts) > 1:
+            return True
+    return False
+
+
+def _tried(tokenizer: Any, turns: Sequence[Mapping[str, str]], now: datetime, seed: int = 0) -> str | None:
+    """The text up to where an answer begins; None where the template does not take such turns."""
+    with contextlib.suppress(Exception):  # no common base, as in `render`
+        return _rendered(tokenizer, turns, now, seed, add_generation_prompt=True)
+    return None
+
+
+def _thinking(tokenizer: Any, source: str) -> Thinking | None:
+    """The template's tags, and whether it opens them itself where an answer begins."""
+    tags = _tags_written(source) or _tags_rendered(tokenizer)
+    if tags is None:
+        return None
+    made = Thinking(*tags)
+    asked = _tried(tokenizer, [{"role": "user", "content": _WORDS}], _moment(tokenizer)) or ""
+    behind = asked.rpartition(_WORDS)[2]
+    return replace(made, opened=behind.rfind(made.begin) > behind.rfind(made.end))
+
+
+def _tags_written(source: str) -> tuple[str, str] | None:
+    """Tags among the texts of a template, its comments left out."""
+    from jinja2 import nodes
+
+    _, tree = _tree(source)
+    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    for begin, end in _OTHER_TAGS:
+        if any(end in text for text in texts):
+            return begin, end
+    for text in texts:
+        if found := _CLOSING.search(text):
+            tags = Thinking.ending(found[0])
+            return tags.begin, tags.end
+    return None
+
+
+def _tags_rendered(tokenizer: Any) -> tuple[str, str] | None:
+    """What the template writes around the reasoning of an assistant's turn."""
+    user, answer = {"role": "user", "content": _WORDS}, "An answer."
+    said = {"role": "assistant", "content": answer, "reasoning_content": _THOUGHT}
+    now = _moment(tokenizer)
+    asked = _tried(tokenizer, [user], now)
+    with contextlib.suppress(Exception):  # as in `_tried`
+        told = _rendered(tokenizer, [user, said], now, 0)
+        before, found, after = told.partition(_THOUGHT)
+        begin = before.removeprefix(asked or "").strip() if before.startswith(asked or "") else ""
+        end = after.partition(answer)[0].strip()
+        return (begin, end) if found and begin and end else None
+    return None

@@ -1,0 +1,144 @@
+"""Linear layers on a CPU by oneDNN: memory-bound for few rows, with sums that neither batch nor threads change.
+
+`torch.nn.functional.linear` hands float32 to MKL, whose product of one row runs on one thread whatever there are,
+and which takes two to three times as long as the weights take to read where the processor is not Intel's. oneDNN,
+which torch brings along, comes near to memory's limit if it is given a copy of the weights in the order it reads
+them (measured: docs/decisions/numerics.md). From two rows on its kernels for AVX2 and AVX-512 add up a row's sums
+in one order, whatever the number of rows or threads and whether they read the copy or the weights; so a single row
+is given to it twice.
+
+`pack_linear` is apart from `patch_model`: it changes the order of sums, and attends to nothing. run.py does both
+(`model.pack_linear`), and so do other commands that load a model by its path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kvexp.util import available
+
+MIN_WEIGHTS = 1 << 16  # of a layer: below (a quarter of a megabyte) the call takes longer than the product
+# Of the free memory, at most, for the copies of a model's weights; without a copy, products take longer.
+MAX_MEMORY_SHARE = 0.25
+
+_HOOK = "_kvexp_packed"  # attribute of a model with packed layers: the handle of its hook
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class PackedLinear(nn.Linear):
+    """`nn.Linear` by oneDNN where it is faster: the same weights and results but for the order of summation."""
+
+    _copy: Tensor | None = None  # the weights as oneDNN reads them fastest
+    _agrees = True  # whether such a copy gives the sums that the weights give, to the bit
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in] -> output [..., out]."""
+        if input.numel() == 0 or not self._eligible(input):
+            return functional.linear(input, self.weight, self.bias)
+        weight = self.weight if self._copy is None else self._copy
+        if input.numel() > input.shape[-1]:
+            return _product(input, weight, self.bias)
+        twice = _product(input.reshape(1, -1).expand(2, -1), weight, self.bias)
+        return twice[:1].view(*input.shape[:-1], -1)
+
+    def _eligible(self, x: Tensor | None = None) -> bool:
+        """Whether oneDNN may compute the product: float32 on a CPU, large enough, no gradients. x: the input."""
+        weight = self.weight
+        return (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and (x is None or (x.device == weight.device and x.dtype == weight.dtype))
+            and weight.numel() >= MIN_WEIGHTS
+            and type(weight) is nn.Parameter  # and no quantized tensor in its place
+            and weight.is_contiguous()
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def refresh(self, room: int) -> int:
+        """Repack the weights as they are now, if the copy takes at most `room` bytes; returns the bytes left."""
+        if not self._eligible():
+            self._copy = None
+            return room
+        if self._copy is not None and self._same(self._copy):
+            return room
+        self._copy, size = None, self.weight.nbytes
+        if self._agrees and size <= room:
+            copy = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+            self._agrees = self._same(copy)
+            if self._agrees:
+                self._copy = copy
+                return room - size
+        return room
+
+    def _same(self, copy: Tensor) -> bool:
+        """Whether the packed copy and the weights give a test row the same product, to the bit."""
+        row = torch.linspace(0.5, 1.5, self.in_features).expand(2, -1)
+        return torch.equal(_product(row, copy), _product(row, self.weight))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_copy"}
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight, plus bias, by oneDNN: [rows, out]; weight: plain or packed."""
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return made
+
+
+def pack_linear(model: AnyModule) -> AnyModule:
+    """Make every plain linear layer of `model` a `PackedLinear`, in place, where torch has oneDNN; returns the model.
+
+    Copies of the weights are made at the first forward and looked at whenever a prompt begins. Doing it twice is
+    harmless; `unpack_linear` undoes it. Moves the last digits of float32 results on a CPU, and nothing elsewhere.
+    """
+    ours = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not hasattr(ours, "_linear_pointwise"):
+        return model
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            linear: Any = module  # its class changes
+            linear.__class__ = PackedLinear
+            linear._agrees = hasattr(ours, "_reorder_linear_weight")
+    if _HOOK not in vars(model):
+        setattr(model, _HOOK, model.register_forward_pre_hook(_refresh_hook, with_kwargs=True))
+    return model
+
+
+def unpack_linear(model: AnyModule) -> AnyModule:
+    """Make every `PackedLinear` of `model` the plain linear layer it was, without its copy; returns the model."""
+    hook = vars(model).pop(_HOOK, None)
+    if hook is not None:
+        hook.remove()
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            linear: Any = module  # its class changes
+            linear.__class__ = nn.Linear
+            for name in ("_copy", "_agrees"):
+                vars(linear).pop(name, None)
+    return model
+
+
+def refresh_packed_weights(model: nn.Module) -> None:
+    """Repack the layers of `model` whose weights have changed since they were packed.
+
+    Costs one product of two rows per layer where nothing has changed. With gradients on it does nothing, because then
+    no copy is used.
+    """
+    if torch.is_grad_enabled():
+        return
+    room = int(MAX_MEMORY_SHARE * available())
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            room = module.refresh(room)
+
+
+def _refresh_hook(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: repack before a prompt, since weights may have changed since the last one."""
+    cache = kwargs.get("past_key_values")
+    if cache is None or cache.get_seq_length() == 0:
+        refresh_packed_weights(model)

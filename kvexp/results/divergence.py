@@ -1,0 +1,658 @@
+"""Tables of divergence from the full cache."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.text import Text
+
+from kvexp.results import stats
+from kvexp.results import stats as intervals
+from kvexp.results.read import (
+    Folder,
+    Row,
+    add_choice,
+    baseline_of,
+    check_pair,
+    chosen,
+    chosen_by,
+    folders,
+    number,
+    titled,
+    unmatched,
+)
+from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
+from kvexp.results.table import (
+    FEW_SLOTS,
+    FEW_SLOTS_WORDS,
+    TOO_FEW,
+    Column,
+    absent,
+    fixed,
+    method_and_setting,
+    parts,
+    plain,
+    print_columns,
+    shared_settings,
+    without_question,
+)
+from kvexp.results.table import Row as Row_of_table
+from kvexp.run.compose import with_user_methods, without_method_words
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, read, run_name
+from kvexp.util import ConfigError, Console, explained, locked, replace, say
+
+# divergence.jsonl as a table: a row per run and kind of text, with intervals by example and verdicts.
+#
+# Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
+# first token that the full prefill predicts is the same for every method and counts apart (`first_kl`).
+
+
+QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
+# Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the
+# error asked for, which in simulation (tests/results/test_divergence_table.py) keeps the false verdicts at the
+# nominal rate.
+TAIL = 5
+
+FAMILY = ("model", "task", "numerics")  # labels of the runs that are compared with each other
+EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """Of one run and kind of text, an entry per example [n]: sums over its tokens, and how many there were."""
+
+    names: list[str]
+    tokens: Floats
+    kl: Floats
+    differs: Floats
+    change: Floats  # log-probability of the forced token, variant less full
+    change_squared: Floats
+    each_kl: Floats  # every token's, [tokens.sum()]
+    first_kl: Floats  # of first tokens that the prefill predicts
+
+    @classmethod
+    def of(cls, lines: Sequence[Line]) -> PerExample | None:
+        """None where no line has a token that was predicted after the eviction."""
+        names, columns, each, first = [], [], [], []
+        for line in sorted(lines, key=lambda line: line["index"]):
+            skip = int(line["first_by_prefill"])
+            kl, same = np.array(line["kl"]), np.array(line["same_top1"], dtype=np.float64)
+            change = np.array(line["logprob"]) - np.array(line["full_logprob"])
+            first += kl[:skip].tolist()
+            if len(kl) == skip:
+                continue
+            kl, same, change = np.maximum(kl[skip:], 0), same[skip:], change[skip:]
+            names.append(line["example"])
+            each.append(kl)
+            columns.append([len(kl), kl.sum(), (1 - same).sum(), change.sum(), (change * change).sum()])
+        if not names:
+            return None
+        tokens, sums, differs, changes, squares = np.array(columns, dtype=np.float64).T
+        return cls(names, tokens, sums, differs, changes, squares, np.concatenate(each), np.array(first))
+
+
+def divergence_table(
+    folders: Iterable[Folder],
+    epsilon_kl: float | None = None,
+    epsilon_top1: float | None = None,
+    first: int | None = None,
+) -> pd.DataFrame:
+    """Rows for the runs that have lines; verdicts are corrected for the runs of one model, task, NUMERICS and text.
+
+    epsilon_kl, epsilon_top1: None takes what each run was asked for with (`epsilon_kl` of its configuration). first: of
+    the task's first examples alone.
+    """
+    families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
+    for folder in folders:
+        lines = list(read(folder.run).values()) if folder.run.baseline is not None else []
+        lines = [line for line in lines if first is None or line["index"] < first]
+        for text in TEXTS:
+            found = PerExample.of([line for line in lines if line["text"] == text])
+            if found is not None:
+                names = repr([folder.labels.get(name) for name in FAMILY])
+                families[names, text].append((folder, found))
+    rows = []
+    for (_, text), family in families.items():
+        level = stats.corrected_level(len(family))
+        for folder, found in family:
+            asked = asked_epsilons(folder)
+            epsilons = (epsilon_kl or asked[0], epsilon_top1 or asked[1])
+            rows.append(_row(folder, found, text, level, *epsilons))
+    return pd.DataFrame(rows)
+
+
+def asked_epsilons(folder: Folder) -> tuple[float, float]:
+    """What a run's configuration names: of KL and of the share of other top tokens; the defaults for older runs."""
+    config = (folder.run.command or {}).get("config") or {}
+    return float(config.get("epsilon_kl") or EPSILON_KL), float(config.get("epsilon_top1") or EPSILON_TOP1)
+
+
+def _row(
+    folder: Folder, found: PerExample, text: str, level: float, epsilon_kl: float, epsilon_top1: float
+) -> dict[str, Any]:
+    total = found.tokens.sum()
+    kl = share_interval(found.kl, found.tokens, stats.LEVEL)
+    top1 = share_interval(found.differs, found.tokens, stats.LEVEL)
+    same_top1 = np.clip((1 - top1[1], 1 - top1[0]), 0, 1)  # a share; NaN stays
+    change = float(found.change.sum() / total)
+    row: dict[str, Any] = {
+        **folder.labels,
+        "question": folder.question,
+        "text": text,
+        "n": len(found.names),
+        "tokens": int(total),
+    }
+    row |= {"kl": float(found.kl.sum() / total), "kl_low": kl[0], "kl_high": kl[1]}
+    row |= {name: float(np.quantile(found.each_kl, q)) for name, q in QUANTILES.items()}
+    row |= {"kl_max": float(found.each_kl.max()), "first_kl": _mean(found.first_kl)}
+    row |= {"top1": 1 - float(found.differs.sum() / total), "top1_low": same_top1[0], "top1_high": same_top1[1]}
+    row |= {"dlogprob": change, "dlogprob_rms": math.sqrt(found.change_squared.sum() / total)}
+    row |= {"ppl_ratio": math.exp(-change), "epsilon": epsilon_kl, "epsilon_top1": epsilon_top1}
+    row["verdict_kl"] = decide(share_interval(found.kl, found.tokens, level), epsilon_kl)
+    row["verdict_top1"] = decide(share_interval(found.differs, found.tokens, level), epsilon_top1)
+    row |= _sizes(folder)
+    return row | {"hash": folder.run.hash}
+
+
+def _sizes(folder: Folder) -> dict[str, Any]:
+    """Slots and bytes at the end of the rows, NaN where there are none (divergence=only)."""
+    receipts = [row["receipt"] for row in folder.scored.values() if row.get("receipt")]
+    each = {name: np.array([number(receipt.get(name)) for receipt in receipts]) for name in ("slots", "kv_bytes")}
+    means = {name: _mean(values[np.isfinite(values)]) for name, values in each.items()}
+    return means | {"few_slots": bool(means["slots"] < FEW_SLOTS)}
+
+
+def by_position(lines: Iterable[Line]) -> pd.DataFrame:
+    """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1.
+
+    lines: of one run and kind of text. A first token that the prefill predicts is left out, as of all means.
+    """
+    kl: dict[int, list[float]] = defaultdict(list)
+    same: dict[int, list[float]] = defaultdict(list)
+    for line in lines:
+        for place, (one, equal) in enumerate(zip(line["kl"], line["same_top1"], strict=True), 1):
+            if place == 1 and line["first_by_prefill"]:
+                continue
+            kl[place].append(max(one, 0.0))
+            same[place].append(float(equal))
+    rows = [
+        {"position": place, "n": len(kl[place]), "kl": float(np.mean(kl[place])), "top1": float(np.mean(same[place]))}
+        for place in sorted(kl)
+    ]
+    return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:
+    """Of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
+    if len(sums) < stats.MIN_PAIRS:
+        return intervals.NONE
+    finer = 1 - (1 - level) / TAIL
+    moments = stats.resampled_means(intervals.ratio_moments(sums, tokens), stats.resamples_for(finer))
+    return intervals.ratio_interval(sums, tokens, moments, finer)
+
+
+def decide(interval: tuple[float, float], epsilon: float) -> str:
+    """Equivalent: the whole interval is below epsilon; worse: above it."""
+    low, high = interval
+    if high < epsilon:
+        return EQUIVALENT
+    return WORSE if low > epsilon else UNDECIDED
+
+
+def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()) -> pd.DataFrame:
+    """`compared_means` of every two runs of one model, task and NUMERICS with the same baseline.
+
+    folders: hash -> run; alike: labels two runs have to share, such as `kv_ratio`. ConfigError where two such runs
+    were sent different tokens.
+    """
+    found = {name: means for name, folder in folders.items() if (means := example_means(folder, text))}
+    labels = {name: [folder.labels.get(k) for k in (*FAMILY, *alike)] for name, folder in folders.items()}
+
+    def comparable(one: str, other: str) -> bool:
+        first, second = folders[one], folders[other]
+        if labels[one] != labels[other] or first.run.baseline != second.run.baseline:
+            return False
+        check_pair(first, second)
+        return True
+
+    return compared_means(found, comparable)
+
+
+def example_means(folder: Folder, text: str) -> dict[str, float]:
+    """Example -> mean KL per token of a run's forced text; empty where it has none."""
+    one = PerExample.of([line for line in read(folder.run).values() if line["text"] == text])
+    return {} if one is None else dict(zip(one.names, one.kl / one.tokens, strict=True))
+
+
+def compared_means(
+    found: Mapping[str, Mapping[str, float]], comparable: Callable[[str, str], bool] = lambda one, other: True
+) -> pd.DataFrame:
+    """Every two comparable runs: mean KL of the first less the second over the examples both have.
+
+    found: run -> example -> mean KL per token. p is two-sided, from Student's t of the per-example means; `holm` is p
+    after Holm's correction over all pairs of the table, and `better` names the run with less divergence where that is
+    below 0.05.
+    """
+    rows = []
+    for one, other in itertools.combinations(found, 2):
+        if comparable(one, other):
+            shared = [example for example in found[one] if example in found[other]]
+            gaps = np.array([found[one][example] - found[other][example] for example in shared])
+            rows.append({"one": one, "other": other, "n": len(shared), **_difference(gaps)})
+    return _holm(pd.DataFrame(rows, columns=["one", "other", "n", "difference", "low", "high", "p"]))
+
+
+def _difference(gaps: Floats) -> dict[str, float]:
+    n = len(gaps)
+    if n < stats.MIN_PAIRS:
+        return {"difference": float(gaps.mean()) if n else math.nan, "low": math.nan, "high": math.nan, "p": math.nan}
+    moments = stats.resampled_means(intervals.mean_moments(gaps), stats.RESAMPLES)
+    low, high = intervals.mean_interval(gaps, moments, stats.LEVEL)
+    error = gaps.std(ddof=1) / math.sqrt(n)
+    p = stats.t_tail(abs(float(gaps.mean())) / error, n - 1) if error > 0 else float(gaps.mean() == 0)
+    return {"difference": float(gaps.mean()), "low": low, "high": high, "p": p}
+
+
+def holm_corrected(p: Floats) -> Floats:
+    """Holm's step-down correction of p [P]: the k-th smallest times the number left, never falling; NaN stays NaN."""
+    known = np.flatnonzero(~np.isnan(p))
+    order = known[np.argsort(p[known], kind="stable")]
+    corrected = np.full(len(p), math.nan)
+    corrected[order] = np.minimum(np.maximum.accumulate(p[order] * (len(order) - np.arange(len(order)))), 1.0)
+    return corrected
+
+
+def _holm(frame: pd.DataFrame) -> pd.DataFrame:
+    """With p corrected over all pairs, and the run with less divergence where that decides."""
+    frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
+    ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
+    return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))
+
+
+# What became of the full cache's own answers: where written ones part from it, which choices flip.
+#
+# From the rows of a run and of its baseline alone. Flips as in "Accuracy is Not All You Need" (arXiv:2407.09141): equal
+# accuracies can hide as many answers lost as won.
+
+
+NO_ANSWERS = {"same_answers": math.nan, "same_tokens": math.nan, "parts_at": math.nan}
+
+
+def answer_changes(folder: Folder, baseline: Folder | None) -> dict[str, float]:
+    """Free-running answers beside the full cache's, over the examples both answered.
+
+    same_answers: share of answers with the same tokens throughout; same_tokens: share of places with the same token,
+    mean over answers, out of the longer one's places; parts_at: median place, from 1, of the first token that differs,
+    over the answers that do. NaN where rows hold no `output_tokens` (recorded before) or nothing differs.
+    """
+    pairs = [(one["output_tokens"], full["output_tokens"]) for one, full in _pairs(folder, baseline, "output_tokens")]
+    if not pairs:
+        return dict(NO_ANSWERS)
+    first = [first_difference(*pair) for pair in pairs]
+    parted = [place for place in first if place is not None]
+    equal = [sum(map(int.__eq__, *pair)) / max(map(len, pair)) for pair in pairs]
+    return {
+        "same_answers": 1 - len(parted) / len(pairs),
+        "same_tokens": float(np.mean(equal)),
+        "parts_at": float(np.median(parted)) if parted else math.nan,
+    }
+
+
+def first_difference(one: list[int], other: list[int]) -> int | None:
+    """The place, from 1, of the first token that differs, an end before the other's included; None where none does."""
+    shorter = min(len(one), len(other))
+    place = next((place for place in range(shorter) if one[place] != other[place]), shorter)
+    return None if place == len(one) == len(other) else place + 1
+
+
+def choice_changes(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
+    """Flips of a score that is right or wrong, and KL over the choices; empty where examples are neither.
+
+    lost: examples right with the full cache and wrong here; won: the other way; choice_kl: KL(full || run) in nats,
+    mean over examples, of the distributions that the choices' summed log-probabilities give, with its 95 % interval.
+    """
+    pairs = _pairs(folder, baseline, "choices")
+    if not pairs:
+        return {}
+    name = next(iter(pairs[0][1]["metrics"]), "")
+    one, full = (np.array([number(pair[side]["metrics"].get(name)) for pair in pairs]) for side in (0, 1))
+    found: dict[str, Any] = {"n": len(pairs), "metric": name, "lost": None, "won": None}
+    if is_all_or_nothing(one, full):
+        found |= {"lost": int((full > one).sum()), "won": int((one > full).sum())}
+    kl = np.array([value for pair in pairs if (value := choice_kl(*(side["choices"] for side in pair))) is not None])
+    low, high = share_interval(kl, np.ones(len(kl)), LEVEL) if len(kl) else (math.nan, math.nan)
+    return found | {"choice_kl": float(kl.mean()) if len(kl) else math.nan, "kl_low": low, "kl_high": high}
+
+
+def choice_kl(one: Mapping[str, Any], full: Mapping[str, Any]) -> float | None:
+    """KL(full || one) in nats over the same choices; None where they are not the same, or a single one."""
+    logs = [np.array([number(value) for value in side.get("logprobs", [])]) for side in (full, one)]
+    if len(logs[0]) != len(logs[1]) or len(logs[0]) < 2 or not all(np.isfinite(each).all() for each in logs):
+        return None
+    p, q = map(_log_softmax, logs)
+    return max(0.0, float((np.exp(p) * (p - q)).sum()))
+
+
+def _log_softmax(logs: Floats) -> Floats:
+    shifted = logs - logs.max()
+    made: Floats = shifted - math.log(np.exp(shifted).sum())
+    return made
+
+
+def with_answers(frame: pd.DataFrame, folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.DataFrame:
+    """A frame of `divergence_table` with the columns of `answer_changes`. known: runs by hash, baselines among them."""
+    if frame.empty:
+        return frame
+    found = {each.run.hash: answer_changes(each, baseline_of(each, known)) for each in folders}
+    return frame.assign(**{name: [found[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
+
+
+def choice_table(folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.DataFrame:
+    """A row per run of a task that chooses. known: runs by hash, the baselines among them."""
+    rows = []
+    for folder in folders:
+        found = choice_changes(folder, baseline_of(folder, known))
+        if found:
+            rows.append({**folder.labels, "question": folder.question, **found, "hash": folder.run.hash})
+    return pd.DataFrame(rows)
+
+
+def _pairs(folder: Folder, baseline: Folder | None, field: str) -> list[tuple[Row, Row]]:
+    """Rows of both with this field, by example; none for the full cache itself, and between NUMERICS."""
+    if baseline is None or folder.is_baseline or baseline.run.numerics != folder.run.numerics:
+        return []
+    both = [(row, baseline.scored.get(name)) for name, row in folder.scored.items()]
+    return [(row, full) for row, full in both if full is not None and row.get(field) and full.get(field)]
+
+
+# The divergence table of runs for people: a block per model, task and text, and comparisons of every two runs.
+
+
+DIVERGENCES = ("kl", "top1")
+NO_END = 100  # nats per token: where few examples diverge at all, an interval may end anywhere above
+
+
+def divergence_frames(
+    outputs_dir: str | Path,
+    where: Mapping[str, Any],
+    epsilon_kl: float | None = None,
+    epsilon_top1: float | None = None,
+    first: int | None = None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What is recorded of the chosen runs: a `divergence_table` with `answer_changes`, and a `choice_table`.
+
+    first: of the task's first examples alone.
+    """
+    found = [folder.of_first(first) for folder in folders(outputs_dir)]
+    known = {folder.run.hash: folder for folder in found}
+    shown = [folder for folder in chosen(found, where) if not folder.refused]
+    frame = with_answers(divergence_table(shown, epsilon_kl, epsilon_top1, first), shown, known)
+    return frame, choice_table(shown, known)
+
+
+def print_choices(frame: pd.DataFrame, console: Console) -> None:
+    """A frame of `choice_table`; nothing for an empty one."""
+    if frame.empty:
+        return
+    for title, _, part in parts(frame):
+        made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
+        shared, rows = shared_settings(without_question(made))
+        title = titled(f"{title}: choices beside the full cache's", (row.get("question") for row in rows))
+        console.print(Text(", ".join([title, *shared]), style="bold"))
+        columns = [
+            Column("method", method_and_setting, right=False),
+            plain("kv_ratio", "kv_ratio"),
+            *question_column(rows),
+            plain("n", "n"),
+            Column("right to\nwrong", lambda row: fixed(row["lost"], 0)),
+            Column("wrong to\nright", lambda row: fixed(row["won"], 0)),
+            Column("KL over\nchoices", lambda row: fixed(row["choice_kl"], 4)),
+            Column("95 %", lambda row: _ends(row, "kl", 4)),
+        ]
+        print_columns(rows, columns, 3 + len(question_column(rows)), console)
+
+
+def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") -> None:
+    """Every block of a frame of `divergence_table`, and what its columns mean; nothing for an empty one.
+
+    metric: what orders the runs of one kv_ratio, one of DIVERGENCES.
+    """
+    if frame.empty:
+        return
+    for title, labels, part in parts(frame, "text"):
+        along = said(str(labels["text"]))
+        print_block(f"{title}: KL divergence from the full cache along {along}", part, console, metric)
+    console.print(legend(frame), highlight=False)
+
+
+def said(text: str) -> str:
+    """A kind of text in words."""
+    return "its own greedy answer" if text == OWN else "the reference answer"
+
+
+def legend(frame: pd.DataFrame) -> str:
+    """What the verdicts and columns of these rows stand for."""
+    kl = " or ".join(f"{value:g}" for value in sorted(set(frame["epsilon"])))
+    percent = " or ".join(f"{100 * value:g} %" for value in sorted(set(frame["epsilon_top1"])))
+    return (
+        f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
+        f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "
+        "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
+        "a run writes itself, median of the first token that differs (docs/divergence.md)"
+    )
+
+
+def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = "kl") -> None:
+    """The rows of one model, task and text."""
+    order = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])  # no rank across n
+    made: list[dict[str, Any]] = order.to_dict("records")  # type: ignore[assignment]
+    console.print()
+    shared, rows = shared_settings(without_question(made))
+    title = titled(title, (row.get("question") for row in rows))
+    console.print(Text(", ".join([title, *shared]), style="bold"))
+    print_columns(rows, columns_of(rows), 3 + len(question_column(rows)), console)
+    few = [row for row in rows if row["few_slots"]]
+    if few:
+        names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
+        console.print(Text(f"{FEW_SLOTS_WORDS}: {names}", style="yellow"))
+
+
+def question_column(rows: Sequence[Row_of_table]) -> list[Column]:
+    """Whether eviction has seen the question, where that is not the same in all rows."""
+    same = len({row.get("question") for row in rows}) < 2
+    return [] if same else [plain("question", "question", right=False)]
+
+
+def columns_of(rows: Sequence[Row_of_table]) -> list[Column]:
+    """What is shown of a run."""
+    settings = any(row.get("setting") for row in rows)
+    return [
+        Column("method", method_and_setting, right=False) if settings else plain("method", "method", right=False),
+        plain("kv_ratio", "kv_ratio"),
+        *question_column(rows),
+        plain("n", "n"),
+        plain("tokens", "tokens"),
+        Column("KL", lambda row: fixed(row["kl"], 4)),
+        Column("95 %", lambda row: _ends(row, "kl", 4)),
+        Column("median", lambda row: fixed(row["kl_p50"], 4)),
+        Column("99 % of\ntokens", lambda row: fixed(row["kl_p99"], 2)),
+        Column("verdict\non KL", lambda row: row["verdict_kl"], right=False),
+        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
+        Column("95 %", lambda row: _ends(row, "top1", 1, 100)),
+        Column("verdict\non top-1", lambda row: row["verdict_top1"], right=False),
+        Column("perplexity\nratio", lambda row: fixed(row["ppl_ratio"], 3)),
+        *_answers(rows),
+    ]
+
+
+def _answers(rows: Sequence[Row_of_table]) -> list[Column]:
+    """Where rows hold the tokens of free-running answers."""
+    if all(absent(row.get("same_tokens")) for row in rows):
+        return []
+    return [
+        Column(
+            "equal\ntokens %", lambda row: "-" if absent(row["same_tokens"]) else fixed(100 * row["same_tokens"], 0)
+        ),
+        Column("parts\nat", lambda row: fixed(row["parts_at"], 1)),
+    ]
+
+
+def _ends(row: Row_of_table, name: str, digits: int, times: int = 1) -> str:
+    """Both ends of an interval; times: 100 where its column is in percent."""
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    if absent(low):
+        return TOO_FEW
+    if times != 1:
+        return f"{times * low:.{digits}f}..{times * high:.{digits}f}"
+    return f"{low:.{digits}f}..{f'>{NO_END}' if high > NO_END else f'{high:.{digits}f}'}"
+
+
+def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
+    """A frame of `compared`; part: the rows of its runs."""
+    made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
+    names = {row["hash"]: run_name(row) for row in shared_settings(made)[1]}
+    rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
+    columns = [
+        Column("one", lambda row: names[row["one"]], right=False),
+        Column("other", lambda row: names[row["other"]], right=False),
+        plain("n", "n"),
+        Column("KL of one\nless other", lambda row: f"{row['difference']:+.4f}"),
+        Column("95 %", lambda row: TOO_FEW if absent(row["low"]) else f"{row['low']:+.4f}..{row['high']:+.4f}"),
+        Column("p (Holm)", lambda row: "-" if absent(row["holm"]) else f"{row['holm']:.2g}"),
+        Column(
+            "less", lambda row: {row["one"]: "one", row["other"]: "other"}.get(row["better"], "undecided"), right=False
+        ),
+    ]
+    print_columns(rows, columns, 2, console)
+
+
+# The scale of divergences that `python -m experiments.studies.kl_scale scale RUN` leaves in the run's folder: read
+# and written.
+
+
+NAME = "divergence_scale.json"
+NUMBERS = ("kl", "top1")
+
+
+def write_scale(run: Run, frame: pd.DataFrame) -> None:
+    """Keep a frame of `experiments.studies.kl_scale.scale_table` in the run's folder; what stood there goes."""
+    rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records"))
+    with explained(run.path / NAME), locked(run.path):
+        replace(run.path / NAME, json.dumps({"changes": rows}, indent=1).encode() + b"\n")
+
+
+def read_scale(run: Run) -> list[dict[str, Any]]:
+    """Its rows: change, n, tokens, kl, top1 and their intervals; none without a file. A wrong file is a warning."""
+    file = run.path / NAME
+    try:
+        rows = json.loads(file.read_bytes())["changes"]
+        if not isinstance(rows, list) or not all(_right(row) for row in rows):
+            raise ValueError("changes must be a list of groups with a text change and numbers kl and top1")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"{file}: left out: {error}; python -m experiments.studies.kl_scale scale makes it again", stacklevel=2
+        )
+        return []
+    return rows
+
+
+def scale_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
+    """The scale of the run, of these, that was measured on the most examples; none where none has one."""
+    found = [rows for run in runs if (rows := read_scale(run))]
+    return max(found, key=lambda rows: rows[0].get("n") or 0, default=[])
+
+
+def _right(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("change"), str) and all(map(_finite, map(row.get, NUMBERS)))
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+DIVERGENCE_DOC = (
+    """kvexp divergence outputs/: measure what runs lack, then print how far each is from the full cache."""
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if there was something to show, 1 if nothing was, 2 if the request cannot work."""
+    methods, others = without_method_words(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(others)
+    console = Console()
+    try:
+        with_user_methods(methods)
+        wanted = chosen_by(args)
+        texts = TEXTS if args.text == "both" else (args.text,)
+        if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
+            raise ConfigError("--epsilon and --epsilon-top1 must be positive")
+        shown = [folder for folder in chosen(folders(args.outputs), wanted) if not folder.refused]
+        refused: dict[str, str] = {}
+        if not args.no_measure:
+            from kvexp.run.batches import measure_claimed
+
+            refused = measure_claimed([folder.run for folder in shown], texts)
+        alike = labels_of(args.alike, shown)
+        frame, choices = divergence_frames(args.outputs, wanted, args.epsilon, args.epsilon_top1)
+        if args.csv is not None and not frame.empty:
+            frame.to_csv(args.csv, index=False)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    if frame.empty and choices.empty:
+        console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")
+    if (args.compare or alike) and len(frame):
+        for title, labels, part in parts(frame, "text"):
+            text = str(labels["text"])
+            print_block(f"{title}: KL divergence from the full cache along {said(text)}", part, console)
+            by_hash = {folder.run.hash: folder for folder in shown if folder.run.hash in set(part["hash"])}
+            print_pairs(compared(by_hash, text, alike), part, console)
+        console.print(legend(frame), highlight=False)
+    elif len(frame):
+        print_divergence(frame, console)
+    print_choices(choices, console)
+    for name, why in refused.items():
+        console.print(f"{name}: {why}")
+    return 0 if len(frame) or len(choices) else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="kvexp divergence", description=DIVERGENCE_DOC)
+    add = result.add_argument
+    add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    add_choice(result)
+    add("--text", choices=(*TEXTS, "both"), default=OWN, help="forced text: full's own answer, the reference, or both")
+    add("--epsilon", type=float, metavar="NATS", help=f"of KL (default: the runs' own epsilon_kl, {EPSILON_KL})")
+    add("--epsilon-top1", type=float, metavar="SHARE", help=f"(default: the runs' own, {EPSILON_TOP1})")
+    add("--compare", action="store_true", help="every two runs, corrected by Holm")
+    add("--alike", nargs="+", default=[], metavar="LABEL", help="compare only runs that share these, such as kv_ratio")
+    add("--no-measure", action="store_true", help="only read what was measured before")
+    add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
+    return result
+
+
+def labels_of(names: Sequence[str], shown: Sequence[Folder]) -> list[str]:
+    """The labels named; a ConfigError where no run has one of them."""
+    known = sorted({name for folder in shown for name in folder.labels})
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
+    return list(names)

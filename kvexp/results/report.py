@@ -1,0 +1,713 @@
+"""One HTML file of everything that was run: kvexp report outputs/ (or: make report).
+
+The file needs no server and no network: plotly.js, the page's own scripts and the data are in it. Filters act on all
+sections at once. No torch.
+
+A section is two files and one line:
+
+    sections/NAME.py   SECTION = Section("NAME", title, lead, data); data(source) returns what JSON can hold, or None
+                       to leave the section out; NAME_section.py where another file of kvexp has that name
+    assets/NAME.js     kvexp.section("NAME", (root, data, page) => draw): called once; `root` is the section's empty
+                       element, `page.runs` the runs, and draw(shown) is called with the runs that pass the filters,
+                       now and whenever a filter changes
+    html_page.py       its SECTION in SECTIONS, in the order of the page
+
+Whatever comes from rows or configurations is text, never markup: Python hands it over as JSON only (`escape.embed`), a
+script makes elements with `kvexp.el` (text nodes) and passes what plotly shows through `kvexp.plain`. The page's
+Content-Security-Policy names each script by its digest and forbids all requests, should that ever be forgotten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import math
+import re
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from shlex import quote
+from string import Template
+from typing import Any
+
+import pandas as pd
+
+import kvexp
+from kvexp.results.divergence import by_position, divergence_table, scale_of
+from kvexp.results.plots import DASHES, color_of, dashes_of, grid, marker_of
+from kvexp.results.read import (
+    Folder,
+    Row,
+    add_choice,
+    baseline_of,
+    chosen_by,
+    folders,
+    number,
+    question_words,
+    titled,
+    unmatched,
+)
+from kvexp.results.stats import lower_is_better
+from kvexp.results.table import Block, Column, absent, called, few, groups, notes, table
+from kvexp.results.views import VIEWS, LifeView, Line, chart_of
+from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
+from kvexp.run.store import TEXTS
+from kvexp.run.store import read as read_of_store
+from kvexp.util import ConfigError, say, visible
+
+# Data for a page, so that no text in it, whatever a model wrote, is ever markup or script.
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: numpy's scalars as Python's, NaN, NA and infinities as None, texts visible."""
+    if isinstance(value, dict):
+        return {visible(str(key)): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is pd.NA:
+        return None
+    value = getattr(value, "item", lambda: value)()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, bool | int | float) else visible(str(value))
+
+
+def embed(value: Any) -> str:
+    """JSON for a <script type="application/json">, in ASCII: without `<`, nothing in it can end the element."""
+    text = json.dumps(plain(value), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def digest(script: str) -> str:
+    """A script's name in a Content-Security-Policy (w3.org/TR/CSP3, hash-source)."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+# The colors, markers and dashes of `kvexp.results.plots` in plotly's words.
+
+
+_SYMBOLS = {
+    **{"o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross"},
+    **{"X": "x", "*": "star", "<": "triangle-left", ">": "triangle-right", "h": "hexagon", "p": "pentagon"},
+}
+_DASHES = {"-": "solid", ":": "dot", "-.": "dashdot"}
+
+
+def look(method: str, dashes: Any) -> dict[str, str]:
+    """color, symbol and dash of one line; dashes: as matplotlib takes them."""
+    dash = _DASHES[dashes] if isinstance(dashes, str) else ",".join(f"{length}px" for length in dashes[1])
+    return {"color": color_of(method), "symbol": _SYMBOLS[marker_of(method)], "dash": dash}
+
+
+# What a report is made of: the run folders, and their table.
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """The runs of one table; setting: of each row, without the overrides that all of them share.
+
+    panel: model and task, and NUMERICS where the page has several.
+    """
+
+    panel: str
+    model: str
+    task: str
+    title: str
+    rows: list[dict[str, Any]]
+    columns: list[Any]
+
+
+@dataclass(frozen=True)
+class ReportSource:
+    """folders: by hash, baselines included; frame: `kvexp.results.table` of those shown; samples: per run."""
+
+    outputs: Path
+    folders: dict[str, Folder]
+    frame: pd.DataFrame
+    samples: int
+
+    @property
+    def groups(self) -> list[RunGroup]:
+        several = self.frame.loc[self.frame["status"] != "refused", "numerics"].nunique() > 1
+        found = []
+        for title, rows, columns, _ in groups(self.frame, "kv_ratio"):
+            model, task = (_label(rows[0], name) for name in ("model", "task"))
+            panel = f"{model} / {task}" + (f", NUMERICS {rows[0]['numerics']}" if several else "")
+            found.append(RunGroup(panel, model, task, title, rows, columns))
+        return found
+
+
+def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: int = 20) -> ReportSource:
+    """Everything under the folder; ConfigError if there is no such folder, or no run that `where` leaves."""
+    if samples < 0:
+        raise ConfigError(f"--samples must be 0 or more, got {samples}")
+    frame = table(outputs, where)
+    if frame.empty:
+        raise ConfigError(unmatched(outputs, where or {}))
+    return ReportSource(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
+
+
+def _label(row: Mapping[str, Any], name: str) -> str:
+    """A job refused before its labels were known has none."""
+    return "-" if pd.isna(value := row.get(name)) else str(value)
+
+
+# The runs as every section's script sees them: `page.runs`.
+
+
+COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "smallest_batch", "batch_size")
+SAID = ("kv_ratio", "status", "note", "verdict99", "verdict999", "n", "paired", "headline", "numerics", "baseline")
+
+
+def index(source: ReportSource) -> list[dict[str, Any]]:
+    """One entry per run, in the table's order; `line` parts the lines of a chart, `of` holds percentages of full.
+
+    Refused jobs are none: they have nothing that a filter could choose.
+    """
+    return [entry for group in source.groups for entry in _entries(source, group)]
+
+
+def _entries(source: ReportSource, group: RunGroup) -> list[dict[str, Any]]:
+    asked = [row.get("question") for row in group.rows]
+    codes: dict[str, set[Any]] = defaultdict(set)
+    for row in group.rows:
+        codes[str(row.get("method"))].add(row.get("code"))
+    several = {method for method, found in codes.items() if len(found) > 1}
+    most = max(row["n"] for row in group.rows)
+    lines = [_line(row, several, most, asked=len(set(asked)) > 1) for row in group.rows]
+    panel = titled(group.panel, asked)
+    dashes = dashes_of(pd.DataFrame(lines, columns=["method", "setting"]))
+    return [
+        {
+            **{name: row[name] for name in ("hash", *SAID, *COST) if name in row},
+            **{"model": group.model, "task": group.task, "panel": panel, "method": method, "line": setting},
+            **{"headline": called(str(row["headline"]), row.get("task")) if row["headline"] else None},
+            **{"of": _percentages(row), "full": row["verdict99"] == "baseline", "few": few(row)},
+            **look(method, dashes[method, setting]),
+            **_where(source, row["hash"]),
+        }
+        for row, (method, setting) in zip(group.rows, lines, strict=True)
+    ]
+
+
+def _line(row: Mapping[str, Any], several: set[str], most: int, *, asked: bool) -> tuple[str, str]:
+    """Method and setting: what one line of a chart may join. Two versions of a method's code are two lines.
+
+    several: methods with more than one; most: examples of the run of the panel that has most: those with fewer are
+    lines of their own. asked: whether eviction has seen the question in some of these runs alone, which parts lines.
+    """
+    method = "-" if absent(row.get("method")) else str(row["method"])
+    setting = "" if absent(row.get("setting")) else str(row["setting"])
+    if asked:
+        setting = ", ".join(filter(None, [setting, question_words([row.get("question")])]))
+    if method in several:
+        setting = f"{setting} code={row['code']}".lstrip()
+    return method, f"{setting} (n = {row['n']})".lstrip() if 0 < row["n"] < most else setting
+
+
+def _percentages(row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Metric -> [percent of full, ends of its 95 % interval, mean score]."""
+    names = [name.removesuffix("_of_full") for name in row if name.endswith("_of_full") and name != "length_of_full"]
+    return {
+        called(name, row.get("task")): [row[f"{name}{ending}"] for ending in ("_of_full", "_low", "_high", "")]
+        for name in names
+        if not absent(row[name])
+    }
+
+
+def _where(source: ReportSource, key: str) -> dict[str, str]:
+    """The commit that made the rows, and what their seconds depend on."""
+    env = source.folders[key].run.env if key in source.folders else {}
+    place = [str(env.get("device", "")), f"{env['threads']} threads" if "threads" in env else ""]
+    place += [f"torch {env['torch']}" if "torch" in env else ""]
+    return {"commit": str(env.get("commit") or ""), "place": ", ".join(word for word in place if word)}
+
+
+# What a section of the page is; the package's docstring says how to add one.
+
+
+@dataclass(frozen=True)
+class Section:
+    """name: of assets/NAME.js and of the element; title, lead: the page's own words, as HTML.
+
+    data: what its script gets, in what JSON can hold; None leaves the section out.
+    """
+
+    name: str
+    title: str
+    lead: str
+    data: Callable[[ReportSource], Any]
+
+
+# Where the numbers come from, and which runs have none.
+
+
+def data(source: ReportSource) -> dict[str, Any]:
+    """Runs by NUMERICS, commit and machine (one who-when-where per line); runs that are not done, with the reason."""
+    real = source.frame[source.frame["status"] != "refused"]
+    envs = [source.folders[key].run.env for key in real["hash"] if key in source.folders]
+    names = ("kvexp", "commit", "device", "threads", "python", "torch", "transformers")
+    made: dict[tuple[str, ...], int] = {}
+    for env, numerics in zip(envs, real["numerics"], strict=True):
+        key = (str(numerics), *(str(env.get(name, "-")) for name in names))
+        made[key] = made.get(key, 0) + 1
+    problems = source.frame[source.frame["status"] != "done"].to_dict("records")  # refused jobs too: here alone
+    said = ("status", "model", "task", "method", "kv_ratio", "n", "note", "hash")
+    return {
+        "outputs": source.outputs.name,
+        "numerics": kvexp.NUMERICS,
+        "heads": ["NUMERICS", *names, "runs"],
+        "made": [[*key, count] for key, count in made.items()],
+        "problem_heads": list(said),
+        "problems": [[row.get(name) for name in said] for row in problems],
+    }
+
+
+SECTION = Section(
+    "about",
+    "Where these numbers come from",
+    "Runs by the code and the machine that made them. Numbers of different NUMERICS are never compared; seconds are "
+    "compared only on one machine.",
+    data,
+)
+
+
+# Quality against speed and memory: all it draws is in the index.
+
+
+COST_SECTION = Section(
+    "cost",
+    "Quality against speed and memory",
+    "Up and to the left is better. The grey stairs are the Pareto front of the finished runs shown that have "
+    "enough examples, by their estimates: no other is at least as good and as cheap. Intervals are 95 %, of "
+    "quality alone.",
+    lambda source: {},
+)
+
+
+# Divergence from the full cache against budget and bytes, and along the answer.
+
+
+SHOWN = ("kl", "kl_low", "kl_high", "kl_p99", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
+MORE = ("text", "n", "tokens", "kv_bytes", "epsilon", "epsilon_top1")
+
+
+def divergence_data(source: ReportSource) -> dict[str, Any] | None:
+    """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model."""
+    shown = [source.folders[key] for key in source.frame["hash"] if key in source.folders]
+    shown = [folder for folder in shown if not folder.refused]
+    runs = {folder.run.hash: folder.run for folder in shown}
+    frame = divergence_table(shown)
+    if frame.empty:
+        return None
+    found: dict[str, dict[str, Any]] = {}
+    for row in frame.to_dict("records"):
+        lines = [line for (_, text), line in read_of_store(runs[row["hash"]]).items() if text == row["text"]]
+        along = by_position(lines)
+        entry = {name: row[name] for name in (*SHOWN, *MORE)}
+        entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
+        found.setdefault(row["hash"], {})[row["text"]] = entry
+    marks = [
+        {"model": group.model, "task": group.task, "changes": [[row["change"], row["kl"]] for row in rows]}
+        for group in source.groups
+        if (rows := scale_of(runs[row["hash"]] for row in group.rows if row["hash"] in runs))
+    ]
+    return {"runs": found, "texts": [text for text in TEXTS if text in set(frame["text"])], "marks": marks}
+
+
+DIVERGENCE_SECTION = Section(
+    "divergence",
+    "Divergence from the full cache",
+    "Mean KL divergence per token, in nats, of the next-token distributions from the full cache&#8217;s, all fed the "
+    "same text; lower is better. Bars are 95 % intervals over examples. Black: epsilon, within which a run counts as "
+    "equivalent; grey: known changes of the same model (docs/divergence.md).",
+    divergence_data,
+)
+
+
+# Quality against budget: all it draws is in the index.
+
+
+EXPLORER_SECTION = Section(
+    "explorer",
+    "Quality against budget",
+    "Percent of the full cache's score, one line per method, with 95 % intervals (paired bootstrap). Black: the full "
+    "cache. Red dashes: the 99 % mark. Hollow points: runs that are not finished, or of too few examples for an "
+    "interval. Points of the same budget stand side by side.",
+    lambda source: {},
+)
+
+
+# Which tokens were kept: the text of some examples, each token with the heads of every layer that hold it.
+
+
+MOST = 4  # examples of a run
+TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once
+
+
+def kept_data(source: ReportSource) -> dict[str, Any] | None:
+    """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log or twin."""
+    found: dict[str, Any] = {}
+    room = TOTAL
+    for key in source.frame["hash"]:
+        folder = source.folders.get(key)
+        if folder is None:
+            continue
+        for example in _diagnosed(folder)[:MOST]:
+            text = _text(folder, example)
+            room -= len(text["tokens"]) if text else 0
+            if text and room >= 0:
+                found.setdefault(key, []).append(text)
+    return {"texts": found, "cut": room < 0} if found else None
+
+
+def _diagnosed(folder: Folder) -> list[str]:
+    return [row["example"] for row in folder.rows if has(folder.run, row["example"], EVICTIONS)]
+
+
+def _text(folder: Folder, example: str) -> dict[str, Any] | None:
+    """kept: at the end of the prompt and after the last token, [layer][token] heads; None for a log that is broken."""
+    try:
+        told = require_example_log(folder.run, example)
+        evictions = read_table(folder.run, example, EVICTIONS)
+        views = [made(told, evictions, step) for step in sorted({0, told.steps})]
+    except ConfigError:
+        return None
+    return {
+        "example": example,
+        "tokens": told.texts,
+        "heads": told.heads,
+        "prompt": told.prompt_tokens,
+        "question": told.question_tokens,
+        "times": [{"step": view.step, "read": view.present, "kept": view.kept.tolist()} for view in views],
+    }
+
+
+KEPT_SECTION = Section(
+    "kept",
+    "What was kept",
+    "The text of an example; the greener a token, the more heads hold it, struck out: none. Point at a token for its "
+    "layers. Runs made with <code>diagnose=log</code> or <code>twin</code> have such texts.",
+    kept_data,
+)
+
+
+# The life of a context: turns, many questions, prompts in chunks, long answers, instructions; tables and charts.
+
+
+def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
+    """A part for each kind of run that is there, with the tables that its command prints and a chart of each."""
+    parts, shown = [], list(source.frame["hash"])
+    there = [source.folders[key] for key in shown if key in source.folders and not source.folders[key].refused]
+    for name, view in VIEWS.items():
+        if not any(map(view.has, there)):
+            continue
+        frame = view.read(source.outputs, {"hash": shown})
+        blocks = [_block(view, block) for block in view.blocks(frame)] if len(frame) else []
+        if blocks:
+            said = {"name": name, "title": view.title, "command": f"kvexp {view.command}", "legend": view.legend}
+            parts.append({**said, "blocks": blocks})
+    return parts or None
+
+
+def _block(view: LifeView, block: Block) -> dict[str, Any]:
+    """One table, and its chart: places along the axis, and lines with points (place, hash, values and their ends)."""
+    title, rows, columns, _ = block
+    places, lines = chart_of(view, rows)
+    return {
+        "title": title,
+        "heads": [column.head for column in columns],
+        "right": [column.right for column in columns],
+        "rows": [[row["hash"], *(column.cell(row) for column in columns)] for row in rows],
+        "x": view.x,
+        "places": places,
+        "sides": [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides],
+        "lines": list(_looks(lines)),
+    }
+
+
+def _looks(lines: list[Line]) -> Iterator[dict[str, Any]]:
+    """The lines with colour, marker and dashes, which tell those of one method apart."""
+    seen: dict[str, int] = {}
+    for line in lines:
+        dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
+        seen[line.method] += 1
+        yield {"label": line.label, "points": line.points, **look(line.method, dash)}
+
+
+LIFE_SECTION = Section(
+    "life",
+    "The life of a context",
+    "One cache used more than once: questions, turns, prompts in chunks, long answers, instructions. Each table is "
+    "what its command prints; bars are 95 % intervals, and points without one are hollow. Black: the full cache.",
+    life_data,
+)
+
+
+# Needle in a haystack: a heat-map per run, length across, depth down.
+
+
+def needle_data(source: ReportSource) -> dict[str, Any] | None:
+    """hash -> lengths, depths and, per metric, rows of percentages; None where no run has a length and a depth."""
+    grids = {key: _cells(source.folders[key]) for key in source.frame["hash"] if key in source.folders}
+    return {key: cells for key, cells in grids.items() if cells} or None
+
+
+def _cells(folder: Folder) -> dict[str, Any] | None:
+    found = {}
+    rows = [{**row, "metrics": row.get("metrics") or {}} for row in folder.rows]
+    for metric in folder.metrics:
+        try:
+            found[metric] = grid(rows, metric)
+        except ConfigError:  # rows of another task
+            return None
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    return {
+        "lengths": [f"{length:g}" for length in first.columns],
+        "depths": first.attrs["depths"],
+        "cells": {metric: cells.to_numpy(dtype=float).tolist() for metric, cells in found.items()},
+    }
+
+
+NEEDLE_SECTION = Section(
+    "needle",
+    "Needle in a haystack",
+    "Mean score in percent by length of the text (tokens, across) and depth of the needle (percent, down; in "
+    "brackets the measured one, where it is another). Grey: nothing was scored there.",
+    needle_data,
+)
+
+
+# What the runs wrote beside what the full cache wrote: some examples of each run.
+
+
+LONGEST = 4_000  # letters of one text
+SAMPLES_TOTAL = 12_000_000  # letters of all texts together: a page a browser still opens at once
+
+
+def samples_data(source: ReportSource) -> dict[str, Any]:
+    """texts: hash -> example -> what its row says; chosen: hash -> its examples; per_run: how many there could be;
+    outputs: the folder of the runs, quoted for a shell.
+
+    Half of a run's examples are the first in order, half those that lost most against the full cache: the latter are
+    the worst by choice, and say nothing of how often that happens.
+    """
+    shown = [source.folders[key] for key in source.frame["hash"] if key in source.folders]
+    per_run = source.samples
+    while True:
+        chosen = {folder.run.hash: _choose(folder, _baseline(source, folder), per_run) for folder in shown}
+        texts = _texts(source, shown, chosen)
+        letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
+        if letters <= SAMPLES_TOTAL or per_run <= 1:
+            sizes = {"per_run": per_run, "longest": LONGEST, "asked": source.samples}
+            return {"texts": texts, "chosen": chosen, "outputs": quote(str(source.outputs)), **sizes}
+        per_run //= 2
+
+
+_PARTS = ("output", "reference")
+
+
+def _baseline(source: ReportSource, folder: Folder) -> Folder | None:
+    return baseline_of(folder, source.folders)
+
+
+def _choose(folder: Folder, baseline: Folder | None, most: int) -> dict[str, list[str]]:
+    """Examples with a text: `first` in order, and `lost` most in the headline metric, the greatest loss first."""
+    written = {row["example"]: row for row in folder.rows if isinstance(row.get("output"), str)}
+    losses = _losses(folder, baseline)
+    lost = sorted((name for name in losses if name in written), key=lambda name: -losses[name])[: most // 2]
+    first = [name for name in written if name not in lost][: most - len(lost)]
+    return {"first": first, "lost": lost}
+
+
+def _losses(folder: Folder, baseline: Folder | None) -> dict[str, float]:
+    """Example -> points below the full cache, where there is a loss."""
+    if baseline is None or folder.is_baseline or not folder.metrics:
+        return {}
+    metric = folder.metrics[0]
+    sign = -1.0 if lower_is_better(metric) else 1.0
+    found = {
+        name: sign * (number(baseline.scored[name]["metrics"].get(metric)) - number(row["metrics"].get(metric)))
+        for name, row in folder.scored.items()
+        if name in baseline.scored
+    }
+    return {name: loss for name, loss in found.items() if loss > 0}
+
+
+def _texts(source: ReportSource, shown: Iterable[Folder], chosen: dict[str, dict[str, list[str]]]) -> dict[str, Any]:
+    """The rows needed: each run's own and the same examples of its baseline, which alone carries the reference."""
+    wanted: dict[str, set[str]] = {}
+    for folder in shown:
+        names = {name for group in chosen[folder.run.hash].values() for name in group}
+        wanted.setdefault(folder.run.hash, set()).update(names)
+        if baseline := _baseline(source, folder):
+            wanted.setdefault(baseline.run.hash, set()).update(names)
+    return {key: _rows(source.folders[key], names, source) for key, names in wanted.items()}
+
+
+def _rows(folder: Folder, names: set[str], source: ReportSource) -> dict[str, Any]:
+    alone = _baseline(source, folder) is None
+    return {row["example"]: _row(row, alone) for row in folder.rows if row["example"] in names}
+
+
+def _row(row: Row, with_reference: bool) -> dict[str, Any]:
+    output, reference = (_samples_text(row.get(part)) for part in _PARTS)
+    scores = {name: number(value) for name, value in (row.get("metrics") or {}).items()}
+    kept = {"output": output, "reference": reference if with_reference else None, "metrics": scores}
+    kept |= {"skipped": row.get("skipped"), "prompt": row.get("prompt_tokens"), "new": row.get("new_tokens")}
+    return kept | {"finish_reason": row.get("finish_reason"), "stop_reason": row.get("stop_reason")}
+
+
+def _samples_text(value: Any) -> str | None:
+    """Cut to LONGEST letters and one more, by which the page sees that it was cut; several references by line."""
+    if isinstance(value, list | tuple):
+        value = "\n".join(map(str, value))
+    return value[: LONGEST + 1] if isinstance(value, str) else None
+
+
+SAMPLES_SECTION = Section(
+    "samples",
+    "Sample outputs",
+    'What a run wrote beside what the full cache wrote for the same prompt, compared word by word: <del class="word">'
+    'only the full cache</del>, <ins class="word">only this run</ins>.',
+    samples_data,
+)
+
+
+# The terminal's tables, to be sorted.
+
+
+VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
+
+
+def verdicts_data(source: ReportSource) -> dict[str, Any]:
+    """Tables with heads and cells as the terminal prints them, and the notes below them."""
+    return {"tables": [_table(group) for group in source.groups], "notes": notes(source.frame)}
+
+
+def _table(group: RunGroup) -> dict[str, Any]:
+    columns = _verdicts_first(group.columns)
+    return {
+        **{"model": group.model, "task": group.task, "title": group.title},
+        "heads": [column.head for column in columns],
+        "right": [column.right for column in columns],
+        "rows": [[row["hash"], *(column.cell(row) for column in columns)] for row in group.rows],
+    }
+
+
+def _verdicts_first(columns: Sequence[Column]) -> list[Column]:
+    """Method and budget, then what became of them: a narrow window shows little more without scrolling."""
+    verdicts = sorted(filter(_decides, columns), key=lambda column: not column.head.startswith("99"))
+    others = [column for column in columns if not _decides(column)]
+    return [*others[:2], *verdicts, *others[2:]]
+
+
+def _decides(column: Column) -> bool:
+    return VERDICT.match(column.head) is not None
+
+
+VERDICTS_SECTION = Section(
+    "verdicts",
+    "Verdicts",
+    "Whether a run reaches 99 % and 99.9 % of the full cache in every metric (MLPerf's marks), as in the terminal's "
+    "table. Choose a column's head to sort by it.",
+    verdicts_data,
+)
+
+
+# The page: template, style, scripts and data put into one file.
+
+
+SECTIONS: tuple[Section, ...] = (
+    VERDICTS_SECTION,
+    EXPLORER_SECTION,
+    DIVERGENCE_SECTION,
+    LIFE_SECTION,
+    COST_SECTION,
+    SAMPLES_SECTION,
+    KEPT_SECTION,
+    NEEDLE_SECTION,
+    SECTION,
+)
+BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
+AFTER = ("start",)
+
+
+def page(source: ReportSource) -> str:
+    """The HTML, in ASCII but for the scripts; the same runs give the same text."""
+    found = [(section, section.data(source)) for section in SECTIONS]
+    shown = [(section, data) for section, data in found if data is not None]
+    names = [*BEFORE, *(section.name for section, _ in shown), *AFTER]
+    scripts = [plotly(), *(asset(f"{name}.js") for name in names)]
+    if any(word in script.lower() for script in scripts for word in ("</script", "<!--")):
+        raise ValueError("a script holds </script or <!--, which would end its element early; take another plotly")
+    data = {"runs": index(source), "sections": {section.name: data for section, data in shown}}
+    return Template(asset("page.html")).substitute(
+        allowed=" ".join(map(digest, scripts)),
+        style=asset("page.css"),
+        links="".join(f'<a href="#{section.name}">{section.title}</a>' for section, _ in shown),
+        sections="".join(map(_element, (section for section, _ in shown))),
+        data=embed(data),
+        scripts="\n".join(f"<script>{script}</script>" for script in scripts),
+    )
+
+
+def _element(section: Section) -> str:
+    name, title, lead = section.name, section.title, section.lead
+    return f'<section id="{name}"><h2>{title}</h2><p class="lead">{lead}</p><div class="body"></div></section>\n'
+
+
+def plotly() -> str:
+    """plotly.js, from the Python package of that name."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError as error:
+        raise ConfigError("the report needs plotly, which is not installed; run: pip install 'kvexp[eval]'") from error
+    return str(get_plotlyjs())
+
+
+def asset(name: str) -> str:
+    return files("kvexp.results").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 where there is nothing to show or no place to put it."""
+    parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)
+    parser.add_argument("outputs", nargs="?", type=Path, default=Path("outputs"), help="the folder of the runs")
+    parser.add_argument("file", nargs="?", type=Path, help="what to write (default: report.html in that folder)")
+    add_choice(parser)
+    parser.add_argument("--samples", type=int, default=20, help="sample outputs per run (default: 20)")
+    args = parser.parse_args(argv)
+    file = args.file or args.outputs / "report.html"
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
+        warnings.simplefilter("always")
+        try:
+            source = read(args.outputs, chosen_by(args), args.samples)
+            text = page(source)
+            write(file, text)
+        except ConfigError as error:
+            say(f"error: {error}", file=sys.stderr)
+            return 2
+    runs = int(source.frame["status"].ne("refused").sum())
+    say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
+    return 0
+
+
+def write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}; choose another file") from error

@@ -1,0 +1,141 @@
+"""Around a sweep: what all its runs need is looked at first, table and failures are shown at the end."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from kvexp.run.build import typed
+from kvexp.run.jobs import plan_jobs
+from kvexp.run.labels import check_objective_of
+from kvexp.util import ConfigError, Session, check_writable, current, say
+
+SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
+GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
+
+
+def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = False, limit: int | None = None) -> None:
+    """Print the table of this command's runs and their baselines; jobs: it had several, so also which failed.
+
+    limit: of the task's examples only so many, as was asked of all runs; some may have more.
+    """
+    from kvexp.util import Console
+
+    console = Console(markup=False)
+    if session.hashes:
+        from kvexp.results.divergence import divergence_frames, print_choices, print_divergence
+        from kvexp.results.table import (
+            print_table,
+            table,  # late: a command that made nothing does not wait for pandas
+        )
+
+        made = {"hash": session.hashes}
+        frame, (divergence, choices) = (
+            table(outputs_dir, made, limit),
+            divergence_frames(outputs_dir, made, first=limit),
+        )
+        if frame["n"].sum() or divergence.empty:  # divergence=only makes no rows
+            print_table(frame, console)
+        print_divergence(divergence, console)
+        print_choices(choices, console)
+        for why, names in session.unmeasured.items():
+            console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
+        console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)
+    if session.failures and jobs:
+        console.print(f"\n{len(session.failures)} run(s) failed:", highlight=False)
+        for failure in session.failures:
+            why = "" if failure.told else f"\n    {failure.why}"
+            console.print(f"  {failure.job}{why}", highlight=False, soft_wrap=True)
+
+
+class SweepTable(Callback):
+    """Hydra callback: looks at what all runs need before the first one, prints the table after the last one."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        _stop_if_wrong(_check_log, config)
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        _stop_if_wrong(_check_log, config)
+        _stop_if_wrong(_check_sweep_folder, config)
+        _stop_if_wrong(_check_metric, config)
+        if config.hydra.sweeper.get("_target_", "").rpartition(".")[2] in GRIDS:
+            session = current()
+            params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
+            plan_jobs(session, list(config.hydra.overrides.task), params)  # type: ignore[arg-type]
+            session.may_defer = True  # this sweeper asks for nothing back, so a job may come later
+
+    def on_run_end(self, config: Any, **_: Any) -> None:
+        self._end(config, jobs=False)
+
+    def on_multirun_end(self, config: Any, **_: Any) -> None:
+        from kvexp.run.jobs import run_deferred
+
+        run_deferred(current())
+        self._end(config, jobs=True)
+
+    def _end(self, config: Any, *, jobs: bool) -> None:
+        session = current()
+        try:
+            swept = any(word.startswith("limit=") for words in session.overrides_of_jobs for word in words)
+            limit = None if swept else config.get("limit")
+            print_summary(config.outputs_dir, session, jobs=jobs, limit=limit if isinstance(limit, int) else None)
+            self._publish(config, session)
+        except Exception as error:  # Hydra would turn it into a warning and exit code 0
+            say(f"error after the runs: {type(error).__name__}: {error}", file=sys.stderr)
+            session.add_failure("table and publishing", f"{type(error).__name__}: {error}", told=True)
+
+    def _publish(self, config: Any, session: Session) -> None:
+        if config.log.wandb and session.hashes:
+            from kvexp.results.wandb_log import publish
+
+            # All at once: the verdicts are corrected for the number of runs compared.
+            folders = [Path(config.outputs_dir) / name for name in session.hashes]
+            mode = None if config.log.mode == "auto" else config.log.mode
+            written = publish(
+                folders, config.log.project, mode, experiment=config.hydra.runtime.choices.get("experiment")
+            )
+            say(f"wandb: {len(written)} runs, beside the rows; kvexp log replays them at any time")
+
+
+def _stop_if_wrong(check: Callable[[Any], None], config: Any) -> None:
+    """Hydra makes a warning of any other exception in a callback."""
+    try:
+        check(config)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _check_log(config: Any) -> None:
+    """The runs may take days: what cannot be published is to be said first."""
+    if typed(config.log.wandb, bool, "log.wandb"):
+        from kvexp.results.wandb_log import check
+
+        check(config.log.project, None if config.log.mode == "auto" else config.log.mode)
+
+
+def _check_metric(config: Any) -> None:
+    """Once for all jobs, where none of them chooses another task: each of a search's trials would say the same."""
+    words = [*(f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items())]
+    words += list(config.hydra.overrides.task)
+    swept = [word.partition("=")[0].partition(".")[0] for word in words if SEVERAL.search(word.partition("=")[2])]
+    if config.get("objective") is None or {"task", "experiment", "protocol"} & set(swept):
+        return
+    try:
+        node: Any = OmegaConf.to_container(config.task, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException:  # a job's turn says what is missing
+        return
+    check_objective_of(node, config.objective)
+
+
+def _check_sweep_folder(config: Any) -> None:
+    """Hydra writes there before any run begins, and explains nothing."""
+    typed(config.outputs_dir, str, "outputs_dir")
+    check_writable(Path(config.hydra.sweep.dir).expanduser())

@@ -1,0 +1,522 @@
+"""Runs and the report's panels in Weights & Biases."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import netrc
+import os
+import sys
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pandas as pd
+
+from kvexp.results.divergence import divergence_frames
+from kvexp.results.plots import color_of
+from kvexp.results.read import add_choice, chosen, chosen_by, folders, titled, unmatched
+from kvexp.results.table import absent, parts, table, with_n
+from kvexp.run.store import Run
+from kvexp.util import ConfigError, say
+
+# Where and how to publish: what wandb can take, said before anything runs.
+
+
+PROJECT = "kvexp"
+MODES = ("online", "offline", "disabled")
+NOT_IN_NAMES = "/\\#?%:"  # wandb's rule for projects
+
+
+def check(project: object, mode: object) -> str:
+    """The mode to publish in; ConfigError if wandb could not take these settings, or is not there."""
+    if not isinstance(project, str) or not project.strip():
+        raise ConfigError(f"log.project must be a name, got {project!r}")
+    if len(project) > 128 or (wrong := [letter for letter in NOT_IN_NAMES if letter in project]):
+        found = f"{len(project)} characters" if len(project) > 128 else " ".join(wrong)
+        raise ConfigError(f"log.project may have 128 characters and none of {' '.join(NOT_IN_NAMES)}, got {found}")
+    if mode is not None and mode not in MODES:
+        raise ConfigError(f"log.mode must be one of auto, {', '.join(MODES)}, got {mode!r}")
+    mode = mode or default_mode()
+    if mode not in MODES:
+        raise ConfigError(f"the variable WANDB_MODE must be one of {', '.join(MODES)}, got {mode!r}: or set log.mode")
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("log=wandb needs wandb, which is not installed; run: pip install 'kvexp[eval]'")
+    return str(mode)
+
+
+def default_mode() -> str:
+    if found := os.environ.get("WANDB_MODE"):
+        return found
+    return "online" if has_account() else "offline"
+
+
+def has_account() -> bool:
+    """Whether wandb would find a key where it looks for one: its variable, or the netrc entry `wandb login` makes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    return False
+
+
+# Run folders to wandb runs, and each group of them to one more run with a table and charts.
+
+
+SAMPLES = 20
+DataFrame = Any  # a pandas one, as `table` returns it
+MARKS = (99.0, 99.9)
+DIVERGENCE = ("kl", "kl_low", "kl_high", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
+
+
+def publish(
+    run_paths: Iterable[str | Path],
+    project: str = PROJECT,
+    mode: str | None = None,
+    directory: str | Path | None = None,
+    samples: int = SAMPLES,
+    experiment: str | None = None,
+) -> list[Path]:
+    """Publish these run folders, and per group one more run that holds the sweep's chart and table.
+
+    mode: online, offline or disabled; None: WANDB_MODE, else online where an account is configured, else offline.
+    experiment: the group of all of them (default: the experiment each was asked for by, else its model/task).
+    directory: where wandb makes its folder `wandb` (default: beside the run folders). Returns the folders it wrote.
+    The verdicts are those of a table of the given runs: publish a sweep at once, not run by run.
+    """
+    mode = check(project, mode)
+    written: list[Path] = []
+    for outputs, paths in _by_parent(run_paths).items():
+        loaded = {run.hash: run for run in map(Run.load, paths)}
+        df = table(outputs, {"hash": list(loaded)})
+        divergence, _ = divergence_frames(outputs, {"hash": list(loaded)})
+        place = Path(directory) if directory is not None else outputs
+        place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
+        groups = [[experiment] if experiment else _groups(row) for row in _records(df)]
+        for row, names in zip(_records(df), groups, strict=True):
+            row |= summary_of(divergence, row["hash"])
+            written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
+        for name in dict.fromkeys(name for names in groups for name in names):
+            part = df[[name in names for names in groups]]
+            own = divergence[divergence["hash"].isin(part["hash"])] if len(divergence) else divergence
+            written.append(_publish_sweep(name, part, own, project, mode, place))
+    return [path for path in written if path.is_dir()]  # disabled writes nothing
+
+
+def _groups(row: Mapping[str, Any]) -> list[str]:
+    """The experiments that asked for this run, or else its model and task."""
+    if not _missing(row.get("experiment")) and row["experiment"]:
+        return str(row["experiment"]).split(", ")
+    return [_title(row, "/")]
+
+
+def _title(row: Mapping[str, Any], between: str) -> str:
+    return between.join(str(row[name]) for name in ("model", "task") if not _missing(row.get(name))) or "runs"
+
+
+def _by_parent(run_paths: Iterable[str | Path]) -> dict[Path, list[Path]]:
+    groups: dict[Path, list[Path]] = {}
+    for path in map(Path, run_paths):
+        groups.setdefault(path.parent, []).append(path)
+    return groups
+
+
+def _publish_run(
+    run: Run, row: Mapping[str, Any], group: str, project: str, mode: str, place: Path, samples: int
+) -> Path:
+    labels = run.asked[-1]
+    parts = [labels.get(name) for name in ("task", "method", "kv_ratio")]
+    record = {"hash": run.hash, "numerics": run.numerics, "baseline": run.baseline, "labels": labels, "env": run.env}
+    with _started(
+        **{"project": project, "mode": mode, "dir": place, "id": run.hash, "config": {**run.config, "kvexp": record}},
+        group=group,
+        job_type=str(labels.get("method", "run")),
+        name=" ".join(str(part) for part in parts if part is not None),
+        tags=[f"{row['status']}", f"verdict99: {row['verdict99']}"],
+    ) as published:
+        published.log({"examples": _samples(run.rows()[:samples])})
+        published.summary.update(_plain(row))
+        return Path(published.dir).parent
+
+
+def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
+    """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
+    found: dict[str, Any] = {}
+    for row in _records(divergence[divergence["hash"] == key]) if len(divergence) else ():
+        found |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
+    return found
+
+
+def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: str, mode: str, place: Path) -> Path:
+    """The table of all runs and, per model and task, quality and divergence against kv_ratio and against bytes."""
+    import wandb
+
+    key = hashlib.sha256(" ".join(sorted(df["hash"])).encode()).hexdigest()[:16]
+    with _started(
+        **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
+        **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
+    ) as published:
+        whole = [_plain(row, keep_missing=True) for row in _records(df)]
+        columns = list(df.columns)
+        cells: list[Iterable[Any]] = [[row[name] for name in columns] for row in whole]
+        published.log({"runs": wandb.Table(columns, cells)})
+        for title, rows in charts(df).items():
+            metric = rows[0]["headline"]
+            for axis in ("kv_ratio", "kv_bytes"):
+                data = wandb.Table(["line", axis, f"{metric}_of_full"], _points(rows, axis, metric))
+                words = f"{titled(title, (row.get('question') for row in rows))}: {metric}, % of full"
+                chart = wandb.plot.line(data, axis, f"{metric}_of_full", stroke="line", title=words)
+                published.log({chart_key(axis, title): chart})
+        for title, rows in divergence_charts(divergence).items():
+            for axis in ("kv_ratio", "kv_bytes"):
+                points = sorted(_along(rows, axis, "kl"), key=lambda point: point[1])
+                data = wandb.Table(["line", axis, "log10_kl"], [[line, x, math.log10(kl)] for line, x, kl in points])
+                words = f"{titled(title, (row.get('question') for row in rows))}: log10 of KL, nats"
+                chart = wandb.plot.line(data, axis, "log10_kl", stroke="line", title=words)
+                published.log({divergence_key(axis, title): chart})
+        published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
+        return Path(published.dir).parent
+
+
+def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """Rows that have a percentage, by model, task and NUMERICS. A void or failed run has none."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if df.empty:
+        return found
+    for title, _, part in parts(df):
+        rows = _records(
+            with_n(part.assign(setting=part["setting"].fillna("")) if "setting" in part else part.assign(setting=""))
+        )
+        kept = [
+            row for row in rows if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full"))
+        ]
+        found |= {title: kept} if kept else {}
+    return found
+
+
+def divergence_charts(divergence: DataFrame) -> dict[str, list[dict[str, Any]]]:
+    """Rows of `divergence_table` by model, task, NUMERICS and kind of text; a KL of 0 has no place on a log axis."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if divergence.empty:
+        return found
+    for title, labels, part in parts(divergence, "text"):
+        filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
+        if kept := [row for row in _records(with_n(filled)) if row["kl"] > 0]:
+            found[f"{title}, {labels['text']}"] = kept
+    return found
+
+
+def divergence_key(axis: str, title: str) -> str:
+    """What a sweep's chart of divergence is logged as."""
+    return f"divergence vs {axis}: {title}"
+
+
+def chart_key(axis: str, title: str) -> str:
+    """What a sweep's chart is logged as; wandb keeps its points under this and `_table`."""
+    return f"quality vs {axis}: {title}"
+
+
+def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[Iterable[Any]]:
+    """(line, x, percent) by x, and the two marks as lines of their own across the chart.
+
+    A line is a method with one setting: two settings of a method are two lines, not one that goes to and fro.
+    """
+    points = sorted(_along(rows, axis, f"{metric}_of_full"), key=lambda point: point[1])
+    ends = [points[0][1], points[-1][1]] if points else []
+    return points + [[f"{mark:g} % mark", end, mark] for mark in MARKS for end in ends]
+
+
+def _along(rows: Sequence[Mapping[str, Any]], axis: str, value: str) -> list[Any]:
+    """[line, x, value] of the rows that have a place on the axis."""
+    names = [[str(row[name]) for name in ("method", "setting") if row.get(name)] for row in rows]
+    points = [[" ".join(name), row.get(axis), row[value]] for name, row in zip(names, rows, strict=True)]
+    return [point for point in points if isinstance(point[1], int | float) and math.isfinite(point[1])]
+
+
+def _verdict_counts(df: DataFrame) -> dict[str, int]:
+    names = ("verdict99", "verdict999")
+    return {f"{name}.{verdict}": int(n) for name in names for verdict, n in df[name].value_counts().items()}
+
+
+def _samples(rows: Sequence[Mapping[str, Any]]) -> Any:
+    import wandb
+
+    metrics = list(dict.fromkeys(name for row in rows for name in row.get("metrics") or {}))
+    plain, texts = ("example", "skipped", "prompt_tokens", "new_tokens"), ("output", "reference")
+    data: list[Iterable[Any]] = [
+        [row.get(name) for name in plain]
+        + [(row.get("metrics") or {}).get(name) for name in metrics]
+        + [row.get(name) for name in texts]
+        for row in rows
+    ]
+    return wandb.Table([*plain, *metrics, *texts], data, allow_mixed_types=True)
+
+
+@contextlib.contextmanager
+def _started(**settings: Any) -> Iterator[Any]:
+    """A wandb run of its own (another may be active), silent, without source code, console and machine statistics."""
+    import wandb
+
+    quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+    if settings["mode"] == "online":  # only a server knows earlier runs
+        settings["resume"] = "allow"
+    try:
+        run = wandb.init(**settings, reinit="create_new", settings=quiet)
+    except wandb.Error as error:
+        offline = "publish with mode=offline (it is the default without an account) and run `wandb sync` later"
+        raise ConfigError(f"wandb does not start ({error}); the runs are safe on disk: {offline}") from error
+    with run:
+        yield run
+
+
+def _records(df: DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
+
+
+def _plain(row: Mapping[str, Any], keep_missing: bool = False) -> dict[str, Any]:
+    """Python values; what is missing is left out, or None."""
+    values = {
+        name: None if _missing(value) else getattr(value, "item", lambda v=value: v)() for name, value in row.items()
+    }
+    return {name: value for name, value in values.items() if keep_missing or value is not None}
+
+
+def _missing(value: Any) -> bool:
+    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and not math.isfinite(value))
+
+
+# kvexp log outputs/: publish whatever has been run.
+
+
+DESCRIPTION = """Replays recorded runs into Weights & Biases: kvexp log outputs/ [--project P] [--online].
+
+Everything comes from the run folders, so publishing can wait, fail or be repeated without touching a number. A run's id
+is its hash: published again, it is the same run there."""
+
+
+def log_main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
+    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
+    add_choice(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
+    how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
+    args = parser.parse_args(argv)
+    try:
+        if not Path(args.outputs).is_dir():
+            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
+        paths = [folder.run.path for folder in chosen(folders(args.outputs), chosen_by(args)) if not folder.refused]
+        if not paths:
+            say(unmatched(args.outputs, chosen_by(args)))
+            return 1
+        mode = check(args.project, args.mode)
+        written = publish(paths, args.project, mode)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    say(f"published {len(paths)} runs to project {args.project}, {mode}")
+    if mode == "offline" and written:
+        say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
+    return 0
+
+
+# Which panels, over which keys of what `kvexp.results.wandb_log` publishes: plain data, made from the runs, without
+# network.
+
+
+MEMORY = ("kv_bytes", "peak_kv_bytes")
+SPEED = ("tpot_s", "ttft_s", "tokens_per_s")
+COLUMNS = ("method", "kv_ratio", "verdict99", "verdict999", "status")
+
+
+def spec(frame: pd.DataFrame, divergence: pd.DataFrame | None = None) -> dict[str, Any]:
+    """`kvexp.results.table`'s runs -> sections of panels, columns of the run list, colors by run.
+
+    divergence: their `divergence_table`, where there is one.
+
+    kind of a panel: points (one per run, over two summary keys), lines (a chart that the sweep's run logged: key),
+    table (a table that runs logged: key). An axis that no run has recorded, such as a time, has no panel.
+    """
+    found = charts(frame)
+    metrics = list(dict.fromkeys(rows[0]["headline"] for rows in found.values()))
+    sections = {
+        "Quality against budget": [*_lines(found, "kv_ratio"), *_spec_points(frame, metrics, ("kv_ratio",))],
+        "Quality against speed": _spec_points(frame, metrics, SPEED),
+        "Quality against memory": [*_lines(found, "kv_bytes"), *_spec_points(frame, metrics, MEMORY)],
+        "Divergence from the full cache": _divergence(divergence),
+        "Verdicts": [{"kind": "table", "key": "runs"}],
+        "Sample outputs": [{"kind": "table", "key": "examples"}],
+    }
+    named = frame[frame["status"] != "refused"].to_dict("records")  # a refused job is no run there
+    return {
+        "sections": [{"name": name, "panels": panels} for name, panels in sections.items() if panels],
+        "columns": [*COLUMNS, *(f"{metric}_of_full" for metric in metrics)],
+        "colors": {row["hash"]: color_of(str(row["method"])) for row in named if not absent(row.get("method"))},
+    }
+
+
+def _lines(found: dict[str, list[dict[str, Any]]], axis: str) -> list[dict[str, str]]:
+    return [
+        {"kind": "lines", "key": chart_key(axis, title), "x": axis, "y": f"{rows[0]['headline']}_of_full"}
+        for title, rows in found.items()
+    ]
+
+
+def _divergence(divergence: pd.DataFrame | None) -> list[dict[str, str]]:
+    """The charts of `kvexp.results.wandb_log` of log10 KL that have a point."""
+    if divergence is None or divergence.empty:
+        return []
+    return [
+        {"kind": "lines", "key": divergence_key(axis, title), "x": axis, "y": "log10_kl"}
+        for title, rows in divergence_charts(divergence).items()
+        for axis in ("kv_ratio", "kv_bytes")
+        if any(not absent(row[axis]) for row in rows)
+    ]
+
+
+def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...]) -> list[dict[str, str]]:
+    return [
+        {"kind": "points", "x": axis, "y": f"{metric}_of_full"}
+        for metric in metrics
+        for axis in axes
+        if axis in frame and (frame[axis].notna() & frame[f"{metric}_of_full"].notna()).any()
+    ]
+
+
+# A spec as the objects of wandb's public API; nothing is sent before they are saved.
+
+
+NAME = "kvexp"
+
+
+def workspace(spec: dict[str, Any], entity: str, project: str) -> Any:
+    """A saved view of the project: the run list with verdicts, one section per section of the spec."""
+    import wandb_workspaces.workspaces as ws
+
+    sections = [
+        ws.Section(name=section["name"], panels=[panel(each) for each in section["panels"]], is_open=True)
+        for section in spec["sections"]
+    ]
+    runs = ws.RunsetSettings(
+        run_settings={key: ws.RunSettings(color=color) for key, color in spec["colors"].items()},
+        pinned_columns=[f"summary:{name}" for name in spec["columns"]],
+    )
+    settings = ws.WorkspaceSettings(max_runs=100)
+    return ws.Workspace(
+        entity=entity, project=project, name=NAME, sections=sections, runset_settings=runs, settings=settings
+    )
+
+
+def report(spec: dict[str, Any], entity: str, project: str) -> Any:
+    """A report: one heading and one grid of panels per section, all over the same runs."""
+    import wandb_workspaces.reports.v2 as wr
+
+    colors = {key: wr.RunSettings(color=color) for key, color in spec["colors"].items()}
+    blocks: list[Any] = [wr.TableOfContents()]
+    for section in spec["sections"]:
+        runs = wr.Runset(entity=entity, project=project, name="runs", run_settings=colors)
+        panels = [panel(each, place) for place, each in enumerate(section["panels"])]
+        blocks += [wr.H1(section["name"]), wr.PanelGrid(runsets=[runs], panels=panels)]
+    return wr.Report(entity=entity, project=project, title=NAME, blocks=blocks, width="fluid")
+
+
+def panel(described: dict[str, str], place: int = 0) -> Any:
+    """One panel; place: its number in a grid of two columns."""
+    import wandb_workspaces.reports.v2 as wr
+
+    layout = wr.Layout(x=12 * (place % 2), y=10 * (place // 2), w=12, h=10)
+    if described["kind"] == "table":
+        return wr.WeavePanelSummaryTable(table_name=described["key"], layout=wr.Layout(x=0, y=0, w=24, h=16))
+    x, y = described["x"], described["y"]
+    if described["kind"] == "points":
+        x_metric, y_metric = wr.SummaryMetric(x), wr.SummaryMetric(y)
+        return wr.ScatterPlot(title=f"{y} against {x}", x=x_metric, y=y_metric, range_y=(0, None), layout=layout)
+    return wr.CustomChart(
+        query={"summaryTable": {"tableKey": f"{described['key']}_table"}},
+        chart_name="wandb/line/v0",
+        chart_fields={"x": x, "y": y, "stroke": "line"},
+        chart_strings={"title": described["key"]},
+        layout=layout,
+    )
+
+
+# kvexp dashboards outputs/: make the saved view and the report in Weights & Biases.
+
+
+DASHBOARDS_DESCRIPTION = """The report's panels in Weights & Biases, as a saved view of a project and as a report there.
+
+kvexp dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
+were logged, is plain data (`spec`), printed by --print; wandb's public API (wandb_workspaces) makes them. Needle
+heat-maps are not among them: what kvexp.results.wandb_log publishes has no such table."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 2 with one line that says why not."""
+    parser = argparse.ArgumentParser(prog="kvexp dashboards", description=DASHBOARDS_DESCRIPTION)
+    parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
+    parser.add_argument("--entity", help="user or team (default: WANDB_ENTITY, else the account's own)")
+    parser.add_argument("--print", action="store_true", help="print the spec as JSON; needs no account and no network")
+    args = parser.parse_args(argv)
+    try:
+        frame = table(args.outputs)
+        if frame.empty:
+            raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
+        described = spec(frame, divergence_frames(args.outputs, {})[0])
+        if args.print:
+            say(json.dumps(described, indent=2))
+            return 0
+        for url in save(described, args.entity, args.project):
+            say(url)
+    except ConfigError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def save(described: dict[str, Any], entity: str | None, project: str) -> list[str]:
+    """Addresses of the saved view and of the report; ConfigError where wandb is missing, unreachable or says no."""
+    check(project, "online")
+    if importlib.util.find_spec("wandb_workspaces") is None:
+        raise ConfigError("dashboards need wandb-workspaces, which is not installed; run: pip install 'kvexp[eval]'")
+    if not has_account():
+        raise ConfigError("no wandb account is configured: run `wandb login` or set WANDB_API_KEY; --print needs none")
+    check_reachable(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    import wandb
+
+    try:
+        entity = entity or os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity
+        if not entity:
+            raise ConfigError("the wandb account names no entity of its own; name a user or team with --entity")
+        made = [build(described, entity, project) for build in (workspace, report)]
+        for each in made:
+            each.save()
+        return [str(each.url) for each in made]
+    except ConfigError:
+        raise
+    except (wandb.Error, OSError, ValueError, RuntimeError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"wandb did not take the dashboards ({type(error).__name__}: {first}); are the runs there "
+            f"(kvexp log {'' if project == PROJECT else f'--project {project} '}--online) and the network up?"
+        ) from error
+
+
+def check_reachable(address: str, seconds: float = 10.0) -> None:
+    """ConfigError where the server gives no answer at all: wandb itself would try again for many minutes."""
+    try:
+        urllib.request.urlopen(address, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return  # an answer, if not to this question
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no answer from {address} ({error}): dashboards need the network; --print does not"
+        ) from error

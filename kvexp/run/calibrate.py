@@ -1,0 +1,325 @@
+"""The command `kvexp calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import kvexp
+from kvexp.hf.calibrate import (
+    calibrate_queries_and_heads,
+    train_surrogate,
+    write_calibration,
+    write_head_scores,
+    write_surrogate,
+)
+from kvexp.methods import KVzipPlus
+from kvexp.run.calibrated import model_digest
+from kvexp.run.jobs import INTERRUPTED, composed_model
+from kvexp.run.model_spec import load, max_positions, tokenizer_of
+from kvexp.tasks.articles import articles, articles_digest, training_articles
+from kvexp.util import CacheError, ConfigError, Progress, path_of, say
+
+CALIBRATE_DOC = """kvexp calibrate model=NAME [data=FILE]: keep statistics of a model's queries, for methods and
+budgets that need them.
+
+The model reads texts once, at full attention. Settings are those of `kvexp run` for a model, and:
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
+                 without it, the articles that come with kvexp
+  tokens=2048    tokens of a sequence: the texts are joined and cut into sequences (fewer where the model holds fewer)
+  sequences=20   how many of them at most
+The result is two small files in the cache folder, known by the digest of the model: statistics of queries, and scores
+of heads (budget.heads=duo; not of models without RoPE). They replace older ones.
+"""
+
+
+OWN = {"data": "", "tokens": "2048", "sequences": "20"}
+
+
+def calibrate_main(argv: Sequence[str] | None = None) -> int:
+    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
+    from kvexp.run.compose import told
+
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["kvzap"]:
+        return main(argv[1:])
+    _, words = parser().parse_known_args(argv)
+
+    def calibrate() -> None:
+        model_words, own = parted(words)
+        with told(model_words):
+            calibrate_model(model_words, own["data"], number("tokens", own), number("sequences", own))
+
+    return exit_code(calibrate, "calibration")
+
+
+def parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog="kvexp calibrate",
+        usage="%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] [tokens=N] [sequences=N]",
+        description=CALIBRATE_DOC,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def exit_code(command: Callable[[], None], made: str) -> int:
+    """Carry out a command that keeps a file in the cache folder; returns what `main` does. made: what, in a word."""
+    try:
+        command()
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        say(f"\ninterrupted: nothing was kept of this {made}, an older one stays as it was", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def parted(
+    words: Sequence[str], defaults: Mapping[str, str] = OWN, command: str = "kvexp calibrate"
+) -> tuple[list[str], dict[str, str]]:
+    """The words that choose a model, and the values of the command's own settings; ConfigError for any other word."""
+    own, model_words = dict(defaults), []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key in defaults and equals:
+            own[key] = value
+        elif key.lstrip("+").partition(".")[0] == "model" and equals:
+            model_words.append(word)
+        else:
+            raise ConfigError(f"{word}: {command} takes model=NAME, model.SETTING=…, {', '.join(defaults)}")
+    return model_words, own
+
+
+def number(key: str, own: dict[str, str]) -> int:
+    """A setting that is a whole number of at least 1; ConfigError for anything else."""
+    if not own[key].isdecimal() or int(own[key]) < 1:
+        raise ConfigError(f"{key} must be a whole number of at least 1, got {own[key]!r}")
+    return int(own[key])
+
+
+# What a calibration pass reads: texts from a file or kvexp's own, joined and cut into sequences of token ids.
+
+
+@dataclass(frozen=True)
+class CalibrationTexts:
+    """Texts with what to call them and 16 hex digits of what they were read from."""
+
+    name: str
+    digest: str
+    texts: tuple[str, ...]
+
+
+def calibration_texts(data: str) -> CalibrationTexts:
+    """The texts of a file, or kvexp's articles for an empty name; ConfigError for a file without texts."""
+    if not data:
+        found = articles()
+        return CalibrationTexts(
+            f"kvexp's {len(found)} articles", articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found)
+        )
+    file = path_of(data, "data")
+    try:
+        content = file.read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"data={data}: cannot read it: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data={data} is not UTF-8 text ({error}); save it in that encoding") from error
+    texts = _rows(data, text) if file.suffix == ".jsonl" else [text]
+    texts = [one for one in texts if one.strip()]
+    if not texts:
+        raise ConfigError(f"data={data} has no text in it")
+    return CalibrationTexts(Path(file).name, hashlib.sha256(content).hexdigest()[:16], tuple(texts))
+
+
+def _rows(data: str, content: str) -> list[str]:
+    """The field `text` of each line that is not empty."""
+    found = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"line {number} of data={data} is no JSON object with a field text") from error
+        if not isinstance(text, str):
+            raise ConfigError(f"line {number} of data={data}: text must be a text, got {text!r:.60}")
+        found.append(text)
+    return found
+
+
+def sequences_of(texts: Sequence[str], tokenizer: Any, length: int, count: int) -> list[list[int]]:
+    """At most `count` sequences of `length` token ids: the texts one behind the other, cut; a rest is left out.
+
+    Texts of fewer tokens in all are one shorter sequence. Each begins with the tokenizer's begin token where it puts
+    one in front of a text.
+    """
+    joined = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False).input_ids
+    begin = tokenizer.bos_token_id
+    first = [begin] if begin is not None and tokenizer(texts[0][:64]).input_ids[:1] == [begin] else []
+    room = length - len(first)
+    if room < 1 or not joined:
+        raise ConfigError(f"tokens must be at least {1 + len(first)}, got {length}, and the texts must have a token")
+    whole = max(1, min(count, len(joined) // room))
+    return [[*first, *joined[at * room : (at + 1) * room]] for at in range(whole)]
+
+
+KVZAP_DOC = """kvexp calibrate kvzap model=NAME [data=FILE]: train KVzap's scores of a model, for method=kvzap.
+
+The model reads each text, and once more to repeat it; what KVzip+ scores then is predicted, layer by layer and kv head
+by kv head, from what the attention layers got the first time. Settings are those of `kvexp run` for a model, and:
+  data=FILE      texts to read: FILE.jsonl has one in the field `text` of each line, any other file is one text;
+                 without it, the last twelve articles that come with kvexp, about which method=kvzap is then not asked
+  tokens=1250    tokens of a prompt at most (fewer where the model holds fewer)
+  prompts=400    how many of them at most; each fourth is held out, and R2 is of those
+The result is a small file in the cache folder, known by the digest of the model; it replaces an older one.
+"""
+
+
+KVZAP_OWN = {"data": "", "tokens": "1250", "prompts": "400"}
+NAME = "kvexp calibrate kvzap"
+
+
+def main(argv: Sequence[str]) -> int:
+    """0, 2 for what cannot be done, which is told, or 130 if it was interrupted."""
+    from kvexp.run.compose import told
+
+    _, words = kvzap_parser().parse_known_args(argv)
+
+    def train() -> None:
+        model_words, own = parted(words, KVZAP_OWN, NAME)
+        with told(model_words):
+            train_kvzap(model_words, own["data"], number("tokens", own), number("prompts", own))
+
+    return exit_code(train, "training")
+
+
+def kvzap_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=NAME,
+        usage="%(prog)s model=NAME [model.SETTING=VALUE] [data=FILE] [tokens=N] [prompts=N]",
+        description=KVZAP_DOC,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+# All of `kvexp calibrate kvzap`: the model, the texts, KVzip+'s scores, the linear maps and their file.
+
+
+SINKS = 4  # KVzip+'s, whose scores are not learned
+EVERY = 4  # the last of so many prompts is held out
+
+
+def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> None:
+    """Train the surrogate of the model that the words of a command line choose, and say where it is kept.
+
+    data: a file of texts, empty for kvexp's training articles; tokens: of a prompt at most; count: prompts at most.
+    ConfigError for what cannot be read, loaded or written; everything but the weights is looked at before they load.
+    """
+    name, spec = composed_model(words)
+    texts = calibration_texts(data) if data else own_texts()
+    tokenizer = tokenizer_of(spec)
+    # A prompt is fed again behind itself: half of the positions, less the instruction.
+    length = min(tokens, (max_positions(spec) - 64) // 2)
+    prompts = prompts_of(texts, tokenizer, length, count)
+    held_out = prompts[EVERY - 1 :: EVERY]
+    fitted = [ids for number, ids in enumerate(prompts) if number % EVERY != EVERY - 1]
+    start = time.monotonic()
+    model, _ = load(spec)
+    method = KVzipPlus(n_sinks=SINKS, chunk=length)
+    with Progress(f"training kvzap of {name}", len(prompts), 0, "prompts") as progress:
+        made = train_surrogate(model, method, fitted, held_out, tokenizer, progress.advance)
+    about = {
+        "data": texts.name,
+        "data_digest": texts.digest,
+        "articles": [] if data else [one.id for one in training_articles()],
+        "prompts": len(fitted),
+        "tokens": made.fitted_tokens,
+        "held_out_tokens": made.held_out_tokens,
+        "r2": made.r2,
+        "dtype": spec.dtype,
+        "device": spec.resolved_device().split(":")[0],
+        "numerics": kvexp.NUMERICS,
+    }
+    file = write_surrogate(made.surrogate, model_digest(spec), about)
+    if made.r2 is None:
+        told = f"nothing was held out ({EVERY} prompts are needed)"
+    else:
+        low, high = min(made.r2), max(made.r2)
+        told = (
+            f"R2 on {made.held_out_tokens} held-out tokens {fmean(made.r2):.3f} (mean of {len(made.r2)} layers, "
+            f"{low:.3f} to {high:.3f})"
+        )
+    say(
+        f"{name} was trained on {made.fitted_tokens} tokens of {texts.name} in {time.monotonic() - start:.0f} s; "
+        f"{told}; digest {made.surrogate.digest}, kept in {file}"
+    )
+
+
+def own_texts() -> CalibrationTexts:
+    """The articles that are kept for training."""
+    found = training_articles()
+    return CalibrationTexts(
+        f"{len(found)} of kvexp's articles", articles_digest(), tuple(f"{one.title}\n\n{one.text}" for one in found)
+    )
+
+
+def prompts_of(texts: CalibrationTexts, tokenizer: object, length: int, count: int) -> list[list[int]]:
+    """At most `count` prompts of at most `length` token ids, each one text's from its beginning.
+
+    ConfigError where no text has more tokens than the sinks and two.
+    """
+    each = [tokenizer(text, verbose=False).input_ids[:length] for text in texts.texts]  # type: ignore[operator]
+    prompts = [ids for ids in each if len(ids) > SINKS + 2][:count]
+    if not prompts:
+        raise ConfigError(
+            f"no text of {texts.name} has more than {SINKS + 2} tokens: give longer texts, or raise tokens"
+        )
+    return prompts
+
+
+# All of `kvexp calibrate`: the model composed as `kvexp run` composes it, the pass over the texts, the file.
+
+
+def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) -> None:
+    """Calibrate the model that the words of a command line choose, and say where the result is kept.
+
+    data: a file of texts, empty for kvexp's articles; tokens: of a sequence; count: sequences at most. ConfigError for
+    what cannot be read, loaded or written; everything but the weights is looked at before they load.
+    """
+    name, spec = composed_model(words)
+    texts = calibration_texts(data)
+    length = min(tokens, max_positions(spec))
+    sequences = sequences_of(texts.texts, tokenizer_of(spec), length, count)
+    start = time.monotonic()
+    model, _ = load(spec)
+    with Progress(f"calibrating {name}", len(sequences), 0, "sequences") as progress:
+        made, heads = calibrate_queries_and_heads(model, sequences, progress.advance)
+    read = sum(len(ids) for ids in sequences)
+    about = {
+        "data": texts.name,
+        "data_digest": texts.digest,
+        "sequences": len(sequences),
+        "tokens": read,
+        "dtype": spec.dtype,
+        "device": spec.resolved_device().split(":")[0],
+        "numerics": kvexp.NUMERICS,
+    }
+    file = write_calibration(made, model_digest(spec), about)
+    if heads is not None:
+        write_head_scores(heads, model_digest(spec), about)
+    of_heads = ", none of heads, which have no RoPE" if heads is None else f", of heads {heads.digest}"
+    say(
+        f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}"
+        f"{of_heads}, kept in {file}"
+    )

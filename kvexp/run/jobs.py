@@ -1,0 +1,502 @@
+"""Jobs of a command line: queue, progress, failures, summary."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from kvexp.run.build import build
+from kvexp.run.compose import check, check_keys, guard
+from kvexp.run.labels import (
+    check_idle,
+    check_objective,
+    check_values,
+    decided,
+    labels_from_overrides,
+    objective,
+    request_key,
+)
+from kvexp.run.model_spec import ModelSpec
+from kvexp.run.store import Run, accept, identity, refuse
+from kvexp.util import CONF, CacheError, ConfigError, Session, active, current, keys_of, say
+
+if TYPE_CHECKING:
+    from kvexp.run.settings import Settings
+
+
+# The jobs of a command: what Hydra composed, the runs that are meant, and the order in which processes take them.
+
+
+Item = TypeVar("Item")
+POLL_S = 0.5
+
+
+class Diagnosis(Protocol):
+    """What a job does once its rows are there, known by the configuration alone: `kvexp.diagnose` stands above.
+
+    A diagnosis may not change a row, so it is no part of a run's identity.
+    """
+
+    def check(self, settings: Settings) -> None:
+        """ConfigError, before any model loads, for a run it cannot diagnose."""
+
+    def run_after(self, settings: Settings, run: Run) -> None:
+        """Add to the run's folder what it lacks."""
+
+
+def diagnosis_of(config: DictConfig) -> Diagnosis | None:
+    """The option of `diagnose`; None for none."""
+    chosen = config.get("diagnose")
+    if not isinstance(chosen, DictConfig):
+        raise ConfigError(f"diagnose must be one of the options in conf/diagnose (none, log, twin), got {chosen!r}")
+    node: Any = OmegaConf.to_container(chosen, resolve=True)
+    if node.get("_target_") is None:
+        if extra := sorted(node.keys() - {"_target_"}):
+            raise ConfigError(f"diagnose=none has no {', '.join(map(str, extra))}; choose diagnose=log or twin")
+        return None
+    made: Diagnosis = build(node, "diagnose", within="kvexp.diagnose")
+    return made
+
+
+@dataclass(frozen=True)
+class HydraJob:
+    """What Hydra composed; number: its place in a sweep, None for a single run."""
+
+    config: DictConfig
+    overrides: list[str]
+    choices: dict[str, str]
+    number: int | None
+
+    @property
+    def name(self) -> str:
+        """What a person typed of it."""
+        return " ".join(self.overrides) or "(defaults)"
+
+
+def settings_of_job(job: HydraJob, session: Session) -> Settings:
+    """The job's checked settings; ConfigError names the key."""
+    plain = _resolved(job.config, session)
+    check_values(plain, job.choices)
+    check_idle(plain, job.choices, job.overrides)
+    plain["divergence"] = decided(plain, job.overrides, sweep=job.number is not None)
+    from kvexp.run.settings import settings_of  # late: it imports torch, and what is wrong by itself is told by now
+
+    settings = settings_of(plain, job.choices, job.overrides)
+    check_objective(settings.task, plain.get("objective"))
+    diagnosis = diagnosis_of(job.config)
+    if diagnosis is not None:
+        diagnosis.check(settings)
+    if settings.divergence.only and (diagnosis is not None or plain.get("objective") is not None):
+        raise ConfigError("divergence=only makes no rows, which diagnose and objective go by: set divergence=true")
+    return settings
+
+
+def runs_of(job: HydraJob, session: Session) -> list[Settings]:
+    """The runs of a job, from its configuration alone."""
+    return settings_of_job(job, session).parts()
+
+
+def settings_or_none(job: HydraJob, session: Session) -> Settings | None:
+    """The job's settings; None where they are wrong, which its turn will say."""
+    try:
+        return settings_of_job(job, session)
+    except Exception:
+        return None
+
+
+def runs_or_none(job: HydraJob, session: Session) -> list[Settings]:
+    """The runs of a job; none where its settings are wrong, which its turn will say."""
+    try:
+        return runs_of(job, session)
+    except Exception:
+        return []
+
+
+def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: Callable[[Item], bool | None]) -> None:
+    """Every item's work, those first whose runs nobody else is at, else in order; what returns False comes again."""
+    left, told = list(items), False
+    while left:
+        place = next((place for place, (_, runs) in enumerate(left) if is_unclaimed(runs)), None)
+        if place is not None:
+            item = left.pop(place)
+            if work(item[0]) is False:  # somebody was faster
+                left.append(item)
+            continue
+        if not told:
+            say(f"other processes are working on all that is left ({len(left)}): waiting for them", flush=True)
+            told = True
+        time.sleep(POLL_S)
+
+
+def is_unclaimed(wanted: Sequence[Settings]) -> bool:
+    """Whether nobody works on these runs or their baselines now; a moment later somebody may."""
+    each = (one for asked in wanted for one in (asked, asked if asked.is_baseline else asked.baseline()))
+    runs = {(one.outputs_dir / identity(one.identity), one.shard.name) for one in each}
+    return not any(_claimed(path, part) for path, part in runs)
+
+
+def _claimed(path: Path, part: str | None) -> bool:
+    try:
+        with Run.load(path).claim(timeout=0, part=part):
+            return False
+    except TimeoutError:
+        return True
+    except (ConfigError, OSError):  # not there yet, or not to be used: its own turn will say so
+        return False
+
+
+def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
+    """The configuration as plain values, what it names checked; without what is no part of a run."""
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        place = getattr(error, "full_key", None) or "a setting"
+        why = "has no value" if isinstance(error, MissingMandatoryValue) else f"cannot be: {str(error).splitlines()[0]}"
+        raise ConfigError(f"{place} {why}; set it on the command line, {place}=VALUE") from error
+    check(plain, session.typed_keys)
+    check_keys(plain)
+    return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
+
+
+# Where a sweep is, as a person follows it: which job of how many, and how long the rest takes.
+
+
+def plan_jobs(session: Session, overrides: Sequence[str], params: dict[str, Any]) -> None:
+    """Note the jobs Hydra's basic sweeper makes of these: params of the configuration, then the command line's."""
+    words = [f"{key}={value}" for key, value in params.items()] + list(overrides)
+    values: dict[str, list[str]] = {}
+    try:
+        for override in OverridesParser.create().parse_overrides(words):
+            swept = override.is_sweep_override()
+            values[override.get_key_element()] = list(override.sweep_string_iterator()) if swept else [""]
+    except HydraException:  # glob() and the like, which need the whole of Hydra: the jobs are numbered all the same
+        return
+    # A key of one value multiplies nothing and tells no job apart.
+    varied = [[f"{key}={one}" for one in each] for key, each in values.items() if len(each) > 1]
+    session.overrides_of_jobs = [list(words) for words in itertools.product(*varied)]
+
+
+@contextlib.contextmanager
+def job_progress(session: Session, number: int | None, overrides: Sequence[str]) -> Iterator[None]:
+    """Around one job: say which it is (number from 0; None for a single run) and measure it."""
+    if number is not None:
+        say(job_line(session, number, overrides), flush=True)
+    start, rows = time.monotonic(), session.rows_written
+    yield
+    session.jobs_done += 1  # well or with an error that was recorded
+    if session.rows_written > rows:
+        session.job_seconds.append(time.monotonic() - start)
+
+
+def job_line(session: Session, number: int, overrides: Sequence[str]) -> str:
+    """ "[3/10] h2o kv_ratio=0.5, about 4 min left"."""
+    jobs, seconds = session.overrides_of_jobs, session.job_seconds
+    known = number < len(jobs)
+    words = jobs[number] if known else overrides
+    place = f"[{number + 1}/{len(jobs)}]" if known else f"[{number + 1}]"
+    line = " ".join([place, *(word.removeprefix("method=") for word in words)])
+    if not known or not seconds:
+        return line
+    left = (len(jobs) - number) * statistics.median(seconds)
+    return f"{line}, about {duration(left)} left"
+
+
+def duration(seconds: float) -> str:
+    """80 s, 12 min, 3.2 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+
+
+# One Hydra job: composed configuration to a recorded run; what goes wrong is noted and the sweep goes on.
+
+
+def main_job(config: DictConfig, session: Session) -> float | None:
+    """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
+    session.begun = True
+    hydra = HydraConfig.get()
+    number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+    overrides: Any = OmegaConf.to_container(
+        hydra.overrides.task, resolve=False
+    )  # as typed: never what ${...} stands for
+    job = HydraJob(config, overrides, dict(hydra.runtime.choices), number)
+    if session.collected is not None:
+        session.collected.append(job)
+        return None
+    # A search goes by what a job returns: it cannot be left for later.
+    if config.get("objective") is not None or not session.may_defer or is_unclaimed(runs_or_none(job, session)):
+        return run_job(job, session)
+    session.deferred.append(job)
+    return None
+
+
+def run_deferred(session: Session) -> None:
+    """Run the jobs of a sweep that were left because another process was at them."""
+    jobs = [(job, runs_or_none(job, session)) for job in session.deferred]
+    session.deferred.clear()
+
+    def take(job: HydraJob) -> None:
+        run_job(job, session)
+
+    run_unclaimed_first(jobs, take)
+
+
+def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
+    """Jobs that can share prefills do; then each has its turn. Returns their objectives."""
+    from kvexp.run.batches import prefill_groups, run_group
+
+    each = [(job, runs_or_none(job, session)) for job in jobs]
+
+    def filled(group: list[Settings]) -> bool:
+        try:
+            return run_group(group, session, wait=False)
+        except Exception as error:  # a run's own turn comes, and tells what is wrong with it
+            if not is_user_error(error):
+                traceback.print_exc()
+            return True
+
+    groups = prefill_groups(settings for _, runs in each for settings in runs)
+    run_unclaimed_first([(group, group) for group in groups], filled)
+    found: dict[int, float | None] = {}
+
+    def take(place: int) -> None:
+        found[place] = run_job(jobs[place], session)
+
+    run_unclaimed_first([(place, runs) for place, (_, runs) in enumerate(each)], take)
+    return [found[place] for place in range(len(jobs))]
+
+
+def run_job(job: HydraJob, session: Session) -> float | None:
+    """Run it and return its objective. Errors of the user's making are one line on stderr, others have a traceback."""
+    settings: Settings | None = None
+    with job_progress(session, job.number, job.overrides):
+        try:
+            settings = settings_of_job(job, session)
+            diagnosis = diagnosis_of(job.config)
+            made, wrong = [], []
+            parts = _parts(settings)
+            for part in parts:
+                settings = part  # what a failure is of
+                try:
+                    record = _run(part, session)
+                except ConfigError as error:  # of this benchmark's examples: the others may be long enough
+                    wrong.append((part, error))
+                    continue
+                made.append(record)
+                if diagnosis is not None:
+                    _diagnose(diagnosis, part, record)
+            if wrong:
+                settings = wrong[0][0]
+                raise _error_of(wrong, len(parts))
+            accept(settings.outputs_dir, request_key(job.overrides))
+            return objective(made, job.config.get("objective"))
+        except Exception as error:
+            report_failure(job, error, session)
+            if settings is None or not _recorded(settings, error):
+                _refuse(job, settings, error)
+    return None
+
+
+def report_failure(job: HydraJob, error: Exception, session: Session) -> None:
+    """Say on stderr why a job failed, and note it for the end."""
+    if is_user_error(error):
+        say(f"error: {error_text(error)}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exc()
+    session.add_failure(job.name, error_text(error), told=True)
+
+
+def is_user_error(error: Exception) -> bool:
+    """Whether the message says all there is to say: ours, and a file that could not be written (see
+    kvexp.run.store).
+    """
+    return isinstance(error, ConfigError | CacheError) or (
+        isinstance(error, OSError) and isinstance(error.__cause__, OSError)
+    )
+
+
+def error_text(error: Exception) -> str:
+    """The error in one line, without Python's own words around it."""
+    message = error.strerror if is_user_error(error) and isinstance(error, OSError) else str(error)
+    return message or type(error).__name__
+
+
+def _parts(settings: Settings) -> list[Settings]:
+    """The runs of a job; where there are several, all are checked before the first one loads a model."""
+    parts = settings.parts()
+    if len(parts) > 1:
+        settings.task.check()
+    return parts
+
+
+def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> ConfigError:
+    """What is wrong with those of a job's parts that could not be run, each kind of error once with their names."""
+    if parts == 1:
+        return wrong[0][1]
+    names: dict[str, list[str]] = {}
+    for part, error in wrong:
+        names.setdefault(str(error), []).append(str(part.labels["task"]))
+    return ConfigError("; ".join(f"{', '.join(each)}: {text}" for text, each in names.items()))
+
+
+def _run(settings: Settings, session: Session) -> Run:
+    """Rows and divergence of a run, what it lacks of them."""
+    from kvexp.run.batches import evaluate_run, measure_rest
+
+    only = settings.divergence.only and not settings.is_baseline
+    record = None if only else evaluate_run(settings, session)
+    if not settings.is_baseline and settings.divergence.texts:
+        record = measure_rest(settings, session)
+    assert record is not None, "a run without rows has a divergence"
+    session.add_runs(record.baseline, record.hash)
+    return record
+
+
+def _diagnose(diagnosis: Diagnosis, settings: Settings, record: Run) -> None:
+    """Add to the run's folder; a failure is recorded there, beside rows that stay."""
+    try:
+        with record.claim():
+            diagnosis.run_after(settings, record)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            record.fail(error)
+        raise
+
+
+def _recorded(settings: Settings, error: Exception) -> bool:
+    """Whether the run's own folder says that it failed; one that a shared prefill made is told here.
+
+    A job is a failed run or a refused one, never both.
+    """
+    path = settings.outputs_dir / identity(settings.identity)
+    try:
+        if not (path / "config.json").exists():
+            return False
+        if not (path / "failure.json").exists():
+            Run.load(path).fail(error)
+        return True
+    except (OSError, ConfigError):  # a folder that may not even be looked into
+        return False
+
+
+def _refuse(job: HydraJob, settings: Settings | None, error: Exception) -> None:
+    """Leave a record of a job that has no folder."""
+
+    def given(key: str) -> Any:
+        try:
+            return OmegaConf.select(job.config, key)
+        except OmegaConfBaseException:
+            return None
+
+    labels = settings.labels if settings is not None else None
+    labels = labels or labels_from_overrides(
+        job.choices, job.overrides, kv_ratio=given("kv_ratio"), path=given("model.path")
+    )
+    try:
+        refuse(str(given("outputs_dir")), request_key(job.overrides), labels, error)
+    except OSError as trouble:
+        say(f"this failure could not be recorded: {error_text(trouble)}", file=sys.stderr, flush=True)
+
+
+# Ctrl-C or SIGTERM at any moment: a summary and exit status 130 or 143, no traceback; a second one stops at once.
+#
+# Nothing beyond the standard library is loaded by importing this, so that it holds also while the rest is imported.
+
+
+INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM: what a shell expects
+KEPT = "all rows written so far are kept; the same command goes on from there"
+# A cluster's preemption terminates, a terminal that is closed hangs up: nobody reads a summary then.
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+if hasattr(signal, "SIGHUP"):
+    WORDS[signal.SIGHUP] = "hung up"
+
+
+def install_handler() -> None:
+    """From now on these signals end the process cleanly; one that is ignored (a shell's background, nohup) stays so."""
+    for number in WORDS:
+        if _is_default(number):
+            signal.signal(number, _stop_at_once)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """The block ends at the first interrupt, with a summary; before and after it there is nothing to sum up."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is _stop_at_once or _is_default(number):
+            signal.signal(number, _stop)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args in {(each,) for each in WORDS} else signal.SIGINT
+        say(f"\n{WORDS[number]}: {_summary()}{KEPT}", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # set by something else than Python
+                signal.signal(number, handler)
+
+
+def _is_default(number: int) -> bool:
+    return signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, _stop_at_once)
+    signal.signal(signal.SIGTERM, _stop_at_once)
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+def _stop_at_once(number: int, frame: FrameType | None) -> None:
+    """Rows are on disk when they are written, so there is nothing to wait for."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"\n{WORDS[signal.Signals(number)]}: {KEPT}\n".encode())
+    os._exit(128 + number)
+
+
+def _summary() -> str:
+    return summary(current())
+
+
+def summary(session: Session) -> str:
+    """What a command has done so far."""
+    if not session.begun:
+        return "nothing was begun; "
+    jobs = len(session.overrides_of_jobs)
+    done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
+    texts = f"{session.texts_measured} texts were measured, " if session.texts_measured else ""
+    return f"{session.rows_written} rows were written, {texts}{done}"
+
+
+# The model that the words of a command line choose, for commands that need no method, budget or task.
+
+
+def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:
+    """(Name, model) that the words of a command line choose; ConfigError for settings that cannot be."""
+    session, own = Session(typed_keys=keys_of(words)), ["method=full"]
+    guard()
+    with active(session), initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", [*words, *own], return_hydra_config=True)
+    choices = {str(group): str(option) for group, option in config.hydra.runtime.choices.items() if option is not None}
+    plain = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    (run,) = runs_of(HydraJob(plain, [*words, *own], choices, None), session)
+    return run.model.label(choices.get("model", "")), run.model

@@ -1,0 +1,391 @@
+"""Labels of a run, and what the root of a configuration says; read before torch is imported."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from kvexp.run.build import STORAGE, build, typed
+from kvexp.run.compose import root_values
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
+from kvexp.util import CONF, ConfigError
+
+if TYPE_CHECKING:
+    from kvexp.run.settings import Settings
+    from kvexp.tasks import Task
+
+
+# What a table shows of a run: short names, the x axis, and every setting made by hand that has no column.
+
+
+GROUPS = ("model", "task", "method", "model_task")  # choices with a label of their own
+# Overrides that say how a job is carried out, and nothing of what is asked for.
+EXECUTION_KEYS = (
+    *("limit", "batch_size", "shard", "timeout_s", "retry", "outputs_dir", "log", "objective", "diagnose"),
+    "cache.graph",
+    *("divergence", "divergence_text", "epsilon_kl", "epsilon_top1"),
+)
+# Overrides that have a label of their own or change no number.
+NEUTRAL = (*EXECUTION_KEYS, "model.path", "model.device", "experiment")
+IN_THE_TASK = ("task.subset", "task.extended", "task.tasks")  # Task.label shows them
+# Shown by name, wherever they lie.
+FILES = ("task.data_files", "task.haystack", "task.prompt_file", "task.data_dir", "model.tokenizer")
+DEFAULT_OPTIONS = ("budget=ratio", "prefill=whole", "keep=null")
+# Overrides that the full cache does not know.
+OF_EVICTION = ("method.", "budget", "bytes_ratio=", "cache.", "select.", "prefill", "keep=", "seed=")
+QUOTES = "\"'"
+FULL, QUANTISED_FULL = "full", "full_quantised"  # the full cache, and the same in fewer bits, which is no baseline
+MOVING = "main (moving)"  # what a hub id without a revision stands for; the results look for the word
+
+
+@functools.cache
+def of_option(group: str, choice: str, key: str) -> Any:
+    """What conf/GROUP/CHOICE.yaml says of this key; None where there is no such file, or it says nothing."""
+    file = CONF / group / f"{choice}.yaml"
+    plain: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    return plain.get(key)
+
+
+def model_label(choice: str, path: str | None) -> str:
+    """The name of a model: its configuration's; the name of its folder or file where another path was given."""
+    known = of_option("model", choice, "path")
+    if path is None or (choice and known is None) or path in (known, str(CONF.parent.parent / str(known))):
+        return choice
+    name = Path(path).name
+    return name if name not in ("", "..") else Path(path).resolve().name
+
+
+def override_label(overrides: Sequence[str]) -> str:
+    """What was set by hand and is shown nowhere else, in one order whatever the order of the command line."""
+    words = [word.lstrip("+~") for word in overrides]
+    shown = [word for word in words if word.partition("=")[0] not in (*GROUPS, *NEUTRAL, *IN_THE_TASK, "kv_ratio")]
+    shown = [word for word in shown if not word.startswith(("log.", "diagnose.")) and word not in DEFAULT_OPTIONS]
+    named = [(word, *word.partition("=")[::2]) for word in shown]
+    return " ".join(sorted(f"{key}={Path(v.strip(QUOTES)).name}" if key in FILES else word for word, key, v in named))
+
+
+def labels_of(
+    choices: Mapping[str, str],
+    overrides: Sequence[str],
+    *,
+    model: str,
+    task: str,
+    method: str,
+    budget: Any,
+    revision: str | None,
+    weights: str | None = None,
+    chat: bool = False,
+    quantised: bool = False,
+) -> dict[str, Any]:
+    """The labels of a run. choices: group -> the option taken; budget: a Budget or None, whose ratio is the x axis.
+
+    weights: the quantisation of a GGUF file; chat: whether prompts go through a chat template; quantised: whether keys
+    and values are stored in fewer bits.
+    """
+    shown = choices.get("method", method)
+    if budget is None:  # of a method that evicts nothing
+        overrides = [word for word in overrides if not word.lstrip("+").startswith("bytes_ratio=")]
+    labels = {
+        "model": model,
+        "task": choices.get("task", task),
+        "method": QUANTISED_FULL if quantised and shown == FULL else shown,
+        "kv_ratio": budget.kv_ratio if budget is not None else None,
+        "tokens": budget.tokens if budget is not None else None,
+        "setting": override_label(overrides),
+    }
+    some = {"revision": revision, "weights": weights, "chat": chat}
+    return labels | _experiment(choices) | {name: value for name, value in some.items() if value}
+
+
+def labels_of_baseline(labels: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with full attention, which knows no method, budget, cache options or (unless it samples) seed."""
+    own = [w for w in labels["setting"].split() if not w.startswith(OF_EVICTION)]
+    return {**labels, "method": FULL, "kv_ratio": None, "tokens": None, "setting": " ".join(own)}
+
+
+def labels_from_overrides(
+    choices: Mapping[str, str], overrides: Sequence[str], *, kv_ratio: Any, path: Any
+) -> dict[str, Any]:
+    """The labels of a job whose configuration cannot be built: as they were given, nothing checked."""
+    number = isinstance(kv_ratio, int | float) and not isinstance(kv_ratio, bool) and math.isfinite(kv_ratio)
+    words = [override_label(overrides), "" if number or kv_ratio is None else f"kv_ratio={kv_ratio}"]
+    labels: dict[str, Any] = {group: choices.get(group) for group in ("model", "task", "method")}
+    if isinstance(path, str):
+        labels["model"] = model_label(str(labels["model"] or ""), path)
+    labels |= {"kv_ratio": kv_ratio if number else None, "setting": " ".join(word for word in words if word)}
+    return labels | _experiment(choices)
+
+
+def request_key(overrides: Sequence[str]) -> list[str]:
+    """The overrides that say what is asked for, without those that change no number."""
+    asked = (word for word in overrides if not word.startswith(("log.", "diagnose.")))
+    return sorted(word for word in asked if word.partition("=")[0] not in EXECUTION_KEYS)
+
+
+def _experiment(choices: Mapping[str, str]) -> dict[str, str]:
+    return {"experiment": choices["experiment"]} if choices.get("experiment") else {}
+
+
+# The settings at the root of a configuration: their values, a run's share of the examples, a search's objective.
+#
+# Checked by themselves: a mistake is told before torch is imported.
+
+
+KINDS: dict[str, Any] = {
+    "outputs_dir": str,
+    "limit": int | None,
+    "seed": int,
+    "batch_size": int,
+    "timeout_s": float | None,
+    "retry": bool,
+}
+QUESTIONS = ("each", "all")
+
+
+def check_values(config: Mapping[str, Any], choices: Mapping[str, str]) -> None:
+    """ConfigError in the words of the command line. choices: group -> the option taken."""
+    for name, kind in KINDS.items():
+        typed(config[name], kind, name)
+    limit, seed, timeout = config["limit"], config["seed"], config["timeout_s"]
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit must be at least 1 example or null for all, got {limit}")
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0, got {seed}")
+    if config["batch_size"] < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {config['batch_size']}")
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ConfigError(f"timeout_s must be a positive number of seconds or null, got {timeout:g}")
+    share = config.get("bytes_ratio")  # a run of before has no such key
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        raise ConfigError(f"bytes_ratio must be a number in (0, 1] or null, got {share!r}")
+    if config.get("questions", "each") not in QUESTIONS:  # a run of before has no such key
+        raise ConfigError(f"questions must be one of {', '.join(QUESTIONS)}, got {config['questions']!r}")
+    budget = config.get("budget")
+    if isinstance(budget, Mapping):
+        _check_budget(budget, config.get("kv_ratio"), choices.get("budget"))
+
+
+def check_idle(config: Mapping[str, Any], choices: Mapping[str, str], overrides: Sequence[str]) -> None:
+    """ConfigError for an option of a number of slots, or of their storage, that was asked for and would do nothing.
+
+    overrides: what was typed or is swept. A kv_ratio other than conf/config.yaml's stands in a file that was named.
+    """
+    typed_keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    _check_idle_storage(config.get("cache"), typed_keys)
+    if config.get("bytes_ratio") is not None and "kv_ratio" in typed_keys:
+        raise ConfigError(
+            f"kv_ratio has no effect with bytes_ratio={config['bytes_ratio']}: leave out "
+            f"kv_ratio={config.get('kv_ratio')}"
+        )
+    budget = config.get("budget")
+    if not isinstance(budget, Mapping):
+        return
+    given = next((name for name in ("tokens", "threshold") if budget.get(name) is not None), None)
+    if given is None:
+        return
+    ratio, option = config.get("kv_ratio"), choices.get("budget", given)
+    if budget.get("kv_ratio") is None and ("kv_ratio" in typed_keys or ratio != root_values()["kv_ratio"]):
+        raise ConfigError(
+            f"kv_ratio has no effect with budget={option}; leave out kv_ratio={ratio}, or take budget=ratio instead of "
+            f"budget.{given}={budget[given]}"
+        )
+    if given == "tokens" and "budget.of" in typed_keys:
+        raise ConfigError(
+            f"budget.of has no effect with budget={option}, a number of slots for prompts of any length; leave it out, "
+            "or take budget=ratio"
+        )
+
+
+def _check_idle_storage(cache: Any, typed_keys: Collection[str]) -> None:
+    """ConfigError for an option of quantised slots where bits were not asked for. cache: the group `cache`."""
+    bits = ("bits", "key_bits", "value_bits")
+    if not isinstance(cache, Mapping) or any(f"cache.{name}" in typed_keys for name in bits):
+        return
+    if cache.get("bits", 16) != 16 or cache.get("key_bits") or cache.get("value_bits"):
+        return
+    for name in STORAGE:
+        if f"cache.{name}" in typed_keys:
+            raise ConfigError(
+                f"cache.{name} has no effect with cache.bits=16, where nothing is quantised: add cache.bits=8, 4 or 2, "
+                f"or leave out cache.{name}={cache[name]}"
+            )
+
+
+def _check_budget(budget: Mapping[str, Any], at_root: Any, option: str | None) -> None:
+    ratio, tokens = budget.get("kv_ratio"), budget.get("tokens")
+    if ratio is not None and tokens is not None:
+        if option == "tokens":
+            raise ConfigError(f"budget=tokens takes no ratio, got budget.kv_ratio={ratio}: leave out one of the two")
+        raise ConfigError(f"budget.tokens={tokens} needs budget=tokens; budget={option or 'ratio'} takes a ratio")
+    if ratio is None:
+        return
+    name = "kv_ratio" if ratio == at_root else "budget.kv_ratio"
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise ConfigError(f"{name} must be a number in (0, 1], got {ratio!r}")
+    if not 0 < ratio <= 1:
+        percent = f"; {ratio:g} % is {name}={ratio / 100:g}" if 2 <= ratio <= 100 else ""
+        raise ConfigError(f"{name} must be in (0, 1], got {ratio:g}{percent}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """index: from 0 to of - 1. Neighbouring examples stay together, since they may ask about one context."""
+
+    index: int = 0
+    of: int = 1
+
+    @classmethod
+    def read(cls, value: Any) -> Shard:
+        """The configuration's `shard`; null is all examples."""
+        if value is None:
+            return cls()
+        found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", value) if isinstance(value, str) else None
+        if found is None or not int(found[1]) < int(found[2]):
+            raise ConfigError(f"shard must be null or i/n with i from 0 to n - 1, as in shard=0/4, got {value!r}")
+        return cls(int(found[1]), int(found[2]))
+
+    @property
+    def whole(self) -> bool:
+        return self.of == 1
+
+    @property
+    def name(self) -> str | None:
+        """Of its claim; None for all examples."""
+        return None if self.whole else f"{self.index}-of-{self.of}"
+
+    def takes(self, total: int) -> range:
+        """Which of so many examples are its own; the shards of one `of` share them out without rest."""
+        return range(total * self.index // self.of, total * (self.index + 1) // self.of)
+
+
+def objective(made: Sequence[Run], metric: str | None) -> float | None:
+    """Of a job's runs, each counting once; None where nothing has a score. metric: None is the first one of rows."""
+    means = [mean for run in made if (mean := _mean(run, metric)) is not None]
+    return fmean(means) if means else None
+
+
+def check_objective(task: Task, metric: Any) -> None:
+    """ConfigError, before anything runs, for a metric that no row of the task will hold."""
+    if typed(metric, str | None, "objective") is None:
+        return
+    from kvexp.tasks import LMEval  # late: a command without an objective does not wait for it
+
+    for part in task.parts() if isinstance(task, LMEval) else [task]:
+        if metric not in (known := part.metric_names()):
+            raise ConfigError(
+                f"objective must be one of {', '.join(known)} (the metrics of task={part.name}) or null for the first, "
+                f"got {metric!r}"
+            )
+
+
+def check_objective_of(node: Mapping[str, Any], metric: Any) -> None:
+    """`check_objective`, of the task that a resolved configuration's node makes."""
+    check_objective(build(node, "task", within="kvexp.tasks"), metric)
+
+
+def _mean(run: Run, metric: str | None) -> float | None:
+    scored = [row["metrics"] for row in _counting(run) if row.get("metrics") and not row.get("skipped")]
+    if not scored:
+        return None
+    name = metric or next(iter(scored[0]))
+    values = [metrics[name] for metrics in scored if name in metrics]
+    return fmean(values) if values else None
+
+
+def _counting(run: Run) -> list[dict[str, Any]]:
+    """The rows; of a task that counts the questions alone that the full cache answers, those of such questions."""
+    rows = run.rows()
+    if run.baseline is None or all(row.get("answered") is None for row in rows):
+        return rows
+    right = {row["example"] for row in Run.load(run.path.parent / run.baseline).rows() if row.get("answered")}
+    return [row for row in rows if row["example"] in right]
+
+
+# Whether and how a run's divergence from the full cache is measured: no part of what identifies the run.
+
+
+AUTO, ONLY, BOTH = "auto", "only", "both"
+
+
+@dataclass(frozen=True)
+class DivergenceOptions:
+    """texts: the kinds of text that are forced, none where nothing is measured. only: no answers are generated."""
+
+    texts: tuple[str, ...] = ()
+    only: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> DivergenceOptions:
+        """Of a composed configuration; ConfigError names the key. Configurations of before know no divergence.
+
+        "auto" is true here: whoever knows that a run is no part of a sweep has put `decided` in its place.
+        """
+        asked, text = config.get("divergence", False), config.get("divergence_text", OWN)
+        if not (isinstance(asked, bool) or asked in (AUTO, ONLY)):
+            raise ConfigError(f"divergence must be {AUTO}, true, false or {ONLY}, got {asked!r}")
+        if text not in (*TEXTS, BOTH):
+            raise ConfigError(f"divergence_text must be one of {', '.join((*TEXTS, BOTH))}, got {text!r}")
+        for name, default in (("epsilon_kl", EPSILON_KL), ("epsilon_top1", EPSILON_TOP1)):
+            value = typed(config.get(name, default), float, name)
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a positive number, got {value:g}")
+        return cls((TEXTS if text == BOTH else (text,)) if asked else (), only=asked == ONLY)
+
+
+def decided(config: Mapping[str, Any], overrides: Sequence[str], *, sweep: bool) -> Any:
+    """The value of `divergence` for a job of a command: auto is true in a sweep and false of a single run.
+
+    overrides: as typed; ConfigError where they name a text that no run would be forced.
+    """
+    asked = config.get("divergence", False)
+    if asked != AUTO:
+        return asked
+    if not sweep and any(word.lstrip("+").partition("=")[0] == "divergence_text" for word in overrides):
+        raise ConfigError(
+            f"divergence_text={config.get('divergence_text')} has no effect: divergence=auto measures nothing of a "
+            "single run; add divergence=true, or leave divergence_text out"
+        )
+    return sweep
+
+
+def refusal(settings: Settings) -> str | None:
+    """Why a run has no divergence, in the user's words; None if it has one."""
+    from kvexp.hf.load import one_row_per_forward
+    from kvexp.tasks import LMEval
+
+    decoding, task = settings.decoding, settings.task
+    if settings.is_baseline:
+        return "the full cache is what divergence is measured from"
+    if isinstance(task, LMEval):
+        return "lm-eval's items are scored under their own protocol: their flips are counted from the rows"
+    if task.has_turns:
+        return f"the rows of task={task.name} say how far each turn is from the full cache (info.kl)"
+    if not generates(settings):
+        return f"task={task.name} scores given texts itself: flips and divergence over choices come from the rows"
+    if decoding.num_beams > 1:
+        return "beams take over one another's caches: there is no one path to compare (generation=greedy)"
+    if decoding.sample:
+        return "sampled answers differ by chance: divergence follows the greedy answer (generation=greedy)"
+    if decoding.prefill_chunk is not None:
+        return "prompts are prefilled in chunks, which runs cannot share (generation.prefill_chunk=null)"
+    if settings.method.modifies_prefill:
+        return f"{settings.method.name} changes what the prompt's own tokens attend to: its prefill cannot be shared"
+    if one_row_per_forward(settings.model.dtype, settings.model.resolved_device()):
+        return "in half precision on a CPU rows of one batch round otherwise than alone (model.dtype=float32)"
+    return None
+
+
+def generates(settings: Settings) -> bool:
+    """Whether the task's answers are generated: only they are a text along which methods can be compared."""
+    from kvexp.tasks import LMEval, Task
+
+    task = settings.task
+    return not (isinstance(task, LMEval) or task.only_nll or type(task).score_choices is not Task.score_choices)

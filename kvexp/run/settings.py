@@ -1,0 +1,722 @@
+"""A composed configuration as checked objects, and what of it identifies a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvexp.core import Budget, BytesBudget, CacheConfig, Method
+from kvexp.core.budget import DEFAULT_FLOORS
+from kvexp.generate import GenerationParams
+from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
+from kvexp.hf.adapter import beside_weights
+from kvexp.hf.chat_template import Thinking
+from kvexp.hf.load import batch_size_identifies_run
+from kvexp.hf.moving_rope import check_rope
+from kvexp.methods import CUR, Full
+from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, keys_named, quantization_of, typed
+from kvexp.run.calibrated import calibration_for, head_scores_for, surrogate_for
+from kvexp.run.labels import (
+    MOVING,
+    DivergenceOptions,
+    Shard,
+    check_values,
+    generates,
+    labels_of,
+    labels_of_baseline,
+    of_option,
+    refusal,
+)
+from kvexp.run.model_spec import (
+    ModelSpec,
+    config_of_spec,
+    facts_of_template,
+    generation_config_of,
+    moving_rope,
+    rows_alone,
+    stretches_context,
+)
+from kvexp.run.store import runs
+from kvexp.run.user_methods import admitted, source_of
+from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
+from kvexp.tasks.base import with_shared_context
+from kvexp.tasks.lm_eval import written_after
+from kvexp.tasks.metrics import is_unspaced
+from kvexp.tasks.needle import has_plain_sentences
+from kvexp.tasks.summaries import SummaryTask
+from kvexp.util import ConfigError, path_of
+
+# Corrections of NUMERICS 10 that move rows: the identity of each run that one touches names it; others keep theirs.
+#
+# The next NUMERICS holds them all, and this file goes with it.
+
+
+def writes_text(settings: Settings) -> bool:
+    """Whether the run's answers are generated, those of lm-eval's tasks included."""
+    if isinstance(settings.task, LMEval):
+        return any(written_after(name) is not None for name in settings.task.tasks)
+    return generates(settings)
+
+
+def _stop_begins_in_prompt(settings: Settings) -> bool:
+    """Whether a stop string may begin in a prompt, whose end once counted as written."""
+    task = settings.task
+    if isinstance(task, LMEval):
+        found = [made for name in task.tasks if (made := written_after(name)) is not None]
+    elif generates(settings):
+        known = task.truncate != "right" and not settings.model.chat
+        end = task.around()[1] if isinstance(task, SummaryTask) and known else ""
+        found = [(end, list(settings.decoding.stop_strings))]
+    else:
+        return False
+    return any(_begins(stop, end) for end, stops in found for stop in stops)
+
+
+def _begins(stop: str, end: str) -> bool:
+    """Whether a prompt may end with the beginning of a stop string; end: what all prompts end with, "" where unknown.
+
+    A space in front counts as well: some tokenizers leave it out where a text begins.
+    """
+    parts = [stop[:count] for count in range(1, len(stop))]
+    return stop.startswith(" ") or any(end.endswith(part) or part.endswith(end) for part in parts)
+
+
+def _model_changes_logits(settings: Settings) -> bool:
+    """Whether the model's generation_config.json holds what changes a greedy answer, which once was left out."""
+    if not writes_text(settings):
+        return False
+    own = generation_config_of(settings.model)
+    return bool(set_fields(own, MODEL_PROCESSORS)) or bool(own.stop_strings and not settings.decoding.stop_strings)
+
+
+def _moving_rope(settings: Settings) -> bool:
+    """Rows of a batch, of a shared prefill and of the runs before chose each other's RoPE frequencies."""
+    return moving_rope(settings.model) is not None
+
+
+def _rope_context(settings: Settings) -> bool:
+    """Prompts were cut to, or skipped by, the length that the model had before its RoPE was stretched."""
+    return stretches_context(settings.model)
+
+
+# Name of the correction -> whether it can move a row of a run with these settings. No model is loaded for the answer.
+CORRECTIONS: dict[str, Callable[[Settings], bool]] = {
+    "stop_in_prompt": _stop_begins_in_prompt,
+    "generation_config": _model_changes_logits,
+    "moving_rope": _moving_rope,
+    "rope_context": _rope_context,
+    # Chat templates that wrote the day's date are given one date for ever.
+    "template_clock": lambda settings: settings.templated and facts_of_template(settings.model).changes,
+    # Answers are scored without the thinking before them, where the chat template has tags for it.
+    "thinking": lambda settings: settings.thinking is not None,
+    # A LoRA adapter beside the weights is merged into them, where it was left out.
+    "adapter": lambda settings: settings.model.kind == "pretrained" and beside_weights(settings.model.path),
+    # Depths, answers and words go by the scripts of the texts, which were taken for English.
+    "needle_depth": lambda settings: _known(_stands_elsewhere, settings.task),
+    "unicode_answers": lambda settings: _known(_has_answers_beyond_ascii, settings.task),
+    "unspaced_words": lambda settings: _known(_has_unspaced_texts, settings.task),
+    # Its scores were of another scale in every head where heads are compared.
+    "cur_heads": lambda settings: isinstance(settings.method, CUR) and settings.cache.compares_heads,
+}
+
+
+_FOUND: dict[tuple[Callable[[Task], bool], str, str], bool] = {}
+
+
+def _known(holds: Callable[[Task], bool], task: Task) -> bool:
+    """Whether it holds of a task, whose texts are read once for all runs of a sweep, whatever their `limit`."""
+    if not isinstance(task, ContextQA | Needle | Perplexity | Stories):
+        return False
+    task = dataclasses.replace(task, limit=None, sample="first")
+    key = (holds, repr(task), task.pinned)
+    if key not in _FOUND:
+        try:
+            _FOUND[key] = holds(task)
+        except ConfigError:  # bad rows or options: `Task.check` says what is wrong
+            return False
+    return _FOUND[key]
+
+
+def _stands_elsewhere(task: Task) -> bool:
+    """Whether needles went by the ends of English sentences in a text that has no, or not only, such ends."""
+    if not isinstance(task, Needle):
+        return False
+    longest = max((length for length in task.lengths if isinstance(length, int)), default=0)
+    whole = f"{task.text}\n\n{task.text}"  # repeats begin elsewhere and go on with what was in front
+    return longest > 0 and not has_plain_sentences(task.text[: 20 * longest] if task.repeats == 1 else whole)
+
+
+def _has_answers_beyond_ascii(task: Task) -> bool:
+    """Whether answers were compared by SQuAD's normalisation, which knows ASCII alone, and are not any more."""
+    if isinstance(task, Needle):
+        return task.beyond_ascii
+    return isinstance(task, ContextQA) and _in_rows(task, lambda row: "words" in task.example(row, "").info)
+
+
+def _has_unspaced_texts(task: Task) -> bool:
+    """Whether the words of a text went by white space that its script does not have."""
+    if not isinstance(task, Stories | Perplexity):
+        return False
+    return _in_rows(task, lambda row: is_unspaced(str(row.get(task.text_field))))
+
+
+def _in_rows(task: Task, holds: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether it holds of a row of the task's files. Of the hub the task's own data set is known: of none there."""
+    if task.data_files is None:
+        return task.hub_id != type(task).hub_id
+    return any(holds(row) for _, row in task.rows())
+
+
+def corrections_of(settings: Settings) -> list[str]:
+    """Sorted names of the corrections that can move rows of a run with these settings."""
+    return sorted(name for name, touches in CORRECTIONS.items() if touches(settings))
+
+
+# Settings of different groups that do not go together: ConfigError before any model loads.
+
+
+def check_chat(settings: Settings) -> None:
+    """ConfigError where a frame or a template is asked for and model.chat=false would leave it out."""
+    task = settings.task
+    if settings.model.chat:
+        return
+    if task.frame is not None:
+        raise ConfigError(
+            f"task.chat_frame={task.frame!r} goes around a chat model's prompts, and model.chat=false: set "
+            "model.chat=true or task.chat_frame=null"
+        )
+    for asked, default in ((True, "false"), ("always", "official")):
+        if getattr(task, "chat_wrap", None) == asked:
+            raise ConfigError(
+                f"task.chat_wrap={str(asked).lower()} puts a chat template around prompts, and model.chat=false: set "
+                f"model.chat=true or task.chat_wrap={default}"
+            )
+
+
+def check_padding(settings: Settings) -> None:
+    """ConfigError where padding would do nothing, or where a row's budget would be its neighbours'."""
+    task, budget = settings.task, settings.budget
+    if task.pad_to is not None and isinstance(task, LMEval):
+        raise ConfigError("task.pad_to does not reach lm-eval's tasks: leave it at null")
+    if budget is None:
+        return
+    if task.pad_to is not None and isinstance(budget, BytesBudget):
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} makes pads count towards a ratio of tokens, bytes_ratio={budget.bytes_ratio:g} "
+            "is of the real prompt's bytes: set task.pad_to=null, or leave out bytes_ratio"
+        )
+    if task.pad_to is not None and budget.tokens is not None and budget.of != "padded":
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} has no effect with budget.tokens={budget.tokens}, a number of slots for "
+            "prompts of any length: set task.pad_to=null"
+        )
+    if task.pad_to is not None and budget.of != "padded":
+        raise ConfigError(
+            f"task.pad_to={task.pad_to} makes pads count towards the budget, budget.of={budget.of} leaves them out: "
+            "set budget.of=padded, or task.pad_to=null"
+        )
+    whole = task.pad_to is not None and task.pad_to == task.max_prompt_tokens  # then all prompts are of one width
+    if budget.of == "padded" and settings.batch_size > 1 and not whole:
+        raise ConfigError(
+            f"batch_size must be 1 with budget.of=padded, got {settings.batch_size}: the longest prompt of a batch "
+            "would set the budget of all (unless task.pad_to is task.max_prompt_tokens)"
+        )
+
+
+def check_turns(settings: Settings) -> None:
+    """ConfigError where a conversation is asked for that settings of other groups cannot go on after its first turn."""
+    task, decoding, budget = settings.task, settings.decoding, settings.budget
+    if not task.has_turns:
+        return
+    if decoding.num_beams > 1 or decoding.stop_strings or generation_config_of(settings.model).stop_strings:
+        raise ConfigError(
+            f"task={task.name} goes on behind an answer token by token, which generation.num_beams above 1 and "
+            "generation.stop_strings (or those of the model's generation_config.json) do not leave at its end: set "
+            "generation=greedy, and use a model without stop_strings"
+        )
+    if budget is not None and budget.of == "sequence":
+        raise ConfigError(
+            f"task={task.name} has tokens to come in every turn: set budget.of=prompt, got budget.of=sequence"
+        )
+
+
+def check_keep(settings: Settings) -> None:
+    """ConfigError where marked spans are to be spared (`keep`) and the task's prompts cannot be marked."""
+    keep, task = settings.cache.keep, settings.task
+    if keep is None:
+        return
+    if isinstance(task, LMEval):
+        raise ConfigError(
+            f"keep={keep} does not reach lm-eval's tasks, whose prompts have no marked spans: leave it out"
+        )
+    if task.truncate == "halves":
+        raise ConfigError(
+            f"keep={keep} needs to know where a prompt's parts stand, which task.truncate=halves takes apart: set "
+            "task.truncate=middle or skip"
+        )
+
+
+def batch_cache(settings: Settings, lengths: Sequence[int]) -> CacheConfig:
+    """What the cache of a batch of prompts of so many tokens does: the run's, with the batch's budget."""
+    return dataclasses.replace(settings.cache, budget=batch_budget(settings, lengths))
+
+
+def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
+    """The budget of a batch of prompts of so many tokens.
+
+    Keyformer's release pads every prompt on the left and takes its ratio of the whole. With task.pad_to the budget is a
+    number of slots, the ratio of the padded prompt (floored, as everywhere). The pads themselves are left out: a pad is
+    seen by nothing and is the first to go, so it could only hold memory that no token needs. Of the release
+    (summarize.py, padding="max_length") this keeps budget and recent window, which are of the padded prompt; it leaves
+    out the constant that padded query rows add to the scores of all real prompt tokens, and StreamingLLM's pads that
+    serve as sinks (tests/reference_check.py reproduces both).
+    """
+    budget, pad_to = settings.budget, settings.task.pad_to
+    if budget is None or pad_to is None or budget.kv_ratio is None:
+        return budget
+    widths = {max(pad_to, length) for length in lengths}
+    if len(widths) > 1:
+        raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
+    flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
+    (slots,) = flat.resolve([0], widths.pop(), None, 0, 1)
+    return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
+
+
+def check_item_settings(settings: Settings) -> None:
+    """What lm-eval decides by itself must not be set; and the method must have a row mask where one is asked for."""
+    from kvexp.lm_eval import check_row_mask
+
+    task, plain = settings.task, GenerationParams(max_new_tokens=settings.task.max_new_tokens)
+    assert isinstance(task, LMEval)
+    for option in dataclasses.fields(GenerationParams):
+        if getattr(settings.decoding, option.name) != getattr(plain, option.name):
+            raise ConfigError(
+                f"generation.{option.name} does not reach lm-eval's tasks, which say themselves how they are answered: "
+                "leave the group generation at greedy"
+            )
+    if task.measured.mode == "row_mask":
+        check_row_mask(settings.cache, task.measured.mask)
+
+
+# The group `prefill`: whether prompts are read whole, or in chunks with an eviction after each.
+
+
+def bounded_chunk(config: Mapping[str, Any]) -> int | None:
+    """Tokens per chunk of a bounded prefill, None where prompts are read whole; of a resolved configuration.
+
+    Configurations of before have no group `prefill`. ConfigError names the key.
+    """
+    node = config.get("prefill", {"chunk": None})
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"prefill must be a group of settings, got {node!r}")
+    for name in node:
+        if name != "chunk":
+            raise ConfigError(f"prefill.{name} is not a setting of prefill; it has: chunk")
+    chunk: int | None = typed(node.get("chunk"), int | None, "prefill.chunk")
+    if chunk is not None and chunk < 1:
+        raise ConfigError(f"prefill.chunk must be at least 1 token, got {chunk}")
+    return chunk
+
+
+def check_prefill(settings: Settings) -> None:
+    """ConfigError where a prefill in chunks is asked for and other settings exclude it; no weights are needed."""
+    from kvexp.tasks import LMEval
+
+    chunk, decoding = settings.cache.bounded_chunk, settings.decoding
+    if decoding.prefill_chunk is not None and (moving := moving_rope(settings.model)) is not None:
+        raise ConfigError(f"{moving.why}, so a prompt is read whole: set generation.prefill_chunk=null")
+    if chunk is None:
+        return
+    if decoding.prefill_chunk is not None:
+        raise ConfigError(
+            f"generation.prefill_chunk={decoding.prefill_chunk} has no effect with prefill.chunk={chunk}, which evicts "
+            "after each chunk: set generation.prefill_chunk=null"
+        )
+    if decoding.num_beams > 1:
+        raise ConfigError(f"prefill=bounded reads a prompt in one row, got generation.num_beams={decoding.num_beams}")
+    if isinstance(settings.task, LMEval):
+        raise ConfigError(
+            "prefill=bounded does not reach lm-eval's tasks, which read a context whole: set prefill=whole"
+        )
+    if settings.batch_size > 1:
+        raise ConfigError(
+            f"batch_size must be 1 with prefill=bounded, got {settings.batch_size}: padding would cut the chunks of a "
+            "shorter prompt elsewhere"
+        )
+
+
+# `bytes_ratio`: the budget of a run as a share of bytes, made from the configuration and the model's head.
+
+
+SHARED: dict[str, Any] = {  # fields of every budget
+    **{
+        "of": str,
+        "counts_self": bool,
+        "pyramid": float,
+        "layers": str | None,
+        "heads": str,
+        "head_floor": float | None,
+    },
+    **{"stream_sinks": int | None, "stream_recent": int | None},
+}
+
+
+def budget_of_bytes(config: Mapping[str, Any], model: ModelSpec) -> BytesBudget:
+    """The budget that `bytes_ratio`, the group `budget` and the bits of the group `cache` make for a model's head.
+
+    config: a resolved configuration whose bytes_ratio is set. ConfigError names the key.
+    """
+    from kvexp.hf.patch import head_dim
+
+    node = config["budget"]
+    if node.get("threshold") is not None:
+        raise ConfigError(f"bytes_ratio={config['bytes_ratio']} and budget=threshold are two budgets: leave out one")
+    if node.get("tokens") is not None:
+        raise ConfigError(
+            f"bytes_ratio={config['bytes_ratio']} and budget.tokens={node['tokens']} are two budgets: leave out one"
+        )
+    width = head_dim(config_of_spec(model))
+    shared = {name: typed(node[name], kind, f"budget.{name}") for name, kind in SHARED.items() if name in node}
+    with keys_named({"pyramid": "budget.pyramid"}):
+        return BytesBudget(
+            bytes_ratio=typed(config["bytes_ratio"], float, "bytes_ratio"),
+            key_dim=width,
+            value_dim=width,
+            quantization=quantization_of(config["cache"]),
+            **shared,
+        )
+
+
+# A composed configuration as checked objects, and what of it identifies a run. Nothing here loads a model.
+
+
+# Known by the data's fingerprint, by the generation settings, or unable to change a number.
+_NOT_THE_TASK = (
+    *("limit", "data_files", "streaming", "hub_id", "hub_config", "hub_file", "revision", "split"),
+    *("haystack", "prompt_file"),
+    "size",  # of a generated task: how many of its rows
+    *("max_new_tokens", "min_new_tokens"),
+    *("tasks", "data_dir"),
+)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything one run needs. `identity` holds all that can change a number and nothing else.
+
+    command: what `settings_of` made it from (config, choices, overrides), to make it again from a run's folder.
+    divergence: what is measured of it beside its rows, no part of its identity.
+    """
+
+    model: ModelSpec
+    cache: CacheConfig
+    task: Task
+    decoding: GenerationParams
+    seed: int
+    limit: int | None
+    batch_size: int
+    shard: Shard
+    timeout_s: float | None
+    retry: bool
+    outputs_dir: Path
+    labels: dict[str, Any]
+    identity: dict[str, Any]
+    command: dict[str, Any]
+    divergence: DivergenceOptions = field(default_factory=DivergenceOptions)
+
+    @property
+    def method(self) -> Method:
+        return self.cache.method
+
+    @property
+    def budget(self) -> Budget | None:
+        return self.cache.budget
+
+    @property
+    def templated(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template."""
+        return self.model.chat and self.task.uses_chat_template and self.task.frame is None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """Tags of the thinking that is no part of a scored answer; None where answers are scored as they are."""
+        asked = self.model.strip_thinking
+        if asked is False or self.task.only_nll or not (self.templated or asked is True):
+            return None
+        found = facts_of_template(self.model).thinking
+        return found if found is None or self.templated else dataclasses.replace(found, opened=False)
+
+    @property
+    def is_baseline(self) -> bool:
+        return not self.method.evicts and self.cache.quantization is None
+
+    def baseline(self) -> Settings:
+        """The same run with full attention: what this one is measured against."""
+        kept = {name: getattr(self.cache, name) for name in ("observe", "beyond_context", "graph")}
+        cache = CacheConfig(Full(), **kept)
+        return dataclasses.replace(self, cache=cache).identified(labels_of_baseline(self.labels))
+
+    def parts(self) -> list[Settings]:
+        """One run for each of lm-eval's tasks, each with its name as its label; any other task is one run."""
+        if not isinstance(self.task, LMEval):
+            return [self]
+        return [
+            dataclasses.replace(self, task=task).identified({**self.labels, "task": task.label(task.name)})
+            for task in self.task.parts()
+        ]
+
+    def identified(self, labels: dict[str, Any]) -> Settings:
+        """Fill in labels and identity. Settings that cannot matter are left out, so that equal runs are one run."""
+        identity: dict[str, Any] = {
+            "model": self.model.identity(),
+            "task": {
+                "name": self.task.name,
+                **_plain(self.task, without=(*_NOT_THE_TASK, *self.task.not_identifying())),
+            },
+            "data": self.task.pinned,
+            "generation": _plain(self.decoding, without=("thinking",)),
+            "method": {"name": self.method.name, **_plain(self.method)},
+            "beyond_context": self.cache.beyond_context,
+            "positions": self.cache.positions,
+        }
+        if self.model.strip_thinking is True and self.templated:
+            del identity["model"]["strip_thinking"]  # as auto does
+        if (source := _source_of_run(self.method, self.outputs_dir)) is not None:
+            identity["method"]["source"] = source
+        if self.cache.calibration is not None:
+            identity["method"]["calibration"] = self.cache.calibration.digest
+        if self.cache.surrogate is not None:
+            identity["method"]["surrogate"] = self.cache.surrogate.digest
+        if not self.is_baseline:
+            cache = self.cache
+            identity |= {"budget": _budget_identity(cache.budget) if cache.budget is not None else None}
+            identity |= {"cadence": _plain(cache.cadence), "mode": cache.mode, "observe": cache.observe}
+            if cache.quantization is not None:
+                identity["quantization"] = _plain(cache.quantization)
+            if cache.head_scores is not None:
+                identity["head_scores"] = cache.head_scores.digest
+            if not cache.select.plain:
+                identity["select"] = _plain(cache.select)
+            if cache.bounded_chunk is not None:  # else left out: every older run keeps its hash
+                identity["prefill"] = {"bounded_chunk": cache.bounded_chunk}
+            if cache.keep is not None:
+                identity["keep"] = cache.keep
+        if self.decoding.sample or not self.is_baseline:
+            identity["seed"] = self.seed
+        if batch_size_identifies_run(self.model.dtype, self.model.resolved_device()):
+            identity["batch_size"] = self.batch_size
+        if corrected := corrections_of(self):
+            identity["corrected"] = corrected
+        return dataclasses.replace(self, labels=labels, identity=identity)
+
+
+def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequence[str] = ()) -> Settings:
+    """Check a resolved configuration; ConfigError names the key.
+
+    choices: group -> the option taken; overrides: what was set by hand; both for labels only.
+    """
+    groups = ("cache", "task", "method", "budget", "generation", "model")
+    for group in (*groups, "select") if "select" in config else groups:  # older rows have no select
+        if not isinstance(config.get(group), dict):
+            raise ConfigError(f"{group} must be a group of settings, got {config.get(group)!r}")
+    check_values(config, choices)
+    _check_protocol(config.get("protocol"), choices.get("task", ""))
+    for name, words in (("limit", "limit=N"), ("shared_context", "questions=all")):
+        if name in config["task"]:
+            raise ConfigError(f"task.{name} is set by {words}, without task. in front")
+    own = {target: one.cls for target, one in admitted().items()}
+    method: Method = build(config["method"], "method", within=("kvexp.methods", "kvexp.retrieval"), admitted=own)
+    for name in CACHE:
+        if name not in config["cache"] and name not in ADDED_LATER:
+            raise ConfigError(f"cache.{name} is missing; put it back, or leave cache as conf/config.yaml has it")
+    task: Task = build(
+        {**_located(config["task"], "task.data_files"), "limit": config["limit"]}, "task", within="kvexp.tasks"
+    )
+    _check_targets_of_options(config, choices)
+    if config.get("questions") == "all":
+        task = with_shared_context(task, choices.get("task", task.name))
+    model = ModelSpec.of(_located(config["model"], "model.path"))
+    task = task.for_model(chat=model.chat)
+    budget: Budget | None = None
+    if method.evicts and config.get("bytes_ratio") is not None:
+        budget = budget_of_bytes(config, model)
+    else:  # that of a method without a budget is checked as well: a word may be misspelt
+        asked: Budget = build(config["budget"], "budget", within="kvexp.core", keys={"kv_ratio": "kv_ratio"})
+        budget = asked if method.evicts else None
+    calibration = calibration_for(method, model, choices, overrides)
+    head_scores = head_scores_for(budget, model, choices, overrides)
+    surrogate = surrogate_for(method, model, task, choices, overrides)
+    select = config.get("select", {})
+    chunk, keep = (bounded_chunk(config), config.get("keep")) if method.evicts else (None, None)
+    settings = Settings(
+        model=model,
+        cache=build_cache(method, budget, config["cache"], calibration, head_scores, select, surrogate, chunk, keep),
+        task=task,
+        decoding=_decoding(config["generation"], task),
+        seed=config["seed"],
+        limit=config["limit"],
+        batch_size=1 if rows_alone(model) else config["batch_size"],
+        shard=Shard.read(config.get("shard")),
+        timeout_s=typed(config["timeout_s"], float | None, "timeout_s"),
+        retry=config["retry"],
+        outputs_dir=Path(config["outputs_dir"]).expanduser(),
+        labels={},
+        identity={},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **_code_of(method)},
+        divergence=DivergenceOptions.read(config),
+    )
+    _check(settings)
+    settings = settings.identified(_labels(settings, choices, overrides))
+    return settings.baseline() if settings.is_baseline else settings
+
+
+def _check_targets_of_options(config: dict[str, Any], choices: dict[str, str]) -> None:
+    """ConfigError for a method or task that another class stands in for: it would be shown under the option's name."""
+    for group in ("method", "task"):
+        choice, target = choices.get(group, ""), config[group]["_target_"]
+        if of_option(group, choice, "_target_") not in (None, target):
+            raise ConfigError(
+                f"{group}._target_={target} makes it another {group} than {group}={choice}, under whose name its rows "
+                f"would be shown: leave it out and choose {group}=NAME"
+            )
+
+
+def _located(node: dict[str, Any], option: str) -> dict[str, Any]:
+    """The node with a path that is found from any folder, where `option` names something that comes with kvexp."""
+    key = option.rpartition(".")[2]
+    path = node.get(key)
+    if isinstance(path, str) and not path_of(path, option).exists() and (ROOT / path).exists():
+        return {**node, key: str(ROOT / path)}
+    return node
+
+
+def _decoding(node: dict[str, Any], task: Task) -> GenerationParams:
+    """Generation settings, with the task's lengths where the configuration leaves them open."""
+    node, keys = dict(node), {}
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if node.get(name) is None:
+            node[name], keys[name] = getattr(task, name), f"task.{name}"
+    decoding: GenerationParams = build(node, "generation", within="kvexp.generate", keys=keys)
+    return decoding
+
+
+def _check(settings: Settings) -> None:
+    """What can be wrong without a model or data at hand."""
+    spec = settings.method.score_spec
+    if settings.batch_size > 1 and spec is not None and spec.batch == "sum_all":
+        raise ConfigError(
+            f"batch_size must be 1 with method.score_batch=sum_all, got {settings.batch_size}: it adds up the scores "
+            "of all prompts of a batch"
+        )
+    if getattr(settings.task, "shared_context", False) and settings.budget is not None:
+        _check_shared_budget(settings.budget)
+    if settings.divergence.only and not settings.is_baseline and (why := refusal(settings)) is not None:
+        raise ConfigError(f"divergence=only would measure nothing: {why}")
+    if writes_text(settings):
+        check_generation_config(generation_config_of(settings.model))
+    check_padding(settings)
+    check_prefill(settings)
+    check_rope(moving_rope(settings.model), settings.cache)
+    check_keep(settings)
+    check_turns(settings)
+    check_chat(settings)
+    if isinstance(settings.task, LMEval):
+        check_item_settings(settings)
+
+
+def _check_shared_budget(budget: Budget) -> None:
+    """ConfigError for a budget that goes by what each question adds: there would be as many evictions as lengths."""
+    if budget.of == "sequence":
+        raise ConfigError(
+            "questions=all evicts a context once for all of its questions, and budget.of=sequence counts each "
+            "question's tokens: set budget.of=prompt, or questions=each"
+        )
+
+
+def _check_protocol(protocol: Any, task: str) -> None:
+    """A paper's preset sets the switches of the paper's tasks: on another one it would be half a preset."""
+    if protocol is not None and task not in protocol["tasks"]:
+        raise ConfigError(
+            f"protocol={protocol['paper']} has no settings for task={task}; it has for {', '.join(protocol['tasks'])}"
+        )
+
+
+def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str]) -> dict[str, Any]:
+    source = settings.task.source
+    revisions = [settings.model.shown_revision()]
+    if source.data_files is None and source.hub_id and source.revision is None:
+        revisions.append(f"data {MOVING}")
+    return labels_of(
+        {**choices, "task": settings.task.label(choices.get("task", settings.task.name))},
+        overrides,
+        model=settings.model.label(choices.get("model", "")),
+        task=settings.task.name,
+        method=settings.method.name,
+        budget=settings.budget,
+        revision=", ".join(revision for revision in revisions if revision) or None,
+        weights=settings.model.gguf[1] if settings.model.gguf else None,
+        chat=settings.model.chat and settings.task.uses_chat_template,
+        quantised=settings.cache.quantization is not None,
+    )
+
+
+def _code_of(method: Method) -> dict[str, Any]:
+    """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
+    found = [one for one in admitted().values() if one.cls is type(method)]
+    return {"method_found_as": found[0].reference, "method_code": found[0].code} if found else {}
+
+
+def _source_of_run(method: Method, outputs_dir: Path) -> dict[str, Any] | None:
+    """What identifies the code of a user's method; None for kvexp's own.
+
+    Where runs of outputs_dir were made by the same code with other comments, layout or docstrings, theirs: such an edit
+    makes no new run.
+    """
+    source = source_of(type(method))
+    if source is None:
+        return None
+    code = str(_code_of(method)["method_code"])
+    return json.loads(_known_source(str(outputs_dir.absolute()), code, json.dumps(source)))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _known_source(outputs_dir: str, code: str, source: str) -> str:
+    """`_source_of_run` as JSON, looked up once: what this process runs under one name keeps that name."""
+    own, alike = json.loads(source), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of unreadable folders, of which tables tell
+        for run in runs(outputs_dir):
+            found = (run.config.get("method") or {}).get("source")
+            if found == own:
+                return source
+            if found and found.get("class") == own["class"] and (run.command or {}).get("method_code") == code:
+                alike.append(found)
+    return json.dumps(alike[0]) if alike else source
+
+
+def _budget_identity(budget: Any) -> dict[str, Any]:
+    """A budget's settings; those that came later only where they do anything, so that older runs keep their hashes."""
+    later = ("heads", "head_floor", "stream_sinks", "stream_recent", "threshold", "threshold_recent", "layers")
+    plain = _plain(budget, without=later)
+    if budget.threshold is not None:
+        plain |= {"threshold": budget.threshold, "threshold_recent": budget.newest}
+    if budget.heads != "uniform":
+        plain["heads"] = budget.heads
+    if budget.heads in DEFAULT_FLOORS:
+        plain["head_floor"] = budget.floor
+    if budget.heads == "duo":
+        plain["stream_sinks"], plain["stream_recent"] = budget.stream
+    if budget.layers is not None:
+        plain["layers"] = budget.layers
+    return plain
+
+
+def _plain(item: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {k: v for k, v in dataclasses.asdict(item).items() if k not in without}

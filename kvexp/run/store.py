@@ -1,0 +1,705 @@
+"""Runs on disk: identity, folder, one row per example; a kill at any moment loses at most the example in flight.
+
+    outputs/<hash>/config.json      what was run: hash, numerics, config, labels, baseline   (written first, atomically)
+                   env.json         where it was first run
+                   examples.jsonl   one row per line, appended
+                   quarantine.jsonl lines of it that were no rows: file, line, why, text
+                   command.json     the latest configuration, choices and overrides it was asked for with
+                   asked.json       the labels it was asked for under, once there are several; the latest come last
+                   done.json        how many rows a finished run has
+                   failure.json     why the last attempt failed
+                   diagnose/        what kvexp.diagnose has added, if asked for: see kvexp.run.evictions
+                   .lock .claim     held while a file is changed, while the run is worked on; empty, and never removed
+                   .claim.i-of-n    held while that part of its examples is worked on
+    outputs/.refused/<key>.json     a job that failed before it had a folder: overrides, labels, error, message, time
+
+Needs a POSIX system and a file system with `flock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import kvexp
+from kvexp.util import (
+    ConfigError,
+    Json,
+    canonical,
+    digest,
+    explained,
+    load,
+    locked,
+    open_lock,
+    parse,
+    plain,
+    pretty,
+    release,
+    replace,
+    setting,
+    sync_folder,
+    trouble,
+    write_all,
+)
+
+# What the fields of rows and labels hold, so that an edited file is told before a number is drawn from it.
+
+
+NUMBER, WHOLE, TEXT, TRUTH, GROUP = "a number", "a whole number", "a text", "true or false", "a group of fields"
+EACH = "*"  # every field of a group
+
+ROW: dict[str, Any] = {
+    **dict.fromkeys(("prompt_tokens", "question_tokens", "new_tokens", "halved"), WHOLE),
+    **dict.fromkeys(("skipped", "failed", "output", "revision", "prompt_digest", "finish_reason", "stop_reason"), TEXT),
+    **dict.fromkeys(("calibration", "surrogate", "question"), TEXT),
+    **{"prompt_cut": TRUTH, "chat_template": TRUTH, "answered": TRUTH, "info": GROUP, "choices": GROUP},
+    **{"answer": TEXT, "thinking_tokens": WHOLE, "thinking_cut": TRUTH, "continuation_digest": TEXT},
+    "weights": {"gguf_sha256": TEXT, "quantisation": TEXT},
+    "context": {"digest": TEXT, "question": WHOLE, "questions": WHOLE},
+    "output_tokens": [WHOLE],
+    **{"index": WHOLE, "metrics": {EACH: NUMBER}, "seconds": {EACH: NUMBER}},
+    "receipt": {
+        **dict.fromkeys(("slots", "kv_bytes", "peak_kv_bytes", "kv_bytes_at_16", "attention_kept"), NUMBER),
+        **{"first_eviction_step": WHOLE, "batch_size": WHOLE, "kept_digest": TEXT, "slots_by_layer": [NUMBER]},
+        "retrieval": {
+            **dict.fromkeys(("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share"), NUMBER),
+            **{"kmeans_iterations": NUMBER, "notes": [TEXT]},
+        },
+    },
+}
+LABELS = {
+    **dict.fromkeys(("model", "task", "method", "setting", "revision", "experiment", "weights"), TEXT),
+    **{"kv_ratio": NUMBER, "chat": TRUTH},
+}
+
+
+def wrong_row(row: Mapping[str, Any]) -> str | None:
+    """The first field that holds what no run writes: its name, what it must be and what was found; None if all fit.
+
+    A field that is missing is none, for older rows have fewer; null stands for what could not be told.
+    """
+    if "index" in row and row["index"] is None:
+        return _must("index", WHOLE, None)
+    return _wrong(row, ROW, "")
+
+
+def wrong_labels(labels: Any) -> str | None:
+    """As `wrong_row`, of the labels of a run."""
+    return _wrong(labels, LABELS, "") if isinstance(labels, Mapping) else _must("labels", GROUP, labels)
+
+
+def _wrong(value: Any, kind: Any, where: str) -> str | None:
+    if value is None:
+        return None
+    if isinstance(kind, dict):
+        if not isinstance(value, Mapping):
+            return _must(where, GROUP, value)
+        fields = dict.fromkeys(value, kind[EACH]) if EACH in kind else kind
+        within = {name: f"{where}.{name}".strip(".") for name in fields if name in value}
+        return _first(_wrong(value[name], fields[name], place) for name, place in within.items())
+    if isinstance(kind, list):
+        if not isinstance(value, list):
+            return _must(where, "a list", value)
+        return _first(_wrong(item, kind[0], f"{where}[{number}]") for number, item in enumerate(value))
+    return None if _fits(value, kind) else _must(where, kind, value)
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    return next((why for why in found if why), None)
+
+
+def _must(where: str, kind: str, value: Any) -> str:
+    return f"{where} must be {kind}, got {value!r:.60}"
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind in (TEXT, GROUP, TRUTH):
+        return isinstance(value, {TEXT: str, GROUP: Mapping, TRUTH: bool}[kind])
+    if isinstance(value, bool) or not isinstance(value, int if kind == WHOLE else int | float):
+        return False
+    return abs(value) < 1 << (63 if kind == WHOLE else 1000)  # inf is not; larger ones fit no column of a table
+
+
+# examples.jsonl: one row per line, appended wholly or not at all; a line that is no row is moved out of the way.
+
+
+JSONL_NAME, QUARANTINE = "examples.jsonl", "quarantine.jsonl"
+
+
+def jsonl_rows(folder: Path) -> list[Json]:
+    """The rows of a run folder, as `Run.rows` promises them."""
+    file = folder / JSONL_NAME
+    with explained(file, "read"):
+        lines = _lines(file)
+    found, bad = _scan(lines, file)
+    if not bad:
+        return found
+    what = f"moved to {QUARANTINE}"
+    try:
+        with locked(folder):
+            lines = _lines(file)  # again: another process may have moved them, or appended
+            found, bad = _scan(lines, file)
+            if bad:
+                _quarantine(folder, lines, bad)
+    except OSError as error:
+        what = f"left out; {trouble(error, 'move it to', folder / QUARANTINE)}"
+    for number, why in bad.items():
+        warnings.warn(f"{file}:{number}: not a row ({why}); {what}", stacklevel=3)
+    return found
+
+
+def jsonl_append(folder: Path, *rows: Mapping[str, Any]) -> None:
+    """Write rows, as `Run.append` promises it."""
+    for row in rows:
+        if not isinstance(row.get("example"), str):
+            raise ValueError(f"a row needs its example's id as a string, got example={row.get('example')!r}")
+    if not rows:
+        return
+    file = folder / JSONL_NAME
+    line = b"".join(canonical(plain(row, "row"), sort_keys=False) + b"\n" for row in rows)
+    with explained(file), locked(folder):
+        fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            end = _cut_truncated(fd)
+            try:
+                write_all(fd, line)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, end)  # what this cannot cut the next append does
+                raise
+        finally:
+            os.close(fd)
+        if not end:
+            sync_folder(folder)
+
+
+def _lines(file: Path) -> list[bytes]:
+    """The lines that have an end."""
+    with contextlib.suppress(FileNotFoundError):
+        return file.read_bytes().split(b"\n")[:-1]
+    return []
+
+
+def _scan(lines: list[bytes], file: Path) -> tuple[list[Json], dict[int, str]]:
+    """(rows, one of each example; line number, from 1 -> why it is no row). Blank lines are neither.
+
+    ConfigError for a row that somebody edited into what no run writes: moved out of the way, it would change numbers.
+    """
+    found: dict[str, Json] = {}
+    bad: dict[int, str] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse(line) if line.strip() else None
+        except ValueError as error:
+            bad[number] = str(error)
+            continue
+        if row is not None and not isinstance(row.get("example"), str):
+            bad[number] = "no example id"
+        elif row is not None:
+            if why := wrong_row(row):
+                raise ConfigError(
+                    f"{file}:{number}: {why}; correct the line, or remove it and run the same command again, which "
+                    "makes that row anew"
+                )
+            before = found.get(row["example"])
+            if before is None or before.get("failed"):
+                found[row["example"]] = row
+    return list(found.values()), bad
+
+
+def _quarantine(folder: Path, lines: list[bytes], bad: dict[int, str]) -> None:
+    """Move lines, under the lock. Killed half way, a line is in both files and moves again."""
+    file, moved = folder / QUARANTINE, b""
+    for number, why in bad.items():
+        text = lines[number - 1].decode("utf-8", "surrogateescape")  # encode likewise to get the bytes back
+        moved += canonical({"file": JSONL_NAME, "line": number, "why": why, "text": text}) + b"\n"
+    replace(file, (file.read_bytes() if file.exists() else b"") + moved)
+    replace(folder / JSONL_NAME, b"".join(line + b"\n" for number, line in enumerate(lines, 1) if number not in bad))
+
+
+def _cut_truncated(fd: int) -> int:
+    """Cut off a last line without its end, under the lock; returns the size in bytes."""
+    end = size = os.lseek(fd, 0, os.SEEK_END)
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        end = os.pread(fd, size, 0).rfind(b"\n") + 1
+        os.ftruncate(fd, end)
+    return end
+
+
+# One run folder: what was run, its rows, how it ended, and who is working on it.
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """16 hex digits for all that can change a number: the configuration, its keys in any order, and kvexp.NUMERICS.
+
+    1 and 1.0 differ, a tuple is a list. What JSON cannot say (NaN, a path, a key that is no string) is a ConfigError.
+    """
+    return digest(setting(config, "config"), kvexp.NUMERICS)
+
+
+def runs(outputs_dir: str | os.PathLike[str]) -> Iterator[Run]:
+    """Every readable run in outputs_dir, by hash; none if there is no such folder. An unreadable one is a warning."""
+    try:
+        folders = sorted(Path(entry) for entry in os.scandir(outputs_dir) if entry.is_dir())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(trouble(error, "read", Path(outputs_dir))) from error
+    for folder in folders:
+        if not os.path.lexists(folder / "config.json"):  # somebody else's folder, or a run killed before its first file
+            continue
+        try:
+            run = Run.load(folder)
+        except ConfigError as error:
+            warnings.warn(f"left out: {error}", stacklevel=2)
+        else:
+            yield run
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One run folder. Make it with `Run.open` (to work on it) or `Run.load` (to read it).
+
+    Every method may be called by several processes at once. Only `claim` keeps them from doing the same work.
+    """
+
+    path: Path
+    hash: str
+    numerics: int
+    config: Json
+    labels: Json
+    baseline: str | None
+
+    @classmethod
+    def open(
+        cls,
+        outputs_dir: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        labels: Mapping[str, Any],
+        env: Mapping[str, Any] | None = None,
+        *,
+        baseline: str | None = None,
+        command: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """The run of this configuration, in a folder made if need be. baseline: hash of the run it is measured against.
+
+        labels and env are no part of its identity: of a folder that exists those recorded first stay, and other labels
+        are added to `asked`. command: what was composed from the command line, for whoever works on the run later.
+        """
+        config, numerics = setting(config, "config"), kvexp.NUMERICS
+        labels = setting(labels, "labels")
+        key = digest(config, numerics)
+        content = {"hash": key, "numerics": numerics, "config": config, "labels": labels, "baseline": baseline}
+        files = {"config.json": content, "env.json": setting({} if env is None else env, "env")}
+        path = Path(outputs_dir) / key
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            sync_folder(path.parent)
+            for name, value in files.items():
+                if not os.path.lexists(path / name):
+                    with locked(path):
+                        if not os.path.lexists(path / name):  # or another process was faster
+                            replace(path / name, pretty(value))
+            run = cls.load(path)
+            if canonical(run.config) == canonical(config):
+                run._ask(labels)
+                if command is not None and run.command != (plain := setting(command, "command")):
+                    run._write("command.json", plain)
+        except OSError as error:
+            raise ConfigError(trouble(error, "write", path)) from error
+        if canonical(run.config) != canonical(config):
+            raise ConfigError(f"{path} holds another configuration of the same hash; choose another outputs_dir")
+        if baseline is not None and run.baseline != baseline:
+            found = f"{path} is measured against the baseline {run.baseline}, not {baseline}"
+            raise ConfigError(f"{found}; remove the folder or choose another outputs_dir")
+        return run
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Run:
+        """The run in this folder, of whatever NUMERICS. Its name and hash must be those of the configuration inside."""
+        path = Path(path)
+        file, advice = path / "config.json", "restore or remove the folder"
+        try:
+            found = load(file)
+            _check(found)
+            run = cls(path, *(found[key] for key in ("hash", "numerics", "config", "labels", "baseline")))
+        except OSError as error:
+            raise ConfigError(trouble(error, "read", file)) from error
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{file} is no record of a run ({type(error).__name__}: {error}); {advice}") from error
+        key = digest(run.config, run.numerics)
+        if not key == run.hash == path.resolve().name:
+            raise ConfigError(
+                f"{file}: hash {run.hash}, but {key} by its content, which also names the folder; {advice}"
+            )
+        return run
+
+    @property
+    def asked(self) -> list[Json]:
+        """Every set of labels this run was asked for under, the latest last: one run can have several names.
+
+        An asked.json that cannot be read, or holds what no run writes, is a warning; the run goes by its own labels.
+        """
+        file = self.path / "asked.json"
+        try:
+            known = load(file)["labels"]
+            if not isinstance(known, list) or not known:
+                raise ValueError(f"labels must be a list with at least one group, got {known!r:.60}")
+            for labels in known:
+                if why := wrong_labels(labels):
+                    raise ValueError(why)
+        except FileNotFoundError:
+            return [self.labels]
+        except (OSError, ValueError, KeyError) as error:
+            warnings.warn(f"{file}: {error}; left out: remove the file or correct it", stacklevel=2)
+            return [self.labels]
+        return known
+
+    @property
+    def command(self) -> Json | None:
+        """The latest that was composed for this run; None of runs of before, and where the file cannot be read."""
+        try:
+            return load(self.path / "command.json")
+        except (OSError, ValueError):
+            return None
+
+    def _ask(self, labels: Json) -> None:
+        if self.asked[-1] != labels:
+            with locked(self.path):
+                known = [*(other for other in self.asked if other != labels), labels]
+                replace(self.path / "asked.json", pretty({"labels": known}))
+
+    def rows(self) -> list[Json]:
+        """The rows as written, in that order, the first of each example.
+
+        A row with `failed` set gives way to a later one.
+
+        A last line without its end is left out. Any other line that is no row moves to quarantine.jsonl, with a warning
+        that names file and line; it is left out also where it cannot be moved.
+        """
+        return jsonl_rows(self.path)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Write one row or several at once, durably: all wholly or none, and after a kill those that are whole.
+
+        NaN and the like are a ValueError, a full disk an OSError.
+        """
+        jsonl_append(self.path, *rows)
+
+    def finish(self, total: int) -> None:
+        """Say that the run is complete with this many rows."""
+        self._write("done.json", {"examples": total})
+
+    @property
+    def finished(self) -> bool:
+        """Whether `finish` was called and that many rows are there, no more and no fewer."""
+        try:
+            total = load(self.path / "done.json").get("examples")
+        except (OSError, ValueError):
+            return False
+        return total == len(self.rows())
+
+    def fail(self, error: BaseException) -> None:
+        """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
+        self._write("failure.json", told(error) | {"traceback": "".join(traceback.format_exception(error))})
+
+    def failure(self) -> Json | None:
+        """What `fail` recorded: error, message, time, traceback; None if nothing."""
+        file = self.path / "failure.json"
+        try:
+            return load(file) if file.exists() else None
+        except (OSError, ValueError) as error:
+            return {"error": type(error).__name__, "message": f"{file}: {error}", "traceback": "", "time": ""}
+
+    def clear_failure(self) -> None:
+        """Forget the recorded failure, if any."""
+        with explained(self.path / "failure.json"):
+            (self.path / "failure.json").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def claim(
+        self,
+        timeout: float | None = None,
+        waiting: Callable[[float], None] | None = None,
+        poll: float = 0.2,
+        *,
+        part: str | None = None,
+    ) -> Iterator[None]:
+        """Hold this run against all other processes and threads; ends with the block or the process, also by kill -9.
+
+        waiting(seconds waited) is called before each pause of `poll` seconds, first with 0.0; after `timeout` seconds,
+        TimeoutError. Ask `rows()` and `finished` inside the block, the other process may have gone on until then.
+        Claiming twice waits for oneself.
+
+        part: hold this part alone, beside whoever holds parts of other names; nobody then holds the whole run.
+        """
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._hold(".claim", timeout, waiting, poll, shared=part is not None))
+            if part is not None:
+                held.enter_context(self._hold(f".claim.{part}", timeout, waiting, poll, shared=False))
+            yield
+
+    @contextlib.contextmanager
+    def _hold(
+        self, name: str, timeout: float | None, waiting: Callable[[float], None] | None, poll: float, *, shared: bool
+    ) -> Iterator[None]:
+        file, start, waited = self.path / name, time.monotonic(), 0.0
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        with explained(file):
+            fd = open_lock(file)
+        try:
+            while True:
+                with explained(file), contextlib.suppress(BlockingIOError):
+                    fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                    break
+                if timeout is not None and waited >= timeout:
+                    raise TimeoutError(f"{self.path} is still being worked on by another process after {waited:.0f} s")
+                if waiting is not None:
+                    waiting(waited)
+                time.sleep(poll if timeout is None else max(0.0, min(poll, timeout - waited)))
+                waited = time.monotonic() - start
+            yield
+        finally:
+            release(fd)
+
+    @property
+    def env(self) -> Json:
+        """Where the run was first opened; {} if that is not known."""
+        try:
+            return load(self.path / "env.json")
+        except (OSError, ValueError):
+            return {}
+
+    def _write(self, name: str, value: Json) -> None:
+        with explained(self.path / name), locked(self.path):
+            replace(self.path / name, pretty(value))
+
+
+def _check(found: Json) -> None:
+    """ValueError for a field of config.json that no run writes; KeyError where one is missing."""
+    whole = isinstance(found["numerics"], int)
+    baseline = found["baseline"] is None or isinstance(found["baseline"], str)
+    if not (whole and baseline and isinstance(found["config"], dict)):
+        raise ValueError("numerics must be a whole number, config a group, baseline a hash or null")
+    if why := wrong_labels(found["labels"]):
+        raise ValueError(why)
+
+
+def told(error: BaseException) -> Json:
+    """An error and the time, for a file."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"error": type(error).__name__, "message": str(error), "time": now}
+
+
+# Jobs that failed before they had a run folder: what was asked, and why not. Nothing asked goes unrecorded.
+
+
+REFUSED_JOBS_FOLDER = ".refused"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """path: its file, whose name is the digest of the overrides; labels: as far as they can be known."""
+
+    path: Path
+    overrides: list[str]
+    labels: Json
+    error: str
+    message: str
+
+
+def refuse(
+    outputs_dir: str | Path, overrides: Iterable[str], labels: Mapping[str, Any], error: BaseException
+) -> Refusal:
+    """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
+    words = sorted(overrides)
+    file = _file(outputs_dir, words)
+    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | told(error)
+    with explained(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.parent):
+            replace(file, pretty(content))
+    return Refusal(file, words, content["labels"], content["error"], content["message"])
+
+
+def accept(outputs_dir: str | Path, overrides: Iterable[str]) -> None:
+    """What these overrides ask for has a run now: forget that it was refused once."""
+    file = _file(outputs_dir, sorted(overrides))
+    with explained(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        file.unlink()
+
+
+def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
+    """Every readable refusal, by file name."""
+    for file in sorted((Path(outputs_dir) / REFUSED_JOBS_FOLDER).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a notice, not a number: an unreadable one is no loss
+            found = load(file)
+            if wrong_labels(found["labels"]):
+                continue
+            yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
+
+
+def _file(outputs_dir: str | Path, words: list[str]) -> Path:
+    return Path(outputs_dir) / REFUSED_JOBS_FOLDER / f"{hashlib.sha256(canonical(words)).hexdigest()[:16]}.json"
+
+
+# How a model's full cache compared with published numbers: a file per model in the outputs, which tables read.
+
+
+FOLDER = ".yardstick"
+ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change the weights
+
+
+def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
+    """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
+    file = _place(outputs_dir, model)
+    with explained(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.parent):
+            replace(file, pretty(setting(content, "yardstick")))
+    return file
+
+
+def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
+    """The verdict on a model's full cache; "unchecked" where there is none of this NUMERICS, or no readable one."""
+    if not isinstance(model, Mapping):
+        return "unchecked"
+    try:
+        found: Json = load(_place(outputs_dir, model))
+    except (OSError, ValueError, ConfigError):
+        return "unchecked"
+    verdict = found.get("verdict")
+    return verdict if isinstance(verdict, str) and found.get("numerics") == numerics else "unchecked"
+
+
+def _place(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
+    weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
+    name = hashlib.sha256(canonical(setting(weights, "model"))).hexdigest()[:16]
+    return Path(outputs_dir) / FOLDER / f"{name}.json"
+
+
+# divergence.jsonl of a run folder: one line per example and kind of text, appended wholly or not at all.
+
+
+NAME = "divergence.jsonl"
+OWN, REFERENCE = "own", "reference"  # the full cache's greedy answer; the example's reference answer
+TEXTS = (OWN, REFERENCE)
+EPSILON_KL = 0.05  # nats per token; docs/divergence.md says what else moves a model by as much
+EPSILON_TOP1 = 0.05  # share of tokens whose likeliest token is another one
+NUMBERS = ("kl", "full_logprob", "logprob")
+
+Line = dict[str, Any]
+
+
+def read(run: Run) -> dict[tuple[str, str], Line]:
+    """(example, kind of text) -> its line, the first of each. A line that no measurement wrote is a warning."""
+    file = run.path / NAME
+    found: dict[tuple[str, str], Line] = {}
+    try:
+        lines = file.read_bytes().split(b"\n")[:-1]  # a last line without its end was cut off by a kill
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if why := wrong(line):
+                raise ValueError(why)
+        except ValueError as error:
+            warnings.warn(f"{file}:{number}: left out: {error}; remove the line, it is measured again", stacklevel=2)
+            continue
+        found.setdefault((line["example"], line["text"]), line)
+    return found
+
+
+def append(run: Run, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write lines durably, all wholly or none."""
+    content = b"".join(json.dumps(_short(line), separators=(",", ":")).encode() + b"\n" for line in lines)
+    file = run.path / NAME
+    with explained(file), locked(run.path):
+        fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            size = os.lseek(fd, 0, os.SEEK_END)
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                os.ftruncate(fd, os.pread(fd, size, 0).rfind(b"\n") + 1)
+            write_all(fd, content)
+        finally:
+            os.close(fd)
+
+
+def _short(line: Mapping[str, Any]) -> Line:
+    """Numbers to seven digits, about what float32 holds: a line is half as long."""
+    return {name: [float(f"{v:.7g}") for v in value] if name in NUMBERS else value for name, value in line.items()}
+
+
+def wrong(line: Any) -> str | None:
+    """Why this is no line of a divergence.jsonl; None if it is one."""
+    if not isinstance(line, dict):
+        return "it must be a group of fields"
+    if not isinstance(line.get("example"), str) or line.get("text") not in TEXTS:
+        return f"example must be a text and text one of {', '.join(TEXTS)}"
+    count = len(line["tokens"]) if isinstance(line.get("tokens"), list) else 0
+    for name in (*NUMBERS, "same_top1"):
+        values = line.get(name)
+        if not isinstance(values, list) or len(values) != count or not count:
+            return f"{name} must be a list as long as tokens"
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            return f"{name} must hold finite numbers"
+    return None
+
+
+# What a run is called among the runs of one model and task.
+
+
+def run_name(labels: Mapping[str, Any]) -> str:
+    """Method, kv_ratio and setting, as far as there are any: h2o 0.5, h2o budget.tokens=40.
+
+    labels: of a run's folder, or a row of a table, whose missing kv_ratio is NaN.
+    """
+    ratio = labels.get("kv_ratio")
+    known = isinstance(ratio, int | float) and math.isfinite(ratio)
+    return " ".join(filter(None, [str(labels["method"]), f"{ratio:g}" if known else "", labels.get("setting") or ""]))
+
+
+# Rows are compared where they were sent the same tokens: their digests say so, whatever made prompts differ.
+
+
+DIGESTS = ("prompt_digest", "continuation_digest")  # fields of a row; one that lacks either is taken as it is
+
+
+def sent_otherwise(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """The first digest in which two rows differ, of those that both have, with both values; None if they agree."""
+    for name in DIGESTS:
+        mine, theirs = one.get(name), other.get(name)
+        if mine is not None and theirs is not None and mine != theirs:
+            return f"{name} {mine} and {theirs}"
+    return None
+
+
+def check_same_prompts(
+    one: Path | str, rows: Mapping[str, Mapping[str, Any]], other: Path | str, others: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """ConfigError where an example of both runs, which are to be compared, was sent with different tokens.
+
+    one, other: folders of the runs; rows, others: their rows by example.
+    """
+    for name, row in rows.items():
+        if name in others and (why := sent_otherwise(row, others[name])):
+            raise ConfigError(
+                f"example {name} was asked with other tokens in {one} than in {other} ({why}): their answers cannot be "
+                "compared. Chat template, tokenizer or a library changed between these runs: remove the folder that is "
+                "out of date and run the same command again, or leave it out (--where)"
+            )

@@ -1,0 +1,458 @@
+"""Tasks of one text in and one out: summaries, news, dialogues, stories."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, ClassVar
+
+from kvexp.tasks.articles import articles, articles_digest
+from kvexp.tasks.base import AFTER_EVICTION, Example, FramedQuestions, QuestionTask, RougeTask, Task, row_id, word_ends
+from kvexp.tasks.data import Members, text
+from kvexp.util import ConfigError
+
+# What the summarization tasks share: an instruction around a document, one reference, ROUGE.
+
+
+# name -> the text around {instruction}, or {instruction_after}, and {input}; task.template may also be such a text.
+TEMPLATES = {
+    # Stanford Alpaca's, which MLPerf's GPT-J and Keyformer's summarization scripts use
+    "alpaca": (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+    ),
+    # HELM's for XSum, which H2O's summarization script uses (with task.stop='###')
+    "helm": "###\nArticle: {input}\n\nSummarize the above article in 1 sentence.\n",
+    "plain": "{instruction}\n\n{input}\n\n",
+    # The same two with the document first, so that an instruction may come once it was evicted: no paper's words.
+    "alpaca_last": (
+        "Below is an input that provides context, followed by an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Input:\n{input}\n\n### Instruction:\n{instruction_after}\n\n### Response:"
+    ),
+    "plain_last": "{input}\n\n{instruction_after}\n\n",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummaryTask(QuestionTask, RougeTask):
+    """Summarize a document, wherever it comes from: prefix = instruction, body = document, suffix = where the summary
+    starts.
+
+    `template` is a name in TEMPLATES or a text with {input} once (and {instruction} or {instruction_after} at most
+    once); None: alpaca for a base model, plain for a chat model, with question=after_eviction alpaca_last and
+    plain_last. `instruction_after`: the instruction in the words of one that follows the document.
+
+    question=in_prompt: instruction and document are prefilled, in the template's order. question=after_eviction: the
+    document is prefilled and evicted, then the instruction and all else that stands behind it is fed token by token;
+    the template must not have the instruction in front. With template=alpaca_last or plain_last the text is the same
+    in both.
+
+    `stop`: an answer is scored up to the first occurrence of this text. `join_lines`: newlines of answer and reference
+    become spaces before sentences are split for rougeLsum, as in the Keyformer release; false keeps a newline as a
+    sentence's end.
+    """
+
+    later_options: ClassVar[tuple[str, ...]] = ("question", "instruction_after")
+
+    instruction: str = ""
+    instruction_after: str = "Summarize the text above."
+    template: str | None = None
+    stop: str | None = None
+    join_lines: bool = False
+
+    @property
+    def _around(self) -> str:
+        template = self.template or self._default_template(chat=False)
+        return TEMPLATES.get(template, template)
+
+    def _default_template(self, *, chat: bool) -> str:
+        return ("plain" if chat else "alpaca") + ("_last" if self.question == AFTER_EVICTION else "")
+
+    def for_model(self, *, chat: bool) -> SummaryTask:
+        return replace(self, template=self.template or self._default_template(chat=chat))
+
+    def around(self) -> tuple[str, str]:
+        """What stands in front of every document and behind it."""
+        before, _, after = self._around.partition("{input}")
+        return self._instructed(before), self._instructed(after)
+
+    def _instructed(self, words: str) -> str:
+        """These words of the template, which hold one of the two instructions at most."""
+        name = "instruction_after" if "{instruction_after}" in words else "instruction"
+        return words.replace(f"{{{name}}}", str(getattr(self, name)))
+
+    def summary_of(self, name: str, body: str, reference: str) -> Example:
+        """The example that asks for a summary of `body`."""
+        prefix, suffix = self.around()
+        return self.ask(name, (prefix, body, ""), suffix, reference)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        if self.stop is not None:
+            output = output.partition(self.stop)[0]
+        return self.rouge(output, reference, self.join_lines)
+
+    def check_options(self) -> None:
+        super().check_options()
+        around = self._around
+        given = around.count("{instruction}") + around.count("{instruction_after}")
+        if around.count("{input}") != 1 or given > 1:
+            raise ConfigError(
+                f"task.template must be null, one of {', '.join(TEMPLATES)} or a text with {{input}} once and "
+                f"{{instruction}} or {{instruction_after}} at most once, got {self.template!r}"
+            )
+        if self.question == AFTER_EVICTION:
+            self._check_hidden(*around.split("{input}"))
+        if self.stop == "":
+            raise ConfigError("task.stop must be null or a text that is not empty, got ''")
+
+    def _check_hidden(self, before: str, after: str) -> None:
+        """ConfigError where an instruction that is to come after the eviction stands in front of the document."""
+        if "{instruction" in before or not after.strip():
+            raise ConfigError(
+                f"task.question=after_eviction needs a task.template with the instruction behind {{input}}, and "
+                f"{self.template} has it {'in front' if '{instruction' in before else 'nowhere'}: set it to null, "
+                "alpaca_last, plain_last or a text with {input} and {instruction} behind it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarization(SummaryTask):
+    """Summarize the documents of a data set: rows with a document (`input_field`), a summary (`reference_field`) and
+    perhaps an id (`id_field`).
+    """
+
+    input_field: str = ""
+    reference_field: str = ""
+    id_field: str = "id"
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        body = text(row, self.input_field, where, "input_field", empty=True)
+        reference = text(row, self.reference_field, where, "reference_field")
+        return self.summary_of(row_id(row, self.id_field, body, reference), body, reference)
+
+
+# CNN/DailyMail 3.0.0: highlights of a news article.
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNDailyMail(Summarization):
+    """Summarize a news article; rows {"article", "highlights", "id"}, 13,368 in the validation split.
+
+    The protocol of Keyformer (Adnan et al., arXiv:2403.09054) and of MLPerf's GPT-J: Alpaca prompt, at most 1920
+    prompt and 128 new tokens (beams and dtype belong to generation and model). What the Keyformer release does
+    besides, each a switch that is off here: sample=with_replacement with limit=1000 (957 distinct rows),
+    truncate=right (long articles lose "### Response:"), pad_to=1920 (pads count towards the budget), join_lines=true.
+    Its min_length=30 counts the prompt and so does nothing: min_new_tokens is 0.
+    """
+
+    name: ClassVar[str] = "cnn_dailymail"
+
+    hub_id: str = "abisee/cnn_dailymail"
+    hub_config: str | None = "3.0.0"
+    revision: str | None = "96df5e686bee6baa90b8bee7c28b81fa3fa6223d"
+    instruction: str = "Summarize the following news article:"
+    instruction_after: str = "Summarize the news article above."
+    input_field: str = "article"
+    reference_field: str = "highlights"
+    max_prompt_tokens: int | None = 1920
+
+
+# XSum: a BBC article in one sentence.
+
+
+@dataclass(frozen=True, kw_only=True)
+class XSum(Summarization):
+    """Summarize a news article in one sentence; rows {"document", "summary", "id"}, 11,332 in the validation split.
+
+    Defaults are Keyformer's protocol (arXiv:2403.09054), with the switches of CNNDailyMail. H2O's summarization
+    script (arXiv:2306.14048) is template=helm, stop='###', max_new_tokens=64, limit=100 on its own 1000 rows, with
+    sampling at temperature 0.3; it scores with the package `rouge` (no stemmer), here as everywhere rouge_score.
+    """
+
+    name: ClassVar[str] = "xsum"
+
+    hub_id: str = "EdinburghNLP/xsum"
+    revision: str | None = "7d4d486c2f8ef850b1a11aead99b894ff3dd7da9"
+    instruction: str = "Provide one sentence summary of the following news article:"
+    instruction_after: str = "Provide one sentence summary of the news article above."
+    input_field: str = "document"
+    reference_field: str = "summary"
+    max_prompt_tokens: int | None = 1920
+
+
+# GovReport: a long report of a government agency in about a page.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GovReport(Summarization):
+    """Summarize a report; rows {"report", "summary"}, 973 in the test split (Huang et al., arXiv:2104.02112).
+
+    The long-context task of Keyformer (arXiv:2403.09054, Fig. 8: MPT-7B-storywriter, prompts of 8k tokens) with its
+    Alpaca prompt. Its script reads the 200 rows of LongBench's gov_report instead: protocol=keyformer, which sets
+    input_field=context, reference_field=answers (the first of which is the reference) and, in the hub repository,
+    hub_file=data.zip; data_files may be that file, a folder with gov_report.jsonl in it, or such a file. With
+    LongBench's own prompt and metric it is task=longbench task.subset=gov_report.
+    """
+
+    name: ClassVar[str] = "govreport"
+
+    hub_id: str = "ccdv/govreport-summarization"
+    hub_config: str | None = "document"
+    hub_file: str | None = None
+    split: str = "test"
+    instruction: str = "You are given a report by a government agency. Write a one-page summary of the report."
+    instruction_after: str = "Above is a report by a government agency. Write a one-page summary of the report."
+    input_field: str = "report"
+    reference_field: str = "summary"
+    max_new_tokens: int = 512
+    max_prompt_tokens: int | None = 8192
+
+    @property
+    def source(self) -> Members:
+        return Members(**vars(super().source), member="gov_report", hub_file=self.hub_file)
+
+    def example(self, row: Mapping[str, Any], where: str) -> Example:
+        references = row.get(self.reference_field)
+        if isinstance(references, list | tuple) and references:
+            row = {**row, self.reference_field: references[0]}
+        return super().example(dict(row), where)
+
+
+# GovReport by sections: each section of a report's summary is asked for by its title.
+
+
+Sections = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GovReportSections(FramedQuestions, RougeTask):
+    """Write one section of a report's summary; rows {"id", "document_sections", "summary_sections"} of GovReport
+    (Huang et al., arXiv:2104.02112), configuration "structure" of launch/gov_report: sections with a `title` and
+    `paragraphs`, as a list of objects or as an object of lists.
+
+    The Government Accountability Office writes its summaries in sections ("Why GAO Did This Study"): an example for
+    each, `limit` counts them. Sections without a title, such as the Congressional Research Service's, are left out.
+    ROUGE F1 with stemmer in percent. The hub has the rows behind a loading script, which nothing runs any more:
+    name a file of them with data_files.
+    """
+
+    name: ClassVar[str] = "govreport_sections"
+
+    question: str = "after_eviction"
+    section_instruction: str = 'Write the section "{title}" of a summary of the report.'
+    max_new_tokens: int = 256
+    max_prompt_tokens: int | None = 8192
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self.data_files is None and not self.hub_id:
+            raise ConfigError(
+                "task.data_files=FILE: name a .json, .jsonl or .parquet file of launch/gov_report's rows "
+                '{"id", "document_sections", "summary_sections"} (its configuration "structure"), got none'
+            )
+        yield from islice(self._sections(), self.limit)
+
+    def _sections(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for where, row in self.source.choose(None, "first", self.seed):
+            report = "\n\n".join("\n".join(filter(None, each)) for each in sections(row, "document_sections", where))
+            if not report.strip():
+                raise ConfigError(f"{where}: field 'document_sections' holds no text; correct or remove the row")
+            titled = [each for each in sections(row, "summary_sections", where) if all(each)]
+            for number, (title, words) in enumerate(titled):
+                made = {"id": row_id(row, "id", report), "report": report, "number": number}
+                yield f"section {title!r} of {where}", made | {"title": title, "words": words}
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        asked = self.section_instruction.replace("{title}", row["title"])
+        made = self.about(f"{row['id']} section {row['number']}", row["report"], asked, row["words"])
+        return replace(made, info={"section": row["title"]})
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return self.rouge(output, reference)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.section_instruction.count("{title}") != 1:
+            raise ConfigError(f"task.section_instruction must hold {{title}} once, got {self.section_instruction!r}")
+        if self.sample != "first":
+            raise ConfigError(
+                f"task.sample must be first for govreport_sections, got {self.sample!r}: its sections have an order"
+            )
+
+
+def sections(row: Mapping[str, Any], field: str, where: str) -> Sections:
+    """(title, text) of every section of a field, either of them perhaps empty."""
+    found = row.get(field)
+    if isinstance(found, Mapping):  # as `datasets` hands out a sequence of objects
+        titles, words = found.get("title"), found.get("paragraphs")
+        if isinstance(titles, list | tuple) and isinstance(words, list | tuple) and len(titles) == len(words):
+            found = [{"title": title, "paragraphs": each} for title, each in zip(titles, words, strict=True)]
+    if not isinstance(found, list | tuple) or not all(isinstance(each, Mapping) for each in found):
+        shown = f"got {row[field]!r:.80}" if field in row else f"it has: {', '.join(row)}"
+        raise ConfigError(f"{where}: field {field!r} must be sections with a title and paragraphs, {shown}")
+    return [(_words(each, "title", where), _words(each, "paragraphs", where)) for each in found]
+
+
+def _words(section: Mapping[str, Any], field: str, where: str) -> str:
+    """The field's text; of a list its texts, one a line."""
+    found = section.get(field) or ""
+    each = [found] if isinstance(found, str) else found
+    if not isinstance(each, list | tuple) or not all(isinstance(one, str) for one in each):
+        raise ConfigError(f"{where}: a section's {field!r} must be a text or a list of texts, got {found!r:.80}")
+    return "\n".join(one.strip() for one in each).strip()
+
+
+# News: summaries of the articles that come with kvexp.
+
+
+@dataclass(frozen=True, kw_only=True)
+class News(SummaryTask):
+    """Summarize a fictional news article of kvexp.tasks.articles, which no model has read: 36 of 450 to 900 words.
+
+    The body is the article without its title, which would be a summary already; the reference its three highlights, one
+    a line, as in CNN/DailyMail. Two things are not: the instruction says how long a summary is wanted, and an answer
+    has as many tokens as the references, since ROUGE F1 falls with every sentence that the reference does not have.
+    """
+
+    name: ClassVar[str] = "news"
+    generated: ClassVar[bool] = True
+
+    instruction: str = "Summarize the following news article in three sentences:"
+    instruction_after: str = "Summarize the news article above in three sentences."
+    max_new_tokens: int = 85
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for article in islice(articles(), self.limit):
+            yield f"article {article.id}", {"article": article}
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        article = row["article"]
+        return self.summary_of(article.id, article.text, "\n".join(article.highlights))
+
+    def articles_read(self) -> set[str]:
+        return {row["article"].id for _, row in self.rows()}
+
+    def fingerprint(self) -> str:
+        return f"articles:{articles_digest()}"
+
+    def check_options(self) -> None:
+        super().check_options()
+        if self.sample != "first":
+            raise ConfigError(f"task.sample must be first for news, got {self.sample!r}: its articles have an order")
+
+
+# SODA: go on with a conversation between two people whose situation is told.
+
+
+_MARKS = re.compile("<sep>|<turn>|<end>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Soda(QuestionTask, RougeTask):
+    """Write the rest of a dialogue after its first turn; rows {"narrative", "speakers", "dialogue", ...} of SODA
+    (Kim et al., arXiv:2212.10465), 146,346 in the validation split.
+
+    The conversation task of Keyformer (arXiv:2403.09054): its prompt, one answer of at most 128 tokens for all further
+    turns, ROUGE to those turns. `turn_separator` stands between the turns of the reference, a line end so that
+    rougeLsum sees them as sentences; the release puts nothing there, which glues the last word of a turn to the first
+    of the next. `join_lines`: line ends of the answer are removed likewise, as in the release; false keeps them. The
+    marks <sep>, <turn> and <end> are taken out of answers. The release draws rows as its summarization script does.
+    With question=after_eviction the narrative is evicted first; the instruction and the first turn come then.
+    """
+
+    name: ClassVar[str] = "soda"
+    later_options: ClassVar[tuple[str, ...]] = ("question",)
+
+    hub_id: str = "allenai/soda"
+    revision: str | None = "d80f16879432016b62fa3d32d0fc4eeea4af78aa"
+    turn_separator: str = "\n"
+    join_lines: bool = False
+    max_prompt_tokens: int | None = 1920
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        narrative = text(row, "narrative", where, "data_files")
+        speakers, turns = list_of(row, "speakers", where), list_of(row, "dialogue", where)
+        between = f" <sep> Generate a dialogue between {speakers[0]} and {speakers[1]} given above narrative. <sep> "
+        rest = self.turn_separator.join("".join(turn.splitlines()) for turn in turns[1:])
+        name = row_id(row, "original_index", narrative, *turns)
+        return self.ask(name, ("", narrative, ""), between + turns[0], rest)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        output = _MARKS.sub("", output)
+        if self.join_lines:
+            output = "".join(output.splitlines())
+        return self.rouge(output, reference)
+
+
+def list_of(row: dict[str, Any], field: str, where: str) -> list[str]:
+    """The turns or their speakers: at least two texts."""
+    found = row.get(field)
+    if not isinstance(found, list | tuple) or len(found) < 2 or not all(isinstance(each, str) for each in found):
+        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
+        raise ConfigError(f"{where}: field {field!r} must be a list of at least 2 texts, {shown}")
+    return list(found)
+
+
+# Continue a story: the first part is the prompt, the rest is what really came next.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stories(RougeTask):
+    """Continue a text; rows {"text"}, as in TinyStories (Eldan and Li, arXiv:2305.07759).
+
+    The first int(prompt_share * words) words, at least one, are the prompt, all of it body; the others, at most
+    `continuation_words` of them, are the continuation, which begins with the white space before its first word. Of a
+    text in a script without spaces (Chinese, Japanese, Thai), every character is a word. ROUGE
+    compares the answer with the continuation; with `nll` the runner also measures the continuation's negative
+    log-likelihood. A prompt cut at its end would not lead to the continuation: truncate must be skip. With `nll` a row
+    is skipped too where the model cannot hold prompt and continuation: that of fewer words would be another number.
+    """
+
+    name: ClassVar[str] = "stories"
+
+    hub_id: str = "roneneldan/TinyStories"
+    revision: str | None = "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
+    text_field: str = "text"
+    id_field: str = "id"
+    prompt_share: float = 0.5
+    continuation_words: int | None = None
+    nll: bool = True
+    truncate: str = "skip"
+
+    @property
+    def needs_nll(self) -> bool:  # type: ignore[override]
+        return self.nll
+
+    @property
+    def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*Task.metrics, "nll") if self.nll else Task.metrics
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        story = text(row, self.text_field, where, "text_field").strip()
+        ends = word_ends(story)
+        if len(ends) < 2:
+            name = row_id(row, self.id_field, story)
+            return Example(name, "", "", skipped="a story of one word has nothing to continue")
+        words = min(max(1, int(self.prompt_share * len(ends))), len(ends) - 1)
+        last = len(ends) if self.continuation_words is None else min(len(ends), words + self.continuation_words)
+        prompt, continuation = story[: ends[words - 1]], story[ends[words - 1] : ends[last - 1]]
+        name = row_id(row, self.id_field, prompt, continuation)
+        return Example(name, prompt, continuation.strip(), continuation)
+
+    def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
+        return self.rouge(output, reference)
+
+    def check_options(self) -> None:
+        super().check_options()
+        if not 0 < self.prompt_share < 1:
+            raise ConfigError(f"task.prompt_share must be between 0 and 1, both excluded, got {self.prompt_share}")
+        if self.continuation_words is not None and self.continuation_words < 1:
+            raise ConfigError(f"task.continuation_words must be at least 1, got {self.continuation_words}")
+        if self.truncate != "skip":
+            raise ConfigError(
+                f"task.truncate must be skip for stories, got {self.truncate!r}: "
+                "a story cut short does not lead to its continuation; lower task.prompt_share instead"
+            )

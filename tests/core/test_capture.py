@@ -1,0 +1,348 @@
+"""Decode steps that can be captured as a CUDA graph: checked, traced, replayed by a stand-in; offenders are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capture_steps import ALL, CASES, FAMILIES, NEW, Stepped, checked, obstacles, prompts_for
+from device_runs import METHODS, config_of
+from host_reads import on_gpu, reads_of_decode_steps
+from recorded_graph import RecordedGraphs
+from test_conf import composed
+from test_retrieval import METHODS as RETRIEVAL
+from test_retrieval import SCARCE
+from tiny import tiny
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvexp.core import Budget, Cadence, Quantization
+from kvexp.core import CacheConfig as CacheConfig_of_core
+from kvexp.core.graph import capture_obstacle
+from kvexp.generate import CacheConfig, GenerationParams, decode, generate, prefill_together
+from kvexp.generate import graph as decode_graph
+from kvexp.generate.prefill import decode_step
+from kvexp.methods import H2O
+from kvexp.run.build import build_cache
+from kvexp.run.settings import Settings, settings_of
+from kvexp.util import ConfigError
+
+# Decode steps that can be captured as a CUDA graph: checked, traced, replayed by a stand-in; offenders are found.
+
+
+@pytest.mark.parametrize(("family", "case"), FAMILIES)
+def test_a_step_can_be_captured(family, case):
+    with torch.no_grad():
+        assert checked(Stepped(family, case)) == []
+
+
+def test_a_step_of_several_caches_can_be_captured():
+    variants = [CacheConfig(*CASES[name]) for name in ("keyformer", "h2o", "window")]
+    with torch.no_grad():
+        assert checked(Stepped(variants=variants)) == []
+
+
+@pytest.mark.parametrize("case", ["keyformer", "streaming_llm, two sinks"])
+def test_a_step_on_a_device_uses_nothing_of_the_host(case):
+    """On pretended CUDA tensors: no copy either way, and no tensor of the host beside one of the device."""
+    model = on_gpu("llama")
+    with reads_of_decode_steps(model):
+        assert checked(Stepped(case=case, model=model)) == []
+
+
+WITHOUT_NUMBERS = [("llama", "keyformer"), ("llama", "window")]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [*WITHOUT_NUMBERS, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in WITHOUT_NUMBERS)],
+)
+def test_a_step_runs_on_tensors_without_numbers(family, case):
+    """FakeTensorMode: any read of a number and any shape that depends on one raises."""
+    with torch.no_grad():
+        stepped = Stepped(family, case)
+        step = stepped.replayable()
+        step.begin()
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert stepped.step().shape == (2, stepped.logits[0].shape[-1])
+            step.rewind()
+            with pytest.raises(DataDependentOutputException):
+                float(torch.zeros(3).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "case"), ALL)
+def test_the_traced_step_is_the_eager_one(family, case):
+    """`make_fx` of one step computes the next ones: operators on tensors, without Python and the host."""
+    with torch.no_grad():
+        eager, traced = Stepped(family, case), Stepped(family, case)
+        step, graph = traced.replayable(), None
+        for _ in range(5):
+            step.begin()
+            if graph is None:
+                graph = make_fx(lambda token, at: decode_step(traced.model, token, at, traced.cache))(
+                    traced.token, traced.positions
+                )
+                step.rewind()
+                logits = None
+            else:
+                logits = graph(traced.token, traced.positions)
+            step.count()
+            step.release()
+            expected = eager.eager()
+            traced.feed(expected)
+            assert logits is None or torch.equal(logits, expected)
+        assert_same_state(eager.contexts, traced.contexts)
+
+
+def assert_same_state(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        for a, b in zip(one.cache.layer_states, other.cache.layer_states, strict=True):
+            assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
+            assert torch.equal(a.slots.score, b.slots.score) and a.seq_len == b.seq_len
+
+
+# -- cache.graph=auto, with a stand-in for CUDA graphs --------------------------------------------------------------
+
+
+def with_graphs(monkeypatch, graphs):
+    monkeypatch.setattr(decode_graph, "graph_device", lambda cache: graphs)
+
+
+def both(monkeypatch, graphs, method, budget, family="llama", new=NEW, **options):
+    """(with graphs, without)."""
+    decoding = GenerationParams(new, eos=None)
+    prompts = prompts_for(method.method if isinstance(method, CacheConfig) else method)
+    run = lambda: generate(  # noqa: E731
+        tiny(family),
+        prompts,
+        method,
+        budget,
+        decoding=decoding,
+        seeds=[1, 2],
+        keep_logits=True,
+        **options,
+    )
+    plain = run()
+    with_graphs(monkeypatch, graphs)
+    return run(), plain
+
+
+@pytest.mark.parametrize(("family", "case"), FAMILIES)
+def test_replayed_steps_are_the_eager_ones(family, case, monkeypatch):
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, *CASES[case], family=family)
+    assert graphs.calls[:3] == ["warm_up", "capture", "replay"] and graphs.calls.count("replay") > NEW - 8
+    assert made.tokens == plain.tokens
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    for a, b in zip(made.cache.layer_states, plain.cache.layer_states, strict=True):
+        assert a.kept_positions() == b.kept_positions() and a.first_eviction == b.first_eviction
+        assert torch.equal(a.slots.score, b.slots.score)
+    replayed = graphs.calls.count("replay") - 1  # the first one is compared and thrown away
+    assert made.cuda_graph == f"{replayed} of {NEW - 1} decode steps were replayed from a CUDA graph"
+    assert plain.cuda_graph is None
+
+
+def test_caches_that_decode_together_are_captured_together(monkeypatch):
+    """In the second run some end before others: then the others' step is captured anew."""
+    variants = [CacheConfig(*CASES[name]) for name in ("keyformer", "h2o", "window")]
+    model = tiny("llama")
+
+    def run(eos):
+        contexts = prefill_together(model, prompts_for(), variants, max_new_tokens=NEW, seeds=[1, 2])
+        return decode(model, contexts, GenerationParams(NEW, eos=eos), [1, 2], None, start=0.0)
+
+    whole = run(None)
+    ends = [tokens[NEW // 2] for tokens in whole[0].tokens]
+    plain, graphs = [whole, run(ends)], RecordedGraphs()
+    with_graphs(monkeypatch, graphs)
+    for eos, expected in zip((None, ends), plain, strict=True):
+        made = run(eos)
+        for one, other in zip(made, expected, strict=True):
+            assert one.tokens == other.tokens and one.sequences.tolist() == other.sequences.tolist()
+            assert one.cache.kept_positions(0) == other.cache.kept_positions(0)
+        if eos is None:
+            assert graphs.calls.count("capture") == 1 and graphs.calls.count("replay") == NEW - 5
+
+
+def not_captured():
+    """Name -> why, of every method with small settings, those that keep everything too."""
+    given = object()  # what a pass over texts would have found, at which this does not look
+    configs = {name: config_of("llama", name, calibration=given, surrogate=given) for name in METHODS}
+    configs |= {name: CacheConfig(method, SCARCE) for name, method in RETRIEVAL.items()}
+    found = {name: capture_obstacle(config) for name, config in configs.items()}
+    return {name: why for name, why in found.items() if why is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        pytest.param(name, why, marks=[] if name in ("full", "rkv") else pytest.mark.slow)
+        for name, why in not_captured().items()
+    ],
+)
+def test_what_cannot_be_captured_says_why(name, why, monkeypatch):
+    """Its answer is that of eager steps, with a note."""
+    config = config_of("llama", name) if name in METHODS else CacheConfig(RETRIEVAL[name], SCARCE)
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, config, None, new=6)
+    assert made.tokens == plain.tokens and graphs.calls == []
+    said = f"0 of 5 decode steps were replayed from a CUDA graph; {config.method.name} is not captured: {why}"
+    assert made.cuda_graph == said
+
+
+def test_a_capture_that_fails_changes_nothing(monkeypatch):
+    graphs = RecordedGraphs(forbidden=frozenset({"argmin"}))
+    made, plain = both(monkeypatch, graphs, *CASES["keyformer"], new=12)
+    assert made.tokens == plain.tokens and graphs.calls == ["warm_up", "capture"]
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    assert "0 of 11" in made.cuda_graph and "the capture failed: operation not permitted" in made.cuda_graph
+
+
+def test_a_replay_that_differs_is_not_trusted(monkeypatch):
+    """A number of the host that is part of a step, which a graph would keep as it was."""
+    from kvexp.core.decode import BatchedEviction
+
+    original = BatchedEviction.accumulate
+
+    def by_step(self, score, sums):
+        original(self, score, sums * (1 + self.states[0].sequence.seq_len / 1000))
+
+    monkeypatch.setattr(BatchedEviction, "accumulate", by_step)
+    graphs = RecordedGraphs()
+    made, plain = both(monkeypatch, graphs, *CASES["h2o"], new=12)
+    assert made.tokens == plain.tokens and graphs.calls == ["warm_up", "capture", "replay"]
+    assert all(torch.equal(a, b) for a, b in zip(made.logits, plain.logits, strict=True))
+    assert "0 of 11" in made.cuda_graph and "differed" in made.cuda_graph
+
+
+# -- planted offenders -------------------------------------------------------------------------------------------------
+
+
+def reads(self, score, sums):
+    if float(score.max()) < 0:
+        score.zero_()
+
+
+def masks(self, score, sums):
+    score[score > 1e30] = score[score > 1e30]
+
+
+def copies(self, score, sums):
+    score += torch.tensor([0.0])
+
+
+OFFENDERS = {reads: "the host reads a number", masks: "a shape depends on numbers", copies: "numbers of the host"}
+
+
+@pytest.mark.parametrize("offence", OFFENDERS, ids=lambda one: one.__name__)
+def test_a_planted_offender_is_found(offence, monkeypatch):
+    from kvexp.core.decode import BatchedEviction
+
+    with torch.no_grad():
+        stepped = Stepped()
+        monkeypatch.setattr(BatchedEviction, "accumulate", offence)
+        assert any(OFFENDERS[offence] in why for why in checked(stepped))
+
+
+@pytest.mark.parametrize(
+    ("offence", "message"),
+    [
+        (lambda self, score, sums: score.add_(torch.zeros(())), "a tensor of the host is used on the device"),
+        (lambda self, score, sums: score.cpu(), "a copy between host and device"),
+    ],
+    ids=["number", "copy"],
+)
+def test_a_planted_tensor_of_the_host_is_found(offence, message, monkeypatch):
+    """Torch lets a single number of the host meet a tensor of the device, and a graph would keep it as it was."""
+    from kvexp.core.decode import BatchedEviction
+
+    monkeypatch.setattr(BatchedEviction, "accumulate", offence)
+    model = on_gpu("llama")
+    with reads_of_decode_steps(model):
+        found = checked(Stepped(model=model))
+    assert any(message in why for why in found)
+
+
+def test_planted_state_that_moves_is_found(monkeypatch):
+    """A tensor put in place of another, and one that grows."""
+    from kvexp.core.decode_stack import CrossLayerBuffers
+
+    original = CrossLayerBuffers.collect
+
+    def replaces(self, *arguments):
+        original(self, *arguments)
+        self.free_slots = self.free_slots.clone()
+
+    with torch.no_grad():
+        stepped = Stepped()
+        with monkeypatch.context() as patch:
+            patch.setattr(CrossLayerBuffers, "collect", replaces)
+            assert any("at another address" in why for why in checked(stepped))
+        grown = []
+
+        def grows(self, *arguments):
+            original(self, *arguments)
+            grown.append(self.score)
+            torch.cat(grown)
+
+        monkeypatch.setattr(CrossLayerBuffers, "collect", grows)
+        assert any("other shapes" in why or "other operators" in why for why in checked(Stepped()))
+
+
+# docs/gpu.md says of every method whether its decode steps can be captured as a CUDA graph, as the code decides it.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "<!-- capture: begin -->", "<!-- capture: end -->"
+HALF = Budget(kv_ratio=0.5)
+
+
+def table() -> str:
+    """The methods of conf/method under their defaults, by what keeps their steps from being captured."""
+    found: dict[str | None, list[str]] = {None: []}
+    for name, (_, why) in obstacles().items():
+        found.setdefault(why, []).append(f"`{name}`")
+    lines = ["| captured | methods |", "|---|---|"]
+    for why, names in sorted(found.items(), key=lambda pair: (pair[0] is not None, -len(pair[1]))):
+        lines.append(f"| {'yes' if why is None else f'no: {why}'} | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
+def test_the_page_says_what_the_code_decides() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    written = page.partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == table(), "docs/gpu.md: put this table between the marks\n" + table()
+
+
+def settings(*overrides: str) -> Settings:
+    config, choices = composed(*overrides)
+    return settings_of(config, choices, [word for word in overrides if not word.startswith("method=")])
+
+
+def test_a_run_with_graphs_is_the_run_it_was() -> None:
+    """The first replay is compared to the bit, so neither hash nor label tells the two apart."""
+    plain, asked = settings("method=h2o"), settings("method=h2o", "cache.graph=auto")
+    assert (plain.cache.graph, asked.cache.graph) == ("off", "auto")
+    assert plain.identity == asked.identity and plain.labels == asked.labels
+    assert asked.baseline().cache.graph == "auto" and plain.baseline().identity == asked.baseline().identity
+    older = {name: value for name, value in composed("method=h2o")[0]["cache"].items() if name != "graph"}
+    assert build_cache(H2O(), HALF, older).graph == "off"
+    with pytest.raises(ConfigError, match=r"cache.graph must be one of auto, off, got 'on'"):
+        settings("method=h2o", "cache.graph=on")
+
+
+def test_settings_decide_too() -> None:
+    """The same method under other settings of the cache; each reason names what to change."""
+
+    def why(**options: Any) -> str:
+        return capture_obstacle(CacheConfig_of_core(H2O(), HALF, **options)) or ""
+
+    assert why() == ""
+    assert "drops nothing" in why(mode="mask") and "new buffers" in why(mode="compact")
+    assert "every 4th step" in why(cadence=Cadence(every=4))
+    assert "every new token is kept" in why(cadence=Cadence(every=None))
+    assert "quantised" in why(quantization=Quantization(4, 4))
+    assert "general step" in why(positions="renumbered")

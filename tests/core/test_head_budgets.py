@@ -1,0 +1,546 @@
+"""Budgets of kv heads (`Budget.heads`): kept sets against oracles, all modes and paths alike, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise, product
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from oracles import Past, Row
+from test_kept_sets import CONTINUATION, LENGTHS, NEW, PROMPTS, SEEDS, Truth, Witness
+from test_step import ROWS, alike, both
+from test_together import same
+from tiny import LAYERS, LETTERS, Fed, feed, prompts_of, tiny
+
+from kvexp.core import AttentionParams, Budget, CacheConfig, Cadence, Method, Quantization
+from kvexp.core import decode_stack as cross_layer
+from kvexp.core.budget_shares import slots_by_head, union_priority
+from kvexp.core.decode import RaggedProducts
+from kvexp.core.slots import RaggedSlots
+from kvexp.generate import (
+    GenerationParams,
+    decode,
+    generate,
+    generate_from_context,
+    pad_left,
+    prefill,
+    prefill_together,
+)
+from kvexp.hf import EvictionCache
+from kvexp.methods import (
+    A2SF,
+    CAOTE,
+    CUR,
+    H2O,
+    TOVA,
+    VATP,
+    ExpectedAttention,
+    H2ODamping,
+    Ideal,
+    KeyAttention,
+    KeyDiff,
+    Keyformer,
+    KNorm,
+    KVzip,
+    SnapKV,
+    StreamingLLM,
+    Window,
+)
+from kvexp.retrieval import Oracle
+from kvexp.util import ConfigError
+
+RAGGED = ("adaptive", "global")
+WAYS = ("union", *RAGGED)
+HALF = {how: Budget(kv_ratio=0.5, heads=how) for how in WAYS}
+METHODS: dict[str, Method] = {
+    "key_attention": KeyAttention(),
+    "h2o": H2O(),
+    "tova": TOVA(),
+    "knorm": KNorm(),
+    "cur": CUR(n_sinks=1, block=4),
+}
+
+
+def sampled(quick: Sequence[Any], every: Iterable[Any]) -> list[Any]:
+    """All cases; those that are not among the quick ones are slow."""
+    soon = {repr(case) for case in quick}
+    return [pytest.param(*case, marks=[] if repr(case) in soon else [pytest.mark.slow]) for case in every]
+
+
+def value(name: str, past: Past, p: int) -> float:
+    """What a method ranks position p by, as its oracle does."""
+    if name == "tova":  # one score for all heads of a layer
+        return sum(rows[-1].get(p, 0.0) for rows in past.heads)
+    if name == "cur":
+        return oracles.leverages(past)[p]
+    return -past.norms[p] if name == "knorm" else oracles.total(past.rows, p)
+
+
+class HeadWitness(Witness):
+    """A `Witness` whose heads share out their budget at the end of the prompt; from then on each has its own."""
+
+    def __init__(self, name: str, how: str, floor: float, row: int) -> None:
+        super().__init__("llama", name, PROMPTS[row], CONTINUATION[row].tolist(), SEEDS[row])
+        self.name, self.how, self.floor, self.end = name, how, floor, len(PROMPTS[row])
+        self.rooms: dict[tuple[int, int], int] = {}  # of each layer and head, once they are shared out
+        self.waiting: list[Past] = []
+
+    def decide(self, layer: int, pasts: list[Past]) -> list[list[int]]:
+        if self.name == "cur" and pasts[0].newest >= self.end:  # it chooses once
+            return [list(past.held) for past in pasts]
+        values: list[Row] = [{p: value(self.name, past, p) for p in past.held} for past in pasts]
+        if self.how == "union":
+            stay = oracles.union_of_heads(values, self.must(pasts[0]), self.budget - 1)
+            return [sorted(stay) for _ in pasts]
+        if (layer, 0) in self.rooms:
+            return [
+                sorted(oracles.top_of(row, self.must(past), self.rooms[layer, h]))
+                for h, (row, past) in enumerate(zip(values, pasts, strict=True))
+            ]
+        self.waiting += pasts
+        if self.how == "global" and layer < LAYERS - 1:
+            return [list(past.held) for past in pasts]  # for now
+        values = [{p: value(self.name, past, p) for p in past.held} for past in self.waiting]
+        stays = oracles.shared_out(values, [self.must(past) for past in self.waiting], self.budget - 1, self.floor)
+        first = layer + 1 - len(self.waiting) // self.kv_heads
+        for i, stay in enumerate(stays):
+            place = first + i // self.kv_heads, i % self.kv_heads
+            self.rooms[place] = len(stay)
+            if place[0] < layer:
+                self.keep(*place, sorted(stay), self.waiting[0].newest)
+        self.waiting = []
+        return [sorted(stay) for stay in stays[-self.kv_heads :]]
+
+    def must(self, past: Past) -> set[int]:
+        """H2O's recent window, less the token to come; CUR's sink."""
+        if self.name == "cur":
+            return {0}
+        return set(past.held[-(self.budget // 2 - 1) :]) if self.name == "h2o" else set()
+
+
+FLOORS = {"union": 0.0, "adaptive": 0.2, "global": 0.0}
+
+
+@functools.cache
+def truth(name: str, how: str, row: int, floor: float) -> Truth:
+    return HeadWitness(name, how, floor, row).run()
+
+
+def evict_batch(
+    name: str, how: str, rows: Sequence[int], *, floor: float | None = None, chunk: int | None = None, **options: Any
+) -> Fed:
+    prompt, mask = pad_left([PROMPTS[row] for row in rows], 0, "cpu")
+    cache = EvictionCache(
+        tiny("llama"), METHODS[name], Budget(kv_ratio=0.5, heads=how, head_floor=floor),  # type: ignore[arg-type]
+        max_new_tokens=NEW, seeds=[SEEDS[row] for row in rows], prompt_tokens=prompt.shape[1], **options,
+    )  # fmt: skip
+    return feed(cache, tiny("llama"), prompt, CONTINUATION[list(rows)], mask=mask, chunk=chunk)
+
+
+def agree(fed: Fed, name: str, how: str, rows: Sequence[int], floor: float | None = None) -> None:
+    for i, row in enumerate(rows):
+        want = truth(name, how, row, FLOORS[how] if floor is None else floor)
+        for step in range(NEW + 1):
+            for layer in range(LAYERS):
+                assert fed.kept[step][layer][i] == want.kept[step][layer], f"row {row}, step {step}, layer {layer}"
+            torch.testing.assert_close(fed.logits[step][i], want.logits[step], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    sampled(
+        [("union", "h2o"), ("adaptive", "key_attention"), ("global", "knorm"), *((how, "cur") for how in WAYS)],
+        product(WAYS, METHODS),
+    ),
+)
+def test_against_the_oracle(how: str, name: str) -> None:
+    """The fast step, in a padded batch whose prompt comes in chunks; every mode of dropping in a row alone."""
+    agree(evict_batch(name, how, [0, 2, 1], chunk=5), name, how, [0, 2, 1])
+    for mode in ("compact", "mask"):
+        agree(evict_batch(name, how, [1], mode=mode), name, how, [1])
+
+
+@pytest.mark.parametrize(
+    ("how", "floor"), sampled([("adaptive", 0.5), ("global", 0.5)], product(RAGGED, (0.0, 0.5, 1.0)))
+)
+def test_floors_against_the_oracle(how: str, floor: float) -> None:
+    agree(evict_batch("key_attention", how, [1], floor=floor), "key_attention", how, [1], floor)
+
+
+def test_the_ways_differ() -> None:
+    """Where agreeing means something: no two ways keep the same, and heads hold different numbers of slots."""
+    for name in ("key_attention", "knorm"):  # TOVA scores all heads of a layer alike
+        kept = {how: truth(name, how, 0, FLOORS[how]).kept for how in WAYS}
+        assert len({repr(one) for one in kept.values()}) == len(WAYS), name
+        for how in RAGGED:
+            sizes = [[len(head) for head in layer] for layer in kept[how][-1]]
+            assert sum(map(sum, sizes)) == LAYERS * 3 * (LENGTHS[0] // 2 - 1)
+            assert any(a != b for heads in sizes for a, b in pairwise(heads)), (name, how)
+        by_layer = [sum(len(head) for head in layer) for layer in kept["global"][0]]
+        assert by_layer[0] != by_layer[1], "layers share too"
+
+
+# -- all ways to compute the same -------------------------------------------------------------------------------------
+
+FAST = [KeyAttention(), H2O(), Keyformer(), A2SF(alpha=0.3), TOVA(), VATP(n_sinks=1), KeyDiff(), Window()]
+
+
+@pytest.mark.parametrize(
+    ("how", "method", "rows"),
+    sampled(
+        [
+            *(("union", FAST[1], "padded"), ("union", FAST[2], "equal")),
+            *(("adaptive", FAST[0], "padded"), ("adaptive", FAST[2], "padded"), ("adaptive", FAST[5], "equal")),
+            *(("global", FAST[0], "equal"), ("global", FAST[7], "padded")),
+        ],
+        product(WAYS, FAST, ROWS),
+    ),
+)
+def test_the_short_step_is_the_general_one(how: str, method: Method, rows: str, monkeypatch: Any) -> None:
+    short, general, taken = both("llama", method, HALF[how], ROWS[rows], monkeypatch)
+    assert taken == 13 * 2
+    alike(short, general, peak=False)
+
+
+def test_bookkeeping_of_layers_of_other_width_is_each_layers_own(monkeypatch: Any) -> None:
+    """Merged, and widened to the widest; one layer's heads fill all of its columns. Scores: see ORDERED_GROUP."""
+    monkeypatch.setattr(cross_layer, "NEAR_WIDENING", cross_layer.MAX_WIDENING)
+    runs, prompts, decoding = [], prompts_of(5, (40, 18, 33))[2:], GenerationParams(12, eos=None)
+    for widening in (cross_layer.MAX_WIDENING, 0.0):
+        monkeypatch.setattr(cross_layer, "MAX_WIDENING", widening)
+        runs.append(generate(tiny("llama"), prompts, H2O(), HALF["adaptive"], decoding=decoding, keep_logits=True))
+    merged, apart = (run.cache.layer_states for run in runs)
+    assert merged[0].cross_layer_buffers.merged and not apart[0].cross_layer_buffers.merged
+    widths = [state.require_slots().positions.shape[2] for state in apart]
+    assert len(set(widths)) == LAYERS and any(state.backend.no_padding_slots for state in apart)
+    assert {state.require_slots().positions.shape[2] for state in merged} == {max(widths)}
+    assert not any(state.backend.no_padding_slots for state in merged)
+    assert torch.equal(torch.stack(runs[0].logits), torch.stack(runs[1].logits))
+    for one, other, width in zip(merged, apart, widths, strict=True):
+        assert torch.equal(one.require_slots().positions[..., :width], other.require_slots().positions)
+        torch.testing.assert_close(one.require_slots().score[..., :width], other.require_slots().score)
+
+
+@pytest.mark.parametrize(
+    ("how", "family"),
+    sampled(
+        [("adaptive", "gptj"), ("union", "mpt"), ("global", "mistral"), ("adaptive", "gpt2")],
+        product(WAYS, ("gptj", "gpt2", "mpt", "mistral")),
+    ),
+)
+def test_on_other_families(how: str, family: str, monkeypatch: Any) -> None:
+    changes = {"sliding_window": 11} if family == "mistral" else {}
+    short, general, taken = both(family, H2O(), HALF[how], ROWS["padded"], monkeypatch, **changes)
+    assert taken > 0
+    alike(short, general, peak=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_products_of_packed_heads_are_those_of_each_head_alone(dtype: torch.dtype) -> None:
+    """Two calls: what lies in the buffers of the first is not seen by the second."""
+    dice = torch.Generator().manual_seed(0)
+    widths = [[5, 12, 8], [12, 1, 7]]
+    states = [torch.randn(2, 3, 12, 16, generator=dice).to(dtype) for _ in range(2)]
+    places = torch.arange(12).expand(2, 3, 12)
+    slots = RaggedSlots(*states, places, torch.zeros(2, 3, 12))
+    slots.pack(places, torch.ones(2, 3, 12, dtype=torch.bool), 0, widths)
+    products, newest = RaggedProducts(slots), torch.full((2, 1, 1), 12)
+    for _ in range(2):
+        query = torch.randn(2, 3, 2, 1, 16, generator=dice).to(dtype)
+        x = products.logits(query, newest, AttentionParams(0.25))
+        probabilities = products.softmax(x)
+        out = products.output()
+        assert x.dtype == probabilities.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert out.dtype == dtype and out.shape == (2, 3, 2, 1, 16)
+        for row, head in product(range(2), range(3)):
+            width = widths[row][head]
+            keys, values = (one[row, head, :width] for one in states)
+            alone = torch.mm(query[row, head, :, 0], keys.t()).to(x.dtype) * 0.25
+            seen = torch.softmax(alone, dim=-1)
+            torch.testing.assert_close(x[row, head, :, 0, :width], alone)
+            assert (x[row, head, :, 0, width:] == -torch.inf).all()
+            torch.testing.assert_close(probabilities[row, head, :, 0, :width], seen)
+            assert not probabilities[row, head, :, 0, width:].any()
+            torch.testing.assert_close(out[row, head, :, 0], seen.to(dtype) @ values)
+
+
+SLOW = [SnapKV(window=2, kernel=3), CAOTE(), H2ODamping(), KNorm(), StreamingLLM(n_sinks=2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "method"),
+    sampled(
+        [("union", SLOW[1]), ("adaptive", SLOW[0]), ("adaptive", SLOW[2]), ("global", SLOW[1])],
+        product(WAYS, [*FAST, *SLOW]),
+    ),
+)
+def test_modes_agree(how: str, method: Method) -> None:
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), method, HALF[how], decoding=GenerationParams(9, eos=None), mode=mode
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+
+
+@pytest.mark.parametrize(("how", "every"), sampled([("adaptive", 3)], product(WAYS, (3, None))))
+def test_other_cadences(how: str, every: int | None) -> None:
+    """Free slots per head, or tokens that are appended behind heads of different widths, for longer than the room."""
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), H2O(), HALF[how],
+            decoding=GenerationParams(70 if every is None else 12, eos=None), mode=mode, cadence=Cadence(every=every),
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_rows_do_not_know_their_neighbours(how: str) -> None:
+    """To the bit: tokens, kept positions and logits of a row are those it has alone."""
+    prompts, decoding = prompts_of(5, (40, 18, 33)), GenerationParams(12, eos=None)
+    together = generate(tiny("llama"), prompts, H2O(), HALF[how], decoding=decoding, keep_logits=True)
+    for row, prompt in enumerate(prompts):
+        alone = generate(tiny("llama"), [prompt], H2O(), HALF[how], decoding=decoding, keep_logits=True)
+        assert together.tokens[row] == alone.tokens[0]
+        for layer in range(LAYERS):
+            assert together.cache.kept_positions(layer)[row] == alone.cache.kept_positions(layer)[0]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_prompt_within_its_budget_loses_nothing(how: str) -> None:
+    """Beside a longer one: its heads have the uniform number, and evict once they hold more."""
+    prompts, decoding = prompts_of(5, (40, 12)), GenerationParams(14, eos=None)
+    budget = Budget(tokens=20, heads=how)  # type: ignore[arg-type]
+    both_rows = generate(tiny("llama"), prompts, H2O(), budget, decoding=decoding)
+    alone = generate(tiny("llama"), prompts[1:], H2O(), budget, decoding=decoding)
+    plain = generate(tiny("llama"), prompts[1:], H2O(), Budget(tokens=20), decoding=decoding)
+    assert both_rows.tokens[1] == alone.tokens[0]
+    for layer in range(LAYERS):
+        kept = both_rows.cache.kept_positions(layer)
+        assert kept[1] == alone.cache.kept_positions(layer)[0] and {len(head) for head in kept[1]} == {19}
+        assert how == "union" or kept[1] == plain.cache.kept_positions(layer)[0]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_beams_forks_and_questions(how: str) -> None:
+    """Rows that are reordered, copied and fed several tokens at once are those of mode mask."""
+    model, prompts = tiny("llama"), prompts_of(3, (40, 33))
+    beams, made = GenerationParams(9, eos=None, num_beams=3), []
+    for mode in ("overwrite", "compact", "mask"):
+        searched = generate(model, prompts, H2O(), HALF[how], decoding=beams, mode=mode)
+        context = prefill(model, prompts, H2O(), HALF[how], max_new_tokens=20, mode=mode)
+        asked = generate_from_context(
+            model, context.fork([1, 0, 1]), [[3, 5, 7], [2, 4, 6], [8, 9, 1]], decoding=GenerationParams(8, eos=None)
+        )
+        again = generate_from_context(model, context, [[3, 5], [2, 4]], decoding=GenerationParams(8, eos=None))
+        made.append((searched.tokens, asked.tokens, again.tokens))
+    assert made[0] == made[1] == made[2]
+
+
+def test_shared_prefill_is_each_by_itself() -> None:
+    """Caches of all ways decode together with plain ones: each has what it has alone."""
+    model, prompts = tiny("llama"), prompts_of(3, (40, 33))
+    budgets = [Budget(kv_ratio=0.5), *HALF.values(), Budget(kv_ratio=0.3, heads="adaptive")]
+    configs = [CacheConfig(method, budget) for method in (H2O(), KNorm()) for budget in budgets]
+    contexts = prefill_together(model, prompts, configs, max_new_tokens=9)
+    decoding = GenerationParams(9, eos=None)
+    together = decode(model, contexts, decoding, [0, 0], None, start=0.0)
+    for config, one in zip(configs, together, strict=True):
+        same(generate(model, prompts, config, decoding=decoding), one)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_after_a_second_pass(how: str) -> None:
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), KVzip(n_sinks=1), HALF[how],
+            decoding=GenerationParams(5, eos=None), mode=mode, tokenizer=LETTERS,
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert len({repr(run.cache.kept_positions(layer)) for run in runs}) == 1
+    sizes = {len(head) for layer in range(LAYERS) for head in runs[0].cache.kept_positions(layer)[0]}
+    assert (len(sizes) == 1) == (how == "union")
+
+
+@pytest.mark.parametrize(
+    ("how", "layers"), sampled([("adaptive", "cake")], product(("adaptive", "union"), ("cake", "pyramid")))
+)
+def test_beside_budgets_of_layers(how: str, layers: str) -> None:
+    """A layer's heads share what the layer was given."""
+    budget = Budget(kv_ratio=0.7, heads=how, layers=layers)  # type: ignore[arg-type]
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), budget, decoding=GenerationParams(9, eos=None),
+            mode=mode,
+        )
+        for mode in ("overwrite", "compact", "mask")
+    ]  # fmt: skip
+    plain = generate(
+        tiny("llama"), prompts_of(3, (60, 47)), KeyAttention(), replace(budget, heads="uniform"),
+        decoding=GenerationParams(9, eos=None),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        kept = runs[0].cache.kept_positions(layer)
+        assert kept == runs[1].cache.kept_positions(layer) == runs[2].cache.kept_positions(layer)
+        for row, uniform in zip(kept, plain.cache.kept_positions(layer), strict=True):
+            assert sum(map(len, row)) == sum(map(len, uniform))
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "compact"])
+@pytest.mark.parametrize("how", RAGGED)
+def test_resident_bytes_are_the_sum_of_the_budgets(how: str, mode: str) -> None:
+    """By the ledger, and by the storages that hold keys and values: no padding, and nothing of the prompt is left."""
+    lengths, new = (40, 33, 40), 6
+    run = generate(
+        tiny("llama"),
+        prompts_of(3, lengths),
+        H2O(),
+        HALF[how],
+        decoding=GenerationParams(new, eos=None),
+        mode=mode,  # type: ignore[arg-type]
+    )
+    dims, size = 2 * 14, 4
+    free = 1 if mode == "overwrite" else 64  # of each head, for tokens to come
+    wanted = sum((n // 2 - 1) * 3 * LAYERS for n in lengths)
+    held = sum(len(head) for layer in range(LAYERS) for row in run.cache.kept_positions(layer) for head in row)
+    assert held == wanted
+    tracker = run.cache.memory_tracker
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for state in run.cache.layer_states
+        for tensor in every_tensor(state.require_slots())
+        if tensor.shape[-1] == 14
+    }
+    assert sum(storages.values()) == tracker.bytes
+    heads = len(lengths) * 3 * LAYERS
+    assert tracker.bytes <= (wanted + heads * free) * dims * size
+    if mode == "overwrite":
+        assert tracker.bytes == (wanted + heads) * dims * size
+        uniform = generate(
+            tiny("llama"), prompts_of(3, lengths), H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(new, eos=None)
+        )
+        assert tracker.bytes <= uniform.cache.memory_tracker.bytes
+
+
+def every_tensor(item: Any) -> list[torch.Tensor]:
+    """All tensors that an object holds, however deep."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    parts = (
+        item.values()
+        if isinstance(item, dict)
+        else item
+        if isinstance(item, list | tuple)
+        else vars(item).values()
+        if hasattr(item, "__dict__")
+        else ()
+    )
+    return [tensor for part in parts for tensor in every_tensor(part)]
+
+
+# -- sharing out ------------------------------------------------------------------------------------------------------
+
+
+def test_slots_by_head_against_the_draft() -> None:
+    """Random priorities with many ties, dead slots, protected ones, rows of different budgets."""
+    dice = torch.Generator().manual_seed(5)
+    for trial in range(60):
+        b, h, s = 3, 4, 23
+        priority = torch.randint(0, 9, (b, h, s), generator=dice).float()
+        positions = torch.stack([torch.randperm(s, generator=dice) for _ in range(b * h)]).view(b, h, s)
+        live = torch.randint(12, s, (b,), generator=dice)
+        positions = torch.where(positions < live[:, None, None], positions, -1)
+        protected = (positions >= 0) & ((positions < trial % 3) | (positions >= live[:, None, None] - trial % 4))
+        keep = [int(n) for n in torch.randint(5, 11, (b,), generator=dice)]
+        floor = (0.0, 0.2, 0.35, 1.0)[trial % 4]
+        got = slots_by_head(priority, positions, protected, keep, floor).tolist()
+        for row in range(b):
+            values = [
+                {int(p): float(v) for p, v in zip(*pair, strict=True) if p >= 0}
+                for pair in zip(positions[row], priority[row], strict=True)
+            ]
+            must = [set(p[m].tolist()) for p, m in zip(positions[row], protected[row], strict=True)]
+            want = oracles.shared_out(values, must, keep[row], floor)
+            assert got[row] == [len(stay) for stay in want], (trial, row)
+
+
+def test_the_dossiers_example() -> None:
+    """Two heads of five slots, three each, floor 0.34: kvpress gives 5 + 1, the authors' release 4 + 2."""
+    priority = torch.tensor([[[0.5, 0.4, 0.3, 0.2, 0.1], [0.09, 0.08, 0.07, 0.06, 0.05]]])
+    positions = torch.arange(5).expand(1, 2, 5)
+    assert slots_by_head(priority, positions, torch.zeros(1, 2, 5, dtype=torch.bool), [3], 0.34).tolist() == [[5, 1]]
+
+
+def test_a_slot_that_one_head_ranks_last_is_last_for_all() -> None:
+    priority = torch.tensor([[[1.0, -torch.inf, 2.0], [3.0, 9.0, torch.inf]]])
+    assert union_priority(priority).tolist() == [[[2.0, -torch.inf, torch.inf]] * 2]
+
+
+def test_union_averages_what_a_logarithm_is_of() -> None:
+    share = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0)) ** 6
+    assert torch.allclose(union_priority(share.log(), logarithmic=True).exp(), union_priority(share))
+    hidden = torch.tensor([[[0.0, -torch.inf, -1.0], [-3.0, 9.0, torch.inf]]])
+    found = union_priority(hidden, logarithmic=True)
+    assert found[0, 0].tolist() == found[0, 1].tolist()
+    assert found[0, 0, 1] == -torch.inf and found[0, 0, 2] == torch.inf
+    assert found[0, 0, 0].item() == pytest.approx(math.log((1 + math.exp(-3)) / 2))
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+def test_union_of_a_method_that_ranks_by_a_logarithm(ratio: float) -> None:
+    """ExpectedAttention ranks by a logarithm without epsilon, and by the score itself with one too small to matter."""
+    runs = [
+        generate(
+            tiny("llama"), prompts_of(3, (40, 33)), ExpectedAttention(epsilon=epsilon),
+            Budget(kv_ratio=ratio, heads="union"), decoding=GenerationParams(1, eos=None),
+        )
+        for epsilon in (0.0, 1e-12)
+    ]  # fmt: skip
+    for layer in range(LAYERS):
+        assert runs[0].cache.kept_positions(layer) == runs[1].cache.kept_positions(layer)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Budget(kv_ratio=0.5, heads="pairs"), r"budget\.heads must be one of uniform, .*, got 'pairs'"),
+        (lambda: Budget(kv_ratio=0.5, head_floor=0.1), r"head_floor has no effect with budget\.heads=uniform"),
+        (lambda: Budget(kv_ratio=0.5, heads="adaptive", head_floor=1.5), r"head_floor must be in \[0, 1\], got 1.5"),
+        (lambda: Budget(kv_ratio=0.5, heads="global", pyramid=0.5), r"set budget\.pyramid=0"),
+        (lambda: CacheConfig(Ideal(), HALF["adaptive"], mode="mask"), r"ideal drops nothing.*budget\.heads=uniform"),
+        (lambda: CacheConfig(Oracle(), HALF["union"]), r"oracle drops nothing.*budget\.heads=uniform"),
+        (
+            lambda: CacheConfig(H2O(), HALF["global"], Cadence(at_prefill=False)),
+            r"evict_at_prefill=true, or set budget\.heads=uniform",
+        ),
+        (
+            lambda: CacheConfig(H2O(), HALF["adaptive"], quantization=Quantization(8, 8, group=2)),
+            r"set cache\.bits=16, or budget\.heads=union",
+        ),
+    ],
+)
+def test_refusals(make: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make()

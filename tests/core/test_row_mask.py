@@ -1,0 +1,329 @@
+"""Row masks against the recorded runs (a2sf_rowmask_*.npz), hand-computed cases and properties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvexp.core import row_mask as rm
+
+GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
+ALPHAS = {"a0": 0.0, "a01": 0.1, "a02": 0.2, "a05": 0.5, "a09": 0.9, "a1": 1.0}
+SERIES = [*(f"a2sf_{name}" for name in ALPHAS), "h2o", "local"]
+
+
+class Recorded:
+    """One npz: fields as tensors, the budgets of a series, and what its precision allows."""
+
+    def __init__(self, precision: str) -> None:
+        path = GOLDEN / f"a2sf_rowmask_{precision}.npz"
+        if not path.exists():
+            pytest.skip(f"no recorded run at {path}")
+        self.file: Any = np.load(path)
+        self.half = precision == "fp16"
+        self.dtype = torch.float16 if self.half else torch.float32
+        self.atol = 5e-3 if self.half else 1e-5  # of outputs, accumulators and cosines
+        self.logits = self["logits"].float()
+        self.full = rm.causal_probs(self.logits)
+        self.budget, self.part = int(self.file["budget"]), int(self.file["half_budget"])
+
+    def __getitem__(self, field: str) -> Tensor:
+        return torch.tensor(self.file[field])
+
+    def knobs(self, series: str) -> tuple[int, int, float]:
+        """heavy, recent, decay"""
+        if series == "h2o":
+            return self.part, self.part, 1.0
+        if series == "local":
+            return 0, self.budget, 1.0
+        return self.budget, 0, ALPHAS[series.removeprefix("a2sf_")]
+
+    def same_mask(self, mask: Tensor, field: str) -> None:
+        want = self[field]
+        assert mask.shape == want.shape
+        assert mask.dtype == torch.bool
+        if self.half:  # half precision depends on the device's rounding and on how ties fall
+            assert (mask & want).sum() >= 0.97 * want.sum()
+        else:
+            assert torch.equal(mask, want)
+
+    def close(self, got: Tensor, field: str, rows: Tensor | None = None) -> None:
+        """`rows` [..., n]: where to compare (in half precision, rows whose sets agree)."""
+        want = self[field].float()
+        error = (got.float() - want).abs() / want.abs().clamp_min(1)
+        if self.half and rows is not None:
+            error = error[rows]
+        assert error.max() <= self.atol
+
+    def attended(self, mask: Tensor, family: str) -> None:
+        """The mask's output, from the recorded logits and values."""
+        out = rm.masked_attention(self.logits, mask, self["v"].float())
+        self.close(out, f"{family}_out", (mask == self[f"{family}_mask"]).all(-1))
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    return Recorded(request.param)
+
+
+def test_full_probabilities(recorded: Recorded) -> None:
+    recorded.close(recorded.full, "probs_full")
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_first_generation(recorded: Recorded, series: str) -> None:
+    heavy, recent, decay = recorded.knobs(series)
+    mask, accumulated = rm.local_mask(
+        recorded.logits, heavy, recent, decay=decay, dtype=recorded.dtype, return_accumulated=True
+    )
+    recorded.same_mask(mask, f"gen1_{series}_mask")
+    recorded.attended(mask, f"gen1_{series}")
+    agree = (mask == recorded[f"gen1_{series}_mask"]).all(-1).cummin(-1).values  # A remembers every earlier row
+    recorded.close(accumulated, f"gen1_{series}_acc", agree)
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_second_generation(recorded: Recorded, series: str) -> None:
+    heavy, recent, decay = recorded.knobs(series)
+    mask = rm.evict_one_mask(recorded.logits, 0, heavy, recent, decay=decay, count_next=True)
+    recorded.same_mask(mask, f"gen2_{series}_mask")
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_third_generation(recorded: Recorded, series: str) -> None:
+    heavy, recent, decay = recorded.knobs(series)
+    mask = rm.evict_one_mask(recorded.logits, 0, heavy, recent, decay=decay)
+    recorded.same_mask(mask, f"gen3_{series}_mask")
+    recorded.attended(mask, f"gen3_{series}")
+
+
+def test_ideal(recorded: Recorded) -> None:
+    mask = rm.ideal_mask(recorded.logits, recorded.budget)
+    recorded.same_mask(mask, "gen1_ideal_mask")
+    recorded.attended(mask, "gen1_ideal")
+    recorded.close(
+        rm.masked_probs(recorded.logits, mask), "gen1_ideal_probs", (mask == recorded["gen1_ideal_mask"]).all(-1)
+    )
+    recorded.same_mask(rm.ideal_mask(recorded.logits, recorded.budget, force_self=False), "ideal_llama_mask")
+
+
+@pytest.mark.parametrize("series", SERIES)
+def test_similarity(recorded: Recorded, series: str) -> None:
+    """Per layer: row cosine with ideal, full and ideal_llama, then whole-matrix cosine with full."""
+    heavy, recent, decay = recorded.knobs(series)
+    mask = rm.local_mask(recorded.logits, heavy, recent, decay=decay, dtype=recorded.dtype)
+    probs = rm.masked_probs(recorded.logits, mask)
+    cut = probs * rm.window_mask(probs.shape[-1], recent) if series == "local" else probs  # Local loses its extra key
+    ideals = [rm.ideal_mask(recorded.logits, recorded.budget, force_self=force) for force in (True, False)]
+    ideal, ideal_llama = (rm.masked_probs(recorded.logits, mask) for mask in ideals)
+    rows = [rm.row_cosine(cut, other).mean((1, 2, 3)) for other in (ideal, recorded.full, ideal_llama)]
+    whole = rm.matrix_cosine(probs, recorded.full).mean((1, 2))
+    recorded.close(torch.stack([*rows, whole], dim=-1), f"gen1_{series}_cos")
+
+
+# By hand: one head, three or four tokens, softmax rows given as probabilities (their logarithms are logits).
+
+
+def logits_of(rows: list[list[float]]) -> Tensor:
+    """Causal rows of probabilities -> logits, with tempting values above the diagonal to catch a look ahead."""
+    x = torch.full((len(rows), len(rows)), 9.0)
+    for i, row in enumerate(rows):
+        x[i, : len(row)] = torch.tensor(row).log()
+    return x
+
+
+THREE = logits_of([[1.0], [0.6, 0.4], [0.25, 0.25, 0.5]])
+FOUR = logits_of([[1.0], [0.6, 0.4], [0.1, 0.2, 0.7], [0.3, 0.3, 0.3, 0.1]])
+
+
+def rows(mask: Tensor) -> list[list[int]]:
+    """Kept columns of every row."""
+    assert mask.ndim == 2
+    return [row.nonzero().flatten().tolist() for row in mask]
+
+
+@pytest.mark.parametrize(
+    ("heavy", "recent", "decay", "want"),
+    [
+        # decay 0: A = row 1 = (.6, .4), so token 1 goes at row 2
+        (2, 0, 0.0, [[0], [0, 1], [0, 2]]),
+        # decay 1: A = (1.6, .4), the same
+        (2, 0, 1.0, [[0], [0, 1], [0, 2]]),
+        (2, 1, 1.0, [[0], [0, 1], [0, 1, 2]]),  # and the band brings it back
+        (1, 0, 1.0, [[0], [1], [2]]),  # top-0 and self
+        (0, 1, 1.0, [[0], [0, 1], [1, 2]]),  # local: recent + 1 keys
+        (0, 0, 1.0, [[0], [1], [2]]),
+        (3, 0, 1.0, [[0], [0, 1], [0, 1, 2]]),
+        (9, 0, 1.0, [[0], [0, 1], [0, 1, 2]]),
+    ],
+)
+def test_local_by_hand(heavy: int, recent: int, decay: float, want: list[list[int]]) -> None:
+    assert rows(rm.local_mask(THREE, heavy, recent, decay=decay)) == want
+
+
+def test_decay_changes_who_goes() -> None:
+    """Row 3 of FOUR, heavy 2: row 2 keeps {0, 2}; A = decay * A_0 + .1 against .7 (full row, not renormalised)."""
+    assert rows(rm.local_mask(FOUR, 2, 0, decay=0.1))[3] == [2, 3]  # .16 + .1 = .26 < .7
+    mask, acc = rm.local_mask(FOUR, 2, 0, decay=1.0, return_accumulated=True)
+    assert rows(mask)[3] == [0, 3]  # 1.6 + .1 = 1.7 > .7
+    torch.testing.assert_close(acc, torch.tensor([[0, 0, 0, 0], [1.6, 0.4, 0, 0], [1.7, 0, 0.7, 0], [2.0, 0, 0, 0.1]]))
+
+
+def test_given_scores_replace_softmax() -> None:
+    """Rows < heavy come from block_scores, later ones from scores; the noisy rows rank, plain logits would not."""
+    block = torch.tensor([[1.0, 0, 0, 0], [0.1, 0.9, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # A = (1.1, .9)
+    later = torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 1], [0.1, 0.1, 0.8, 0], [0.5, 0.5, 0, 0]])
+    mask, acc = rm.local_mask(FOUR, 2, 0, scores=later, block_scores=block, return_accumulated=True)
+    assert rows(mask) == [[0], [0, 1], [0, 2], [0, 3]]
+    torch.testing.assert_close(acc[2], torch.tensor([1.2, 0, 0.8, 0]))
+    joined = torch.cat((block[:2], later[2:]))
+    assert torch.equal(mask, rm.local_mask(FOUR, 2, 0, scores=joined))
+
+
+def test_global_by_hand() -> None:
+    """Column sums of THREE: 1.85, .65, .5. The best column serves every row, with hindsight."""
+    assert rows(rm.global_mask(THREE, 1, 0)) == [[0], [0, 1], [0, 2]]
+    assert rows(rm.global_mask(THREE, 0, 1)) == [[0], [0, 1], [1, 2]]
+    late = logits_of([[1.0], [0.01, 0.99], [0.01, 0.99, 0.0001], [0.01, 0.01, 0.01, 0.97]])
+    assert rows(rm.global_mask(late, 1, 0)) == [[0], [1], [1, 2], [1, 3]]  # row 0 still has its only key
+
+
+def test_evict_one_by_hand() -> None:
+    """Budget 1: row 1 sees both and adds (.6, .4) to A = (decay, 0)."""
+    assert rows(rm.evict_one_mask(THREE, 0, 1, 0, decay=1.0)) == [[0], [0, 1], [0, 2]]
+    assert rows(rm.evict_one_mask(THREE, 0, 0, 1, decay=1.0)) == [[0], [0, 1], [1, 2]]
+    assert rows(rm.evict_one_mask(THREE, 0, 0, 1, decay=1.0, count_next=True)) == [[0], [1], [2]]
+    assert rows(rm.evict_one_mask(THREE, 1, 0, 0, decay=0.0)) == [[0], [0, 1], [0, 2]]  # the sink stays
+
+
+def test_renormalisation_changes_who_goes() -> None:
+    """Heavy 2, decay 1/4. After row 2 A = (.5875, .175, .55), token 1 goes. Row 3 leaves (.05, -, .05, .1) to the rest.
+
+    Divided by .2: A = (.397, -, .3875, .5), token 2 goes. As they are: (.197, -, .1875, .1), token 3 goes.
+    """
+    x = logits_of([[1.0], [0.7, 0.3], [0.35, 0.1, 0.55], [0.05, 0.8, 0.05, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    assert rows(rm.evict_one_mask(x, 0, 2, 0, decay=0.25)) == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4]]
+    assert rows(rm.evict_one_mask(x, 0, 2, 0, decay=0.25, renormalise=False))[4] == [0, 2, 4]
+
+
+def test_ideal_by_hand() -> None:
+    """Row 2 of FOUR finds its best key in itself and has one; row 3 ties at .3 and takes the newest."""
+    assert rows(rm.ideal_mask(FOUR, 2)) == [[0], [0, 1], [2], [2, 3]]
+    assert rows(rm.ideal_mask(FOUR, 1)) == [[0], [1], [2], [3]]
+    assert rows(rm.ideal_mask(FOUR, 2, force_self=False)) == [[0], [0, 1], [0, 1, 2], [1, 2]]
+
+
+def test_ties_keep_the_newer() -> None:
+    flat = torch.zeros(4, 4)
+    assert rows(rm.ideal_mask(flat, 3)) == [[0], [0, 1], [0, 1, 2], [2, 3]]
+    assert rows(rm.local_mask(flat, 2, 0, scores=torch.zeros(4, 4))) == [[0], [0, 1], [1, 2], [2, 3]]
+    assert rows(rm.evict_one_mask(flat, 0, 2, 0, decay=0.0)) == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
+
+
+def test_masked_attention_by_hand() -> None:
+    """Row 2 without token 1 weighs (.25, .5) / .75."""
+    mask = rm.local_mask(THREE, 2, 0)
+    v = torch.tensor([[3.0], [100.0], [6.0]])
+    torch.testing.assert_close(rm.masked_attention(THREE, mask, v), torch.tensor([[3.0], [41.8], [5.0]]))
+
+
+def test_row_cosine_by_hand() -> None:
+    a, b = torch.tensor([[3.0, 4.0], [1.0, 0.0]]), torch.tensor([[4.0, 3.0], [0.0, 0.0]])
+    torch.testing.assert_close(rm.row_cosine(a, b), torch.tensor([24 / 25.0001, 0.0]))
+    torch.testing.assert_close(rm.matrix_cosine(a, a), torch.tensor(1.0))
+
+
+# Properties, on shapes the recorded runs do not have.
+
+N = 23
+SHAPES = [(N, N), (3, N, N), (2, 2, 3, N, N)]
+
+
+def random_logits(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def every_mask(x: Tensor, heavy: int, recent: int, decay: float) -> dict[str, tuple[Tensor, int]]:
+    """name -> mask and the most keys a row may have."""
+    return {
+        "local": (rm.local_mask(x, heavy, recent, decay=decay), max(heavy, 1) + recent),
+        "local_half": (rm.local_mask(x, heavy, recent, decay=decay, dtype=torch.float16), max(heavy, 1) + recent),
+        "global": (rm.global_mask(x, heavy, recent), heavy + recent + 1),
+        "gen3": (rm.evict_one_mask(x, 2, heavy, recent, decay=decay), 2 + heavy + recent + 1),
+        "gen2": (
+            rm.evict_one_mask(x, 2, heavy, recent, decay=decay, count_next=True),
+            2 + heavy + recent + (recent == 0),
+        ),
+        "ideal": (rm.ideal_mask(x, heavy + 1), heavy + 1),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("heavy", "recent"), [(0, 0), (0, 4), (1, 0), (1, 3), (5, 0), (5, 4), (N, 0), (40, 40)])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
+def test_causal_self_and_budget(shape: tuple[int, ...], heavy: int, recent: int, decay: float) -> None:
+    for name, (mask, most) in every_mask(random_logits(shape), heavy, recent, decay).items():
+        assert mask.shape == shape, name
+        assert mask.dtype == torch.bool, name
+        assert not mask.triu(1).any(), name
+        assert mask.diagonal(dim1=-2, dim2=-1).all(), name
+        assert mask.sum(-1).max() <= most, name
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 1.0])
+def test_recent_and_sinks_stay_and_the_dropped_stay_dropped(decay: float) -> None:
+    x = random_logits((4, N, N), seed=1)
+    band = rm.window_mask(N, 5)
+    assert (rm.local_mask(x, 5, 4, decay=decay) & band).eq(band).all()
+    assert (rm.global_mask(x, 5, 4) & band).eq(band).all()
+    held = rm.evict_one_mask(x, 2, 3, 4, decay=decay)
+    assert (held & band).eq(band).all()
+    assert held[..., 2:, :2].all()
+    for mask in (held, rm.local_mask(x, 5, 0, decay=decay), rm.local_mask(50 * x, 5, 0, decay=decay)):
+        back = mask[..., 1:, :] & ~mask[..., :-1, :] & ~rm.window_mask(N, 1)[1:]
+        assert not back.any()
+
+
+MAKERS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: rm.local_mask(x, 5, 2, decay=0.5),
+    lambda x: rm.evict_one_mask(x, 1, 4, 2, decay=0.5),
+    lambda x: rm.ideal_mask(x, 5),
+    lambda x: rm.global_mask(x, 5, 2),
+]
+
+
+def test_a_row_depends_on_its_past_only() -> None:
+    x = random_logits((2, N, N), seed=2)
+    changed = x.clone()
+    changed[..., 15:, :] = random_logits((2, N - 15, N), seed=3)
+    for make in MAKERS[:3]:
+        assert torch.equal(make(x)[..., :15, :], make(changed)[..., :15, :])
+    assert not torch.equal(MAKERS[3](x)[..., :15, :], MAKERS[3](changed)[..., :15, :])  # the oracle does look ahead
+
+
+def test_heads_are_independent() -> None:
+    x = random_logits((2, 3, N, N), seed=4)
+    for make in MAKERS:
+        assert torch.equal(make(x)[1, 2], make(x[1, 2]))
+
+
+def test_zero_noise_is_plain_and_constant_noise_too() -> None:
+    x = random_logits((2, N, N), seed=5)
+    plain = rm.causal_probs(x)
+    torch.testing.assert_close(rm.causal_probs(x, torch.zeros_like(x)), plain)
+    torch.testing.assert_close(rm.causal_probs(x, torch.full_like(x, 0.7)), plain)
+    torch.testing.assert_close(rm.causal_probs(x, tau=2.0), rm.causal_probs(x / 2))
+
+
+@pytest.mark.parametrize(("heavy", "recent", "decay"), [(-1, 0, 1.0), (1, -1, 1.0), (1, 1, 1.5), (1, 1, -0.1)])
+def test_refuses_nonsense(heavy: int, recent: int, decay: float) -> None:
+    with pytest.raises(ValueError, match="must"):
+        rm.local_mask(THREE, heavy, recent, decay=decay)
+    with pytest.raises(ValueError, match="must"):
+        rm.evict_one_mask(THREE, 0, heavy, recent, decay=decay)

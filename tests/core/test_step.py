@@ -1,0 +1,363 @@
+"""The short decode step against the general path and the slower modes: same tokens, kept sets, scores and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import CONFIGS, VOCAB, prompts_of, tiny
+from turns import in_turn
+
+import kvexp.core.decode_stack as cross_layer
+import kvexp.core.eviction as layer
+import kvexp.core.noise as noise
+from kvexp.core import Budget, Cadence, Slots
+from kvexp.generate import (
+    CacheConfig,
+    GenerationParams,
+    generate,
+    generate_from_context,
+    prefill,
+    prefill_together,
+    receipts,
+)
+from kvexp.generate.loop import batched_cache
+from kvexp.generate.prefill import decode_step
+from kvexp.hf import EvictionCache
+from kvexp.methods import (
+    A2SF,
+    H2O,
+    TOVA,
+    DilatedWindow,
+    Full,
+    KeyAttention,
+    Keyformer,
+    KeyformerA2SF,
+    StreamingLLM,
+    Window,
+)
+
+# The short decode step against the general path and the slower modes: same tokens, kept sets, scores and logits.
+
+
+HALF = Budget(kv_ratio=0.5)
+METHODS = [
+    H2O(),
+    KeyAttention(),
+    Keyformer(),
+    Keyformer(noise="none", tau_end=3.0),
+    Keyformer(noise="gaussian", fresh=False),
+    Keyformer(key_window="release_frozen"),
+    A2SF(alpha=0.3),
+    A2SF(alpha=0.0, protect_recent=3),
+    KeyformerA2SF(),
+    TOVA(),
+    Window(),
+    DilatedWindow(),
+    StreamingLLM(),
+    StreamingLLM(n_sinks=0),
+]
+ROWS = {"padded": (40, 33, 40), "equal": (36, 36)}
+
+
+def both(family, method, budget, lengths, monkeypatch, plan=None, **changes):
+    """(short, general, how often the short step was taken)."""
+    model, rows = tiny(family, **changes), prompts_of(3, lengths)
+    decoding, seeds = GenerationParams(14, eos=None), list(range(len(lengths)))
+    taken, original = [], layer.fast_step.can_fast_decode
+
+    def counted(*arguments):
+        taken.append(original(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(layer.fast_step, "can_fast_decode", counted)
+    short = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
+    monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
+    general = generate(model, rows, method, budget, decoding=decoding, seeds=seeds, keep_logits=True, **(plan or {}))
+    return short, general, sum(taken)
+
+
+def scores(cache: EvictionCache):
+    """Score by layer, row, head and position."""
+    found = {}
+    for number, state in enumerate(cache.layer_states):
+        places, values = state.slots.positions.tolist(), state.slots.score.tolist()
+        for b, heads in enumerate(places):
+            for h, slots in enumerate(heads):
+                found |= {(number, b, h, p): values[b][h][s] for s, p in enumerate(slots) if p >= 0}
+    return found
+
+
+def alike(short, general, *, peak=True):
+    """peak: whether both have held as many bytes at most; heads of different width are copied by the general path."""
+    assert torch.equal(short.sequences, general.sequences)
+    torch.testing.assert_close(torch.stack(short.logits), torch.stack(general.logits), atol=1e-4, rtol=0)
+    one, other = scores(short.cache), scores(general.cache)
+    assert one.keys() == other.keys()
+    for place, value in one.items():
+        assert value == pytest.approx(other[place], abs=1e-4), place
+    for a, b in zip(receipts(short.cache), receipts(general.cache), strict=True):
+        assert a == b or (not peak and a == replace(b, peak_kv_bytes=a.peak_kv_bytes))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_short_step_is_the_general_one(method, rows, monkeypatch):
+    short, general, taken = both("llama", method, HALF, ROWS[rows], monkeypatch)
+    assert taken == 13 * 2, "every decode step of both layers goes the short way, or nothing is tested"
+    alike(short, general)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_on_every_family(family, monkeypatch):
+    for method in (H2O(), Keyformer()):
+        short, general, taken = both(family, method, HALF, ROWS["padded"], monkeypatch)
+        assert taken > 0
+        alike(short, general)
+        monkeypatch.undo()
+
+
+def test_with_a_sliding_window(monkeypatch):
+    short, general, taken = both("mistral", A2SF(alpha=0.5), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
+    assert taken > 0
+    alike(short, general)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_renumbered_sinks_on_every_family(family, rows, monkeypatch):
+    """RoPE in halves, interleaved and partial, ALiBi; learned positions cannot move and stay original."""
+    positions = "original" if family in ("gpt2", "opt") else "renumbered"
+    short, general, taken = both(
+        family, StreamingLLM(n_sinks=3), HALF, ROWS[rows], monkeypatch, plan={"positions": positions}
+    )
+    assert taken == 13 * 2
+    alike(short, general)
+
+
+def test_renumbered_sinks_within_a_sliding_window(monkeypatch):
+    """Budget 20 is more than the 11 places that a query sees: a sink is hidden once its place is too far."""
+    short, general, taken = both("mistral", StreamingLLM(), HALF, ROWS["padded"], monkeypatch, sliding_window=11)
+    assert taken > 0
+    alike(short, general)
+
+
+def test_rows_that_have_not_filled_their_budget(monkeypatch):
+    """The short rows still grow while the long one overwrites."""
+    short, general, taken = both("llama", H2O(), Budget(tokens=30), (40, 22, 18), monkeypatch)
+    assert taken > 0
+    alike(short, general)
+
+
+@pytest.mark.parametrize("method", METHODS[:9], ids=repr)
+def test_gathering_and_hiding_agree_with_it(method):
+    model, rows, decoding = tiny("llama"), prompts_of(3, (40, 33, 40)), GenerationParams(14, eos=None)
+    each = [generate(model, rows, method, HALF, decoding=decoding, mode=m) for m in ("overwrite", "compact", "mask")]
+    kept = [[generation.cache.kept_positions(number) for number in range(2)] for generation in each]
+    assert kept[0] == kept[1] == kept[2]
+    assert each[0].tokens == each[1].tokens == each[2].tokens
+
+
+def test_noise_is_hashed_anew_when_the_steps_ahead_are_used_up(monkeypatch):
+    """Four at a time, so that thirteen steps need it three times; rows of several lengths."""
+    monkeypatch.setattr(noise, "STEPS_AHEAD", 4)
+    short, general, taken = both("llama", Keyformer(), HALF, ROWS["padded"], monkeypatch)
+    assert taken == 13 * 2
+    alike(short, general)
+
+
+@torch.no_grad()
+def test_all_layers_keep_their_books_together_once_each_has_taken_a_step():
+    """From the third step on, and no longer once rows have been selected; a copy of the cache begins anew."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    context = prefill(model, rows, Keyformer(), HALF, max_new_tokens=14, seeds=[1, 2])
+    cache, token = context.cache, torch.tensor([[5], [6]])
+    joint = []
+    for step in range(5):
+        decode_step(model, token, torch.tensor([[40], [33]]) + step, cache)
+        joint.append(cache.layer_states[0].cross_layer_buffers.merged)
+    assert joint == [False, True, True, True, True]
+    first, second = (state.require_slots().positions for state in cache.layer_states)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    copied = cache.fork([1, 0])
+    assert (
+        not copied.layer_states[0].cross_layer_buffers.merged
+        and copied.layer_states[0].cross_layer_buffers is copied.layer_states[1].cross_layer_buffers
+    )
+    assert (
+        copied.layer_states[0].cross_layer_buffers is not cache.layer_states[0].cross_layer_buffers
+        and cache.layer_states[0].cross_layer_buffers.merged
+    )
+    cache.batch_select_indices(torch.tensor([1]))
+    assert not cache.layer_states[0].cross_layer_buffers.merged
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_rows_selected_between_steps(method, monkeypatch):
+    """Rows are exchanged, repeated and dropped while all layers' books lie together; against the general path."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33, 40))
+    made = []
+    for general in (False, True):
+        if general:
+            monkeypatch.setattr(layer.fast_step, "can_fast_decode", lambda *_: False)
+        cache = prefill(model, rows, method, HALF, max_new_tokens=30, seeds=[1, 2, 3]).cache
+        places, logits = torch.tensor([[40], [33], [40]]), []
+        for picked in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 1, 0]):
+            for step in range(4):
+                token = (places * 7 + step) % 50 + 1
+                logits.append(decode_step(model, token, places, cache))
+                places = places + 1
+            cache.batch_select_indices(torch.tensor(picked))
+            places = places[picked]
+        made.append((logits, [cache.kept_positions(number) for number in range(2)]))
+    for one, other in zip(made[0][0], made[1][0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert made[0][1] == made[1][1]
+
+
+def test_layers_that_hold_too_much_to_lie_together(monkeypatch):
+    """Each layer keeps its own books: the numbers are the same to the bit."""
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    decoding, each = GenerationParams(14, eos=None), []
+    for most in (cross_layer.MAX_MERGED_SLOTS, 0):
+        monkeypatch.setattr(cross_layer, "MAX_MERGED_SLOTS", most)
+        each.append(generate(model, rows, Keyformer(), HALF, decoding=decoding, seeds=[1, 2], keep_logits=True))
+    together, apart = each
+    assert [one.cache.layer_states[0].cross_layer_buffers.merged for one in each] == [True, False]
+    assert torch.equal(torch.stack(together.logits), torch.stack(apart.logits))
+    assert scores(together.cache) == scores(apart.cache)
+
+
+@pytest.mark.parametrize("method", [H2O(), Keyformer(), StreamingLLM()], ids=repr)
+def test_layers_with_budgets_of_their_own_keep_books_of_their_own(method, monkeypatch):
+    """The first layer holds more than the second."""
+    short, general, taken = both("llama", method, Budget(kv_ratio=0.5, pyramid=0.4), ROWS["padded"], monkeypatch)
+    assert taken > 13 and not short.cache.layer_states[0].cross_layer_buffers.merged
+    alike(short, general)
+
+
+@torch.no_grad()
+def test_caches_that_decode_together_keep_one_set_of_books():
+    """Two sizes of each method share their buffers; a window's renumbered sinks are a stack apart."""
+    methods = (H2O(), Keyformer(), A2SF(alpha=0.5), Window(), StreamingLLM(), StreamingLLM(n_sinks=2))
+    variants = [CacheConfig(method, Budget(kv_ratio=share)) for method in methods for share in (0.3, 0.6)]
+    model, rows = tiny("llama"), prompts_of(3, (40, 33))
+    contexts = prefill_together(model, rows, variants, max_new_tokens=14, seeds=[4, 5])
+    cache = batched_cache(contexts)
+    places = torch.tensor([[40], [33]] * len(variants))
+    for step in range(4):
+        decode_step(model, places % 50 + 1, places + step, cache)
+    each = [[stack.buffers for _, stack in layer.state._stacks] for layer in cache.layers]
+    assert each[0] == each[1] and len(each[0]) == 2 and all(cross_layer.merged for cross_layer in each[0])
+
+
+# Copies of a prefilled context share keys and values with it until one of them overwrites a slot.
+
+
+PROMPTS = [[(7 * i + 3 * j) % VOCAB for i in range(40)] for j in range(3)]
+QUESTIONS = [[5, 6, 7], [9, 2, 4], [1, 1, 8]]
+CASES = [
+    pytest.param(H2O(), {}, id="h2o"),
+    pytest.param(H2O(), {"mode": "compact"}, id="compact"),
+    pytest.param(H2O(), {"mode": "mask"}, id="mask"),
+    pytest.param(Window(), {"cadence": Cadence(every=3)}, id="every third step"),
+    pytest.param(Window(), {"cadence": Cadence(every=None)}, id="no eviction while decoding"),
+    pytest.param(Full(), {}, id="full"),
+]
+
+
+def context_of(method, options):
+    budget = Budget(kv_ratio=0.4) if method.evicts else None
+    return prefill(tiny("llama"), PROMPTS, method, budget, max_new_tokens=9, **options)
+
+
+def held(context):
+    """Copies of all that the layers hold, to compare with later."""
+    return [
+        {name: tensor[:, :, : state.slots.length].clone() for name, tensor in state.slots.tensors.items()}
+        for state in context.cache.layer_states
+    ]
+
+
+def same(one, other):
+    return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
+
+
+def pointers(context):
+    return [(state.slots.keys.data_ptr(), state.slots.values.data_ptr()) for state in context.cache.layer_states]
+
+
+def answered(context, questions):
+    decoding = GenerationParams(6, eos=None)
+    return generate_from_context(tiny("llama"), context, questions, decoding=decoding).tokens
+
+
+@pytest.mark.parametrize(("method", "options"), CASES)
+def test_a_copy_reads_the_same_memory_until_it_writes(method, options) -> None:
+    context = context_of(method, options)
+    before, copy = held(context), context.fork([0, 1, 2])
+    assert pointers(copy) == pointers(context)
+    assert same(held(copy), before)
+    answered(copy, QUESTIONS)
+    assert all(a != b for a, b in zip(pointers(copy), pointers(context), strict=True))
+    assert same(held(context), before)  # nobody wrote into it
+
+
+@pytest.mark.parametrize(("method", "options"), CASES)
+def test_a_copy_stays_when_its_original_goes_on(method, options) -> None:
+    context = context_of(method, options)
+    copy = context.fork([0, 1, 2])
+    before = held(copy)
+    first = answered(context, QUESTIONS)
+    assert same(held(copy), before)
+    assert answered(copy, QUESTIONS) == first
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"), in_turn([each.values for each in CASES], [[1], [1, 2], [2, 2, 2], [2, 0, 0]], of=2), ids=str
+)
+def test_copies_of_copies_answer_as_the_context_does(case, rows: list[int]) -> None:
+    method, options = case
+    whole = answered(context_of(method, options), QUESTIONS)
+    context = context_of(method, options)
+    for _ in range(2):
+        copy = context.fork(rows)
+        again = copy.fork(list(range(len(rows))))
+        expected = [whole[row] for row in rows]
+        assert answered(copy, [QUESTIONS[row] for row in rows]) == expected
+        assert answered(again, [QUESTIONS[row] for row in rows]) == expected
+    assert answered(context, QUESTIONS) == whole
+
+
+def test_bytes_are_counted_as_if_nothing_were_shared() -> None:
+    context = context_of(H2O(), {})
+    own, copy = context_of(H2O(), {}), context.fork([0, 1, 2])
+    trackers = [each.cache.memory_tracker for each in (own, copy)]
+    assert trackers[0].bytes == trackers[1].bytes
+    for each in (own, copy):
+        answered(each, QUESTIONS)
+    assert trackers[0].bytes == trackers[1].bytes and trackers[0].peak_bytes == trackers[1].peak_bytes
+
+
+def test_rows_of_a_shared_copy_can_be_chosen_in_any_order() -> None:
+    whole = answered(context_of(H2O(), {}), QUESTIONS)
+    context = context_of(H2O(), {})
+    before, copy = held(context), context.fork([0, 1, 2])
+    turned = copy.fork([0, 1, 2])
+    turned.cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    assert same(held(copy), before)
+    assert [slots["keys"][0].tolist() for slots in held(turned)] == [slots["keys"][2].tolist() for slots in before]
+    assert answered(copy, QUESTIONS) == whole
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_shared_prompt_shares_no_position_ids(kv_heads: int) -> None:
+    """With one kv head, too: the sequence's ids, which all layers read, stay when one layer's slots change."""
+    keys, positions = torch.randn(2, kv_heads, 5, 4), torch.arange(5).repeat(2, 1)
+    slots = Slots.empty_like(keys, keys, masked=False)
+    slots.alias(keys, keys, positions, torch.zeros(2, kv_heads, 5))
+    slots.invalidate(torch.ones(2, kv_heads, 1, dtype=torch.int64))
+    assert (slots.positions[..., 1] == -1).all()
+    assert torch.equal(positions, torch.arange(5).repeat(2, 1))

@@ -1,0 +1,345 @@
+"""Gaps to the ideal and differences of two runs, on run folders and logs made by hand; classes of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from test_conversations import talk
+from test_eviction_log import case_of, held, job, run_job, watched
+from test_twin import losses
+from tiny import stock
+
+from experiments.studies.causal import prompt_scores
+from kvexp.core import Budget, HeadScores, Quantization
+from kvexp.diagnose.case import cases, rows_of
+from kvexp.diagnose.gap import differences, draw, gaps, outcome, show
+from kvexp.diagnose.options import Twin
+from kvexp.diagnose.replay import Replay, UndoneEvictions, classes_of
+from kvexp.diagnose.show import main
+from kvexp.methods import H2O, TOVA, SnapKV
+from kvexp.results import stats
+from kvexp.results import stats as intervals
+from kvexp.run.batches import evaluate_run
+from kvexp.run.evictions import (
+    EVICTIONS,
+    TWIN,
+    ExampleLog,
+    has,
+    read_example_log,
+    read_table,
+    write_example_log,
+    write_table,
+)
+from kvexp.run.store import Run, runs
+from kvexp.util import ConfigError
+
+# Gaps to the ideal and differences of two runs, on run folders and logs made by hand; classes of tokens.
+
+
+BUDGET = {"kv_ratio": 0.3, "tokens": None, "of": "prompt", "counts_self": True, "pyramid": 0.0}
+
+
+def made(outputs, method, scores, *, baseline=None, metric="exact", task="needle", kv_ratio=0.3, setting=""):
+    """A finished run of these scores, one example each."""
+    config = {"method": {"name": method}, "task": task, "metric": metric}
+    config |= {} if method == "full" else {"budget": BUDGET | {"kv_ratio": kv_ratio}}
+    ratio = None if method == "full" else kv_ratio
+    labels = {"model": "m", "task": task, "method": method, "kv_ratio": ratio, "tokens": None, "setting": setting}
+    run = Run.open(outputs, config, labels, baseline=baseline.hash if baseline else None)
+    receipt = {"first_eviction_step": 0, "kept_digest": "x", "batch_size": 1}
+    for index, score in enumerate(scores):
+        row = {
+            "example": f"e{index}",
+            "index": index,
+            "metrics": {metric: score},
+            "skipped": None,
+            "output": str(score),
+        }
+        run.append(row | {"receipt": receipt, "new_tokens": 3})
+    run.finish(len(scores))
+    return run
+
+
+# -- gap ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    full = made(tmp_path, "full", [100.0, 90.0, 80.0, 70.0] * 5)
+    made(tmp_path, "ideal", [100.0, 80.0, 80.0, 60.0] * 5, baseline=full)
+    made(tmp_path, "h2o", [50.0, 80.0, 20.0, 70.0] * 5, baseline=full)
+    made(tmp_path, "tova", [100.0, 80.0, 80.0, 60.0] * 5, baseline=full, kv_ratio=0.5)
+    return tmp_path
+
+
+def test_points_lost_by_hand(sweep):
+    frame = gaps(sweep)
+    (row,) = frame.to_dict("records")
+    assert (row["method"], row["n"], row["metric"]) == ("h2o", 20, "exact")
+    assert (row["full"], row["ideal"], row["score"]) == (85.0, 80.0, 55.0)
+    assert (row["budget"], row["selection"]) == (5.0, 25.0)
+    selection = np.array([[50.0], [0.0], [60.0], [-10.0]] * 5)
+    means = stats.resampled_means(intervals.mean_moments(selection[:, 0]), stats.resamples_for(stats.LEVEL))
+    ends = intervals.mean_interval(selection[:, 0], means, stats.LEVEL)
+    assert (row["selection_low"], row["selection_high"]) == ends
+    assert row["budget_low"] <= 5.0 <= row["budget_high"]
+    assert frame.attrs["missing"] == ["tova 0.5"], "its budget has no ideal run"
+
+
+def test_few_examples_have_no_interval(tmp_path):
+    full = made(tmp_path, "full", [100.0] * 19)
+    made(tmp_path, "ideal", [95.0] * 19, baseline=full)
+    made(tmp_path, "h2o", [50.0] * 18 + [100.0], baseline=full)
+    out = io.StringIO()
+    show(frame := gaps(tmp_path), Console(file=out, width=100))
+    assert np.isnan(frame.loc[0, "selection_low"]) and "5.0 (too few)" in out.getvalue()
+    assert "too few: under 20 examples" in out.getvalue()
+    assert draw(frame).axes[0].patches
+
+
+def test_less_may_be_better(tmp_path):
+    full = made(tmp_path, "full", [1.0, 2.0], metric="nll")
+    made(tmp_path, "ideal", [1.5, 2.5], metric="nll", baseline=full)
+    made(tmp_path, "h2o", [3.5, 2.5], metric="nll", baseline=full)
+    (row,) = gaps(tmp_path).to_dict("records")
+    assert (row["budget"], row["selection"]) == (0.5, 1.0)
+
+
+def test_a_budget_in_bytes_is_named_by_its_setting(tmp_path):
+    full = made(tmp_path, "full", [100.0] * 20)
+    for method, score in (("ideal", 90.0), ("h2o", 50.0)):
+        made(tmp_path, method, [score] * 20, baseline=full, kv_ratio=None, setting="bytes_ratio=0.3")
+    out = io.StringIO()
+    show(frame := gaps(tmp_path), Console(file=out, width=100))
+    assert "h2o    bytes_ratio=0.3 " in out.getvalue()
+    assert "h2o bytes_ratio=0.3" in [label.get_text() for label in draw(frame).axes[0].get_xticklabels()]
+
+
+def test_the_table_and_the_bars(sweep, capsys):
+    frame = gaps(sweep)
+    out = io.StringIO()
+    show(frame, Console(file=out, width=100))
+    assert "5.0 (" in out.getvalue() and "25.0 (" in out.getvalue() and "tova 0.5" in out.getvalue()
+    low, high = draw(frame).axes[0].patches
+    assert (low.get_height(), high.get_height(), high.get_y()) == (5.0, 25.0, 5.0)
+    frame.loc[0, "budget"] = -4.0  # the ideal set did better than everything: a gain hangs below the line
+    low, high = draw(frame).axes[0].patches
+    assert (low.get_height(), low.get_y(), high.get_y()) == (-4.0, 0.0, 0.0)
+    assert main(["gap", str(sweep), "--draw", str(sweep / "gap.svg"), "--csv", str(sweep / "gap.csv")]) == 0
+    assert (sweep / "gap.svg").exists() and "selection" in (sweep / "gap.csv").read_text()
+    assert main(["gap", str(sweep), "--draw", "gap.txt"]) == 2
+    assert main(["gap", str(sweep), "-w", "method=tova"]) == 2
+    assert "run the same sweep with method=ideal" in capsys.readouterr().err
+
+
+# -- diff --------------------------------------------------------------------------------------------------------------
+
+WORDS = ["<s>", " a", " b", " c", " Some", " code", " Ann", " 4711", " .", " x", *[" w"] * 10]
+
+
+def log(run, example, gone):
+    """gone: (step, layer, head, position)."""
+    told = ExampleLog(
+        example, 20, 0, list(range(22)), [*WORDS, " ans", " wer"], [2, 2], same_output=True, same_kept=True
+    )
+    kinds = {"step": np.int32, "layer": np.int16, "head": np.int16, "position": np.int32}
+    columns = {name: np.array([row[i] for row in gone], dtype=kind) for i, (name, kind) in enumerate(kinds.items())}
+    write_table(run, example, EVICTIONS, columns, told.texts)
+    write_example_log(run, told)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    full = made(tmp_path, "full", [100.0, 100.0, 50.0, 0.0, 80.0])
+    a = made(tmp_path, "h2o", [100.0, 0.0, 60.0, 0.0, 10.0], baseline=full)
+    b = made(tmp_path, "tova", [100.0, 100.0, 40.0, 0.0, 20.0], baseline=full)
+    return full, a, b
+
+
+def test_who_is_right(pair):
+    _, a, b = pair
+    found = outcome(a, b)
+    assert (found.both, found.only_a, found.only_b, found.neither) == (["e0"], ["e2"], ["e1"], ["e4"])
+
+
+def test_what_each_held_and_the_other_not(pair, capsys):
+    _, a, b = pair
+    log(a, "e1", [(0, 0, 0, 7), (0, 0, 1, 7), (0, 1, 1, 6), (0, 0, 0, 9), (2, 1, 0, 8), (1, 0, 0, 20)])
+    log(b, "e1", [(0, 0, 0, 9), (0, 1, 1, 0), (0, 1, 0, 19)])
+    log(a, "e2", [])
+    log(b, "e2", [(0, 0, 0, 5)])
+    only_a, only_b = differences(a, b, ["e1"])
+    assert only_b.by_class == {"digits": 2, "names": 1} and only_a.by_class == {"first": 1, "last": 1}
+    assert only_b.by_decile == {"30-40 %": 3} and only_a.by_decile == {"0-10 %": 1, "90-100 %": 1}
+    assert only_b.by_text == {"4711": 2, "Ann": 1}
+    assert only_a.there["digits"] == 4 and only_a.there["last"] == 32 and only_a.there["0-10 %"] == 8
+    assert differences(a, b, ["e1"], step=2)[1].by_class == {"digits": 2, "names": 1, "punctuation": 1}
+    assert main(["diff", str(a.path), str(b.path)]) == 0
+    out = capsys.readouterr().out
+    assert "both 1, only A 1, only B 1, neither 1" in out and "2 (50.0 %)" in out and "4711 2" in out
+
+
+def test_what_does_not_compare(pair, tmp_path, capsys):
+    full, a, b = pair
+    other = made(tmp_path, "full", [1.0], task="summary")
+    elsewhere = made(tmp_path, "h2o", [1.0], task="summary", baseline=other)
+    with pytest.raises(ConfigError, match="not measured against the same full-attention run"):
+        outcome(a, elsewhere)
+    with pytest.raises(ConfigError, match="not measured against the same"):
+        outcome(full, a)
+    assert main(["diff", str(a.path), str(b.path)]) == 2
+    assert "run the same command again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["The", " code", " of", " Al", "ice", " is", " 47", "11", "."], "other other other names names other digits"),
+        (["x", ".", " Then", " some", " Bob", ",", "no", " seven"], "other punctuation other other names punctuation"),
+        (["the", " code", " milo", " nine", " ;"], "other other names digits punctuation"),
+    ],
+)
+def test_classes_go_by_words_not_by_tokens(texts, expected):
+    padded = ["<s>", " it", " is", " ."] + [f" {texts[0]}", *texts[1:]] + [" z"] * 8
+    found = classes_of(padded)
+    assert found[:4] == ["first"] * 4 and found[-8:] == ["last"] * 8
+    wanted = expected.split()
+    assert found[4 : 4 + len(wanted)] == wanted
+
+
+# Log, twin and replay of head budgets, of quantised slots and of turns of a conversation, or why there is none.
+
+
+NOTHING = UndoneEvictions((), (), 0, 0)
+FEW_BITS = Quantization(4, 4, residual=8, group=7)
+HEADS = {
+    "union": Budget(tokens=12, heads="union"),
+    "adaptive": Budget(tokens=12, heads="adaptive"),
+    "global": Budget(tokens=12, heads="global"),
+    "threshold": Budget(threshold=3.0, threshold_recent=4),
+    "duo": Budget(tokens=20, heads="duo", stream_sinks=2, stream_recent=4),
+}
+RETRIEVAL = HeadScores.of(torch.tensor([[0.1, 0.9, 0.3], [0.8, 0.2, 0.7]]))  # three of six heads fit: 0.7 and up
+
+
+def with_budget(family, method, how, **plan):
+    case = case_of(family, method, positions="original", **plan)
+    scores = RETRIEVAL if how == "duo" else None
+    return dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=HEADS[how], head_scores=scores))
+
+
+def attended_by_full(case, answer):
+    """[layers][H * G, all tokens, all tokens]: Hugging Face's own attention of everything that was fed."""
+    ids = torch.tensor([[*case.prompt, *case.question, *answer]])
+    with torch.no_grad():
+        return [weights[0] for weights in stock("llama")(ids, output_attentions=True).attentions]
+
+
+@pytest.mark.parametrize("how", HEADS)
+def test_head_budgets_have_a_log_a_twin_and_a_replay(how):
+    case = with_budget("llama", H2O(recent_ratio=0.2), how)
+    made, table = watched(case)
+    fed, counts = len(case.prompt) + len(made.tokens[0]) - 1, []
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
+            assert held(table, layer, head, fed, math.inf) == kept
+            counts.append(len(held(table, layer, head, len(case.prompt), 0)))
+    if how == "union":
+        assert set(counts) == {11}
+    elif how == "duo":
+        assert counts == [5, 31, 5, 31, 5, 31], "a retrieval head lost something, or a streaming one did not"
+    elif how != "threshold":
+        assert sum(counts) == 11 * len(counts) and len(set(counts)) > 1, "heads hold different numbers"
+    frame, answer, _ = losses(case)
+    attention, start = attended_by_full(case, answer), len(case.prompt)
+    for row in frame[frame.step.isin([1, 5])].itertuples():
+        mass = attention[row.layer][5 * row.head : 5 * (row.head + 1), start + row.step - 1].mean(0)
+        seen = [*held(table, row.layer, row.head, start + row.step - 1, row.step - 1), start + row.step - 1]
+        assert row.kept == len(seen)
+        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
+    assert frame.lost.max() > 0.01
+    replay = Replay(case, 2)
+    first, last = replay.answers([NOTHING, replay.everything])
+    assert [first] == made.tokens and [last] == case.full().generate_again().tokens
+
+
+def test_quantised_slots_have_a_log_and_a_twin_and_say_why_no_replay():
+    plain = case_of("llama", TOVA(), question=[50, 51])
+    case = dataclasses.replace(plain, cache=dataclasses.replace(plain.cache, quantization=FEW_BITS))
+    made, table = watched(case)
+    fed = len(case.prompt) + 2 + len(made.tokens[0]) - 1
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
+            assert held(table, layer, head, fed, math.inf) == kept
+    frame, answer, _ = losses(case)
+    attention, start = attended_by_full(case, answer), len(case.prompt)
+    for row in frame[frame.step == 4].itertuples():
+        mass = attention[row.layer][5 * row.head : 5 * (row.head + 1), start + 3].mean(0)
+        seen = [*held(table, row.layer, row.head, start + 3, 3), start + 3]
+        assert row.lost == pytest.approx(1 - float(mass[seen].sum()), abs=2e-5)
+    # With room for everything only the bits are left: nothing is evicted here, and outputs differ all the same.
+    roomy = dataclasses.replace(case, cache=dataclasses.replace(case.cache, budget=Budget(tokens=60)))
+    frame, _, _ = losses(roomy)
+    assert frame.lost.max() < 1e-6 and frame.error_here.max() < 1e-5 < 1e-3 < frame.error.mean()
+    with pytest.raises(ConfigError, match=r"quantised slots drop what is evicted: .* cache\.bits=16"):
+        Replay(case)
+
+
+def test_a_full_cache_in_few_bits_has_a_twin_that_shows_what_the_bits_do(tmp_path, command):
+    run_job(job(tmp_path, "method=full", "cache.bits=4", "cache.residual=8", "cache.group=8", "diagnose=twin", limit=1))
+    assert not command.failures
+    ((run, row),) = [(run, row) for run in runs(tmp_path) for row in run.rows() if has(run, row["example"], TWIN)]
+    frame = read_table(run, row["example"], TWIN)
+    assert len(frame) and frame.lost.max() < 1e-6 and frame.error.max() > 1e-3 > frame.error_here.max()
+    assert read_table(run, row["example"], EVICTIONS).empty
+
+
+def test_a_replay_of_quantised_slots_is_refused_before_a_model_loads(tmp_path, command, capsys, monkeypatch):
+    run_job(job(tmp_path, "cache.bits=4", "cache.residual=8", "cache.group=8", limit=1))
+    assert not command.failures
+    run = next(run for run in runs(tmp_path) if run.labels["method"] == "h2o")
+    monkeypatch.setattr("kvexp.diagnose.case.load", None)
+    for words in (["replay", str(run.path), "0"], ["explain", str(run.path)], ["explain", str(run.path), "--kl"]):
+        assert main(words) == 2
+        assert "explain a run of the same method with cache.bits=16" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("history", "method"), [("own", "h2o"), pytest.param("reference", "keyformer", marks=pytest.mark.slow)]
+)
+def test_a_turn_is_diagnosed_behind_all_that_was_fed_before_it(tmp_path, history, method):
+    one = talk(tmp_path, f"method={method}", "kv_ratio=0.4", history=history)
+    run = evaluate_run(one)
+    rows = sorted(rows_of(run).values(), key=lambda row: row["index"])
+    Twin().write(one, run, rows[:3])
+    for row in rows[:3]:
+        told = read_example_log(run, row["example"])
+        assert told.same and told.prompt_tokens + told.question_tokens == row["info"]["fed"]
+        assert len(read_table(run, row["example"], EVICTIONS)) > 0
+        frame = read_table(run, row["example"], TWIN)
+        assert frame.step.max() == told.steps and frame.lost.ge(frame.lost_ideal - 1e-6).all()
+    assert told.question_tokens > 0
+    tokens = {row["example"]: row["output"] for row in rows}
+    for row, case, _ in cases(one, rows[1:2]):
+        replay = Replay(case, 2)
+        first, last = replay.answers([NOTHING, replay.everything])
+        assert case.tokenizer.decode(first, skip_special_tokens=True) == tokens[row["example"]]
+        assert [last] == case.full().generate_again().tokens
+
+
+def test_marked_spans_are_spared_in_a_diagnosis_as_in_the_run():
+    case = case_of("llama", SnapKV(window=4))
+    spared = dataclasses.replace(
+        case, cache=dataclasses.replace(case.cache, keep="span"), spans=((6, 9),), seed=case.seed
+    )
+    for one, where in ((case, False), (spared, True)):
+        _, table = watched(one)
+        assert all({6, 7, 8} <= set(held(table, layer, head, 31, 0)) for layer in (0, 1) for head in range(3)) == where
+    (scores,) = prompt_scores(spared, {"snapkv": spared.cache}).values()
+    assert bool(scores.kept[:, :, 6:9].all())

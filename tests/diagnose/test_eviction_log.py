@@ -1,0 +1,366 @@
+"""The eviction log: it tells what went, changes nothing, and is there for every family, mode and kind of run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+from test_shared_prefill import SHORT, content
+from tiny import CONFIGS, prompts_of, tiny
+
+import kvexp.run.batches
+from kvexp.core import Budget, CacheConfig, Cadence
+from kvexp.diagnose.case import Case, run_at
+from kvexp.diagnose.log import EvictionRecord, watch
+from kvexp.diagnose.options import Log, Twin
+from kvexp.diagnose.show import main
+from kvexp.generate import GenerationParams
+from kvexp.methods import A2SF, H2O, TOVA, H2ODamping, Keyformer, SnapKV, SpAtten, StreamingLLM, Window
+from kvexp.run import jobs as hydra_job
+from kvexp.run.batches import settings_at
+from kvexp.run.evictions import EVICTIONS, TWIN, has, read_example_log, read_table
+from kvexp.run.jobs import HydraJob, diagnosis_of
+from kvexp.run.model_spec import tokenizer_of
+from kvexp.run.store import runs
+from kvexp.util import ConfigError, Session, active, current
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW = 7
+
+
+def case_of(family, method, *, question=(), tokens=12, **plan):
+    (prompt,) = prompts_of(5, [31])
+    decoding = GenerationParams(max_new_tokens=NEW, eos=None)
+    cache = CacheConfig(method, Budget(tokens=tokens), **plan)
+    return Case(tiny(family), prompt, list(question), cache, decoding, seed=3)
+
+
+def watched(case):
+    seen = EvictionRecord()
+    made = case.generate_again(lambda cache: watch(cache, seen))
+    return made, seen.table()
+
+
+def held(table, layer, head, present, step):
+    """By the log alone."""
+    mine = (table["layer"] == layer) & (table["head"] == head) & (table["step"] <= step)
+    return sorted(set(range(present)) - set(table["position"][mine].tolist()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("method", [H2O(), A2SF(alpha=0.5), Keyformer()], ids=lambda method: method.name)
+def test_what_is_not_in_the_log_is_kept_in_every_family(family, method):
+    case = case_of(family, method, question=[50, 51], positions="original")
+    made, table = watched(case)
+    assert made.tokens == case.generate_again().tokens
+    fed = len(case.prompt) + len(case.question) + NEW - 1
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
+            assert held(table, layer, head, fed, math.inf) == kept
+            assert len(held(table, layer, head, len(case.prompt), 0)) == 11  # 12 less the token to come
+
+
+METHODS = (Window(), TOVA(), SnapKV(window=4), SpAtten(), H2ODamping(), StreamingLLM(), Keyformer(score_scope="shared"))
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("mode", ["overwrite", "compact", "mask"])
+def test_every_way_of_dropping_tells_the_same(method, mode):
+    made, table = watched(case_of("llama", method, mode=mode))
+    for layer, state in enumerate(made.cache.layer_states):
+        for head, kept in enumerate(state.kept_positions()[0]):
+            assert held(table, layer, head, 31 + NEW - 1, math.inf) == kept
+    _, truth = watched(case_of("llama", method, mode="compact"))
+    for name in ("step", "layer", "head", "position", "rank", "of"):
+        assert torch.equal(table[name], truth[name]), name
+    close = dict(rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert torch.allclose(table["score"], truth["score"], **close)
+    assert torch.allclose(table["threshold"], truth["threshold"], **close)
+
+
+def test_scores_ranks_and_thresholds_by_hand():
+    """window's rank is the position: of 31 tokens the newest 11 stay, then one goes per step."""
+    _, table = watched(case_of("gpt2", Window(), cadence=Cadence(every=2)))
+    first = (table["step"] == 0) & (table["layer"] == 1) & (table["head"] == 2)
+    assert table["position"][first].tolist() == list(range(20)) == table["score"][first].tolist()
+    assert table["rank"][first].tolist() == list(range(31, 11, -1))
+    assert set(table["of"][first].tolist()) == {31}
+    assert set(table["step"].tolist()) == {0, 2, 4, 6}
+    free = case_of("gpt2", H2O())  # half of it is protected: the lowest kept without protection is the threshold
+    _, table = watched(free)
+    assert bool((table["score"] <= table["threshold"]).all())
+    assert set(table["of"][table["step"] > 0].tolist()) == {12}
+
+
+def test_what_a_simulation_hides_for_one_step_is_not_gone():
+    made, table = watched(case_of("llama", H2O(impl="mask"), mode="mask"))
+    for layer, state in enumerate(made.cache.layer_states):
+        score = state.slots.score[0, :, : state.slots.length]
+        for head in range(3):
+            alive = (score[head] > -math.inf).nonzero()[:, 0].tolist()
+            assert held(table, layer, head, 31 + NEW - 1, math.inf) == alive
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+SETTING = " ".join(sorted(SHORT))  # as labels say what was set by hand
+
+
+def job(outputs, *overrides, limit=3):
+    short = SHORT[:1] if any(word.startswith("task=") for word in overrides) else SHORT
+    words = small(f"limit={limit}", f"outputs_dir={outputs}", *short, *overrides)
+    words = [*words, *(() if any("kv_ratio=" in word for word in words) else ("kv_ratio=0.3",))]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", words)
+    plain = OmegaConf.create(OmegaConf.to_container(config, resolve=False))
+    choices = {"model": "tiny", "task": "sample", "budget": "ratio", "method": "h2o"}
+    choices |= dict(word.split("=", 1) for word in words if "." not in word.split("=")[0])
+    return HydraJob(plain, words, choices, None)
+
+
+@pytest.fixture
+def command():
+    """The test's session, which knows whether its jobs failed."""
+    with active(Session()) as session:
+        yield session
+
+
+def run_job(one):
+    hydra_job.run_job(one, current())
+
+
+def test_rows_are_the_same_with_and_without(tmp_path, command):
+    for diagnose in ("none", "log"):
+        run_job(job(tmp_path / diagnose, f"diagnose={diagnose}"))
+    assert not command.failures
+    assert content(tmp_path / "log") == content(tmp_path / "none")
+    evicting, full = sorted(runs(tmp_path / "log"), key=lambda run: run.labels["method"] == "full")
+    assert not (full.path / "diagnose").exists()
+    for row in evicting.rows():
+        told, table = read_example_log(evicting, row["example"]), read_table(evicting, row["example"], EVICTIONS)
+        assert told.same_output and told.same_kept
+        assert told.prompt_tokens == row["prompt_tokens"] and told.new_tokens == row["new_tokens"]
+        assert "".join(told.texts[told.prompt_tokens :]).replace("</s>", "") == row["output"]
+        assert table["text"].tolist() == [told.texts[place] for place in table["position"]]
+        assert len(table) == sum(told.heads) * (
+            told.prompt_tokens + told.steps - (int(0.3 * told.prompt_tokens + 1e-9) - 1)
+        )
+
+
+def test_a_finished_run_gets_the_log_it_lacks(tmp_path, command, capsys):
+    run_job(job(tmp_path))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    before = (run.path / "examples.jsonl").read_bytes()
+    run_job(job(tmp_path, "diagnose=log", "diagnose.examples=2"))
+    names = [row["example"] for row in run.rows()]
+    assert [has(run, name, EVICTIONS) for name in names] == [True, True, False]
+    lost = next(path for path in (run.path / "diagnose").glob("*.parquet"))
+    lost.unlink()
+    run_job(job(tmp_path, "diagnose=log"))
+    assert all(has(run, name, EVICTIONS) for name in names)
+    capsys.readouterr()
+    run_job(job(tmp_path, "diagnose=log"))
+    assert "3 examples are diagnosed already" in capsys.readouterr().out
+    assert (run.path / "examples.jsonl").read_bytes() == before
+    assert len(list(runs(tmp_path))) == 2, "a diagnosis is no part of what identifies a run"
+    assert settings_at(run).labels == run.labels
+    assert not command.failures
+
+
+def test_a_folder_tells_when_its_settings_are_others_now(tmp_path, command):
+    run_job(job(tmp_path))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    file = run.path / "command.json"
+    asked = json.loads(file.read_text())
+    for part in ("config", "choices"):
+        file.write_text(json.dumps({key: value for key, value in asked.items() if key != part}))
+        with pytest.raises(ConfigError, match=rf"command\.json: KeyError: '{part}'"):
+            settings_at(run)
+    asked["config"]["kv_ratio"] = asked["config"]["budget"]["kv_ratio"] = 0.4
+    file.write_text(json.dumps(asked))
+    with pytest.raises(ConfigError, match="not those of its rows any more"):
+        settings_at(run)
+    file.unlink()
+    with pytest.raises(ConfigError, match="does not know how it was asked for: run the same command again"):
+        settings_at(run)
+    run_job(job(tmp_path))
+    assert settings_at(run).labels == run.labels
+
+
+def test_a_folder_cannot_ask_to_be_trusted(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=1))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    asked = json.loads((run.path / "command.json").read_text())
+    asked["config"]["model"]["trust_remote_code"] = True
+    (run.path / "command.json").write_text(json.dumps(asked))
+    assert main(["show", str(run.path), "0"]) == 2
+    assert "if you trust it, say so on the command line: model.trust_remote_code=true" in capsys.readouterr().err
+    assert main(["show", str(run.path), "0", "model.trust_remote_code=true"]) == 2
+    assert "model.trust_remote_code is not a setting of a random model" in capsys.readouterr().err
+    asked["config"]["model"] = {"_target_": "os.system"}
+    (run.path / "command.json").write_text(json.dumps(asked))
+    assert main(["show", str(run.path), "0"]) == 2
+    assert "model._target_='os.system'" in capsys.readouterr().err
+
+
+def test_a_baseline_knows_its_settings_too(tmp_path, command):
+    run_job(job(tmp_path, limit=1))
+    (full,) = [run for run in runs(tmp_path) if run.labels["method"] == "full"]
+    assert settings_at(full).is_baseline
+
+
+# -- made when it is asked for -----------------------------------------------------------------------------------------
+
+
+def text_of(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_commands_make_the_log_they_need(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=2))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    before = (run.path / "examples.jsonl").read_bytes()
+    first, second = (row["example"] for row in run.rows())
+    assert main(["show", str(run.path), first]) == 0
+    assert f"diagnose h2o {SETTING}: 1 examples" in text_of(capsys)
+    assert has(run, first, EVICTIONS) and not has(run, second, EVICTIONS), "what is asked for and no more"
+    assert main(["show", str(run.path), first]) == 0
+    assert "diagnose h2o" not in text_of(capsys), "made once"
+    assert main(["replay", str(run.path), second, "--trials", "2"]) == 0
+    said = text_of(capsys)
+    assert f"diagnose h2o {SETTING}: 1 examples" in said and "2 trials at most" in said
+    assert main(["draw", str(run.path), "--example", first, "--out", str(tmp_path / "pictures")]) == 0
+    assert has(run, first, TWIN) and not has(run, second, TWIN)
+    assert (run.path / "examples.jsonl").read_bytes() == before and not command.failures
+
+
+def test_a_run_that_can_have_no_log_says_why(tmp_path, command, capsys):
+    run_job(job(tmp_path, limit=1))
+    (full,) = [run for run in runs(tmp_path) if run.labels["method"] == "full"]
+    assert main(["show", str(full.path), "0"]) == 2
+    assert "has no log to look at: full evicts nothing" in capsys.readouterr().err
+
+
+def test_gap_makes_the_ideal_runs_it_needs(tmp_path, command, capsys):
+    run_job(job(tmp_path, "kv_ratio=0.3", "method.recent_ratio=0.4", limit=2))
+    run_job(job(tmp_path, "kv_ratio=0.5", limit=2))
+    capsys.readouterr()
+    assert main(["gap", str(tmp_path), "--where", "kv_ratio=0.3"]) == 0
+    assert "lost to" in text_of(capsys)
+    ideals = [run for run in runs(tmp_path) if run.labels["method"] == "ideal"]
+    (only,) = ideals
+    assert (only.labels["kv_ratio"], only.labels["setting"], len(only.rows())) == (0.3, SETTING, 2)
+    assert settings_at(only).method.name == "ideal" and len({run.baseline for run in runs(tmp_path)}) == 2
+    assert main(["gap", str(tmp_path)]) == 0
+    assert len(list(runs(tmp_path))) == 5, "one for each budget, made once"
+
+
+def test_the_prompt_as_it_was_sent(tmp_path, command, capsys):
+    question = ["task=testbed_qa", "model=testbed_rope", "task.question=after_eviction"]
+    run_job(job(tmp_path, *question, limit=2))
+    capsys.readouterr()
+    for run in runs(tmp_path):  # a baseline too
+        row = run.rows()[1]
+        assert main(["prompt", str(run.path), "1"]) == 0
+        out, err = capsys.readouterr()
+        tokenizer = tokenizer_of(settings_at(run).model)
+        fed = tokenizer(out.rstrip("\n"), add_special_tokens=False).input_ids
+        count, asked = row["prompt_tokens"], row["question_tokens"]
+        assert hashlib.sha256(json.dumps([fed[:count], fed[count:]]).encode()).hexdigest()[:16] == row["prompt_digest"]
+        assert f"{count + asked} tokens, the last {asked} after the eviction" in err
+    assert not command.failures
+
+
+def test_a_prompt_that_cannot_be_had_again_is_not_shown(tmp_path, command, capsys, monkeypatch):
+    run_job(job(tmp_path, limit=1))
+    (run,) = [run for run in runs(tmp_path) if run.labels["method"] == "h2o"]
+    tokenizer = tokenizer_of(settings_at(run).model)
+
+    def other(text, **options):
+        return tokenizer(text + "!", **options)
+
+    monkeypatch.setattr(kvexp.diagnose.case, "tokenizer_of", lambda spec: other)
+    capsys.readouterr()
+    assert main(["prompt", str(run.path), "0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and "data, chat template or tokenizer have changed" in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["generation=beam4"], "num_beams=4 follows several"),
+        (["generation=sampling"], "with generation.sample=true chance changes it too"),
+        (["task=testbed_choice", "model=testbed_rope"], "task=testbed_choice compares probabilities"),
+        (["task=perplexity"], "task=perplexity compares probabilities"),
+        (["diagnose.examples=0"], "examples must be at least 1"),
+    ],
+)
+def test_refused_with_a_reason_before_a_model_loads(tmp_path, command, monkeypatch, overrides, reason):
+    monkeypatch.setattr(kvexp.run.batches, "load", None)
+    run_job(job(tmp_path, "diagnose=log", *overrides))
+    (failure,) = command.failures
+    assert reason in failure.why
+    assert not list(runs(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["full", "ideal", "oracle"])
+def test_a_method_that_evicts_nothing_runs_and_says_so(tmp_path, command, method, capsys):
+    run_job(job(tmp_path, "diagnose=log", f"method={method}", limit=1))
+    assert "nothing to do" in capsys.readouterr().out
+    assert not command.failures and not list(tmp_path.glob("*/diagnose"))
+
+
+@pytest.mark.slow
+def test_a_sweep_that_shares_prefills_is_diagnosed_too(tmp_path):
+    def sweep(name, *more):
+        words = ("-m", "method=h2o,a2sf", "kv_ratio=0.3", "limit=2", "model=testbed_rope", "task=testbed_qa")
+        line = [sys.executable, "run.py", *words, "task.question=after_eviction", f"outputs_dir={tmp_path / name}"]
+        env = os.environ | {"HF_HUB_OFFLINE": "1"}
+        return subprocess.run([*line, *more], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+    done, plain = sweep("log", "diagnose=log"), sweep("none")
+    assert (done.returncode, plain.returncode) == (0, 0), done.stderr + plain.stderr
+    assert "and the full cache that share each prompt's prefill" in done.stdout
+    assert content(tmp_path / "log") == content(tmp_path / "none")
+    logged = [run for run in runs(tmp_path / "log") if run.labels["method"] != "full"]
+    assert len(logged) == 2
+    for run in logged:
+        for row in run.rows():
+            told = read_example_log(run, row["example"])
+            assert told.same and told.question_tokens > 0
+
+
+@pytest.mark.parametrize("option", sorted(path.stem for path in (ROOT / "conf" / "diagnose").glob("*.yaml")))
+def test_every_option_builds_and_lists_its_settings(option, tmp_path):
+    made = diagnosis_of(job(tmp_path, f"diagnose={option}").config)
+    node = set(OmegaConf.load(ROOT / "conf" / "diagnose" / f"{option}.yaml")) - {"_target_"}
+    assert node == (set() if made is None else {field.name for field in dataclasses.fields(made)})
+    assert made == {"none": None, "log": Log(), "twin": Twin()}[option]
+
+
+def test_a_run_is_named_by_its_folder_or_by_its_labels(tmp_path, command):
+    for ratio in ("0.3", "0.5"):
+        run_job(job(tmp_path, f"kv_ratio={ratio}", limit=1))
+    found = run_at(f"{tmp_path}@method=h2o,kv_ratio=0.50")
+    assert found.labels["kv_ratio"] == 0.5 and run_at(str(found.path)).hash == found.hash
+    for words, reason in (
+        (f"{tmp_path}@method=h2o", "2 runs have the labels method=h2o"),
+        (f"{tmp_path}@method=tova", "0 runs have the labels"),
+        (f"{tmp_path}@h2o", "labels are given as in"),
+        (str(tmp_path), "is no run: name its folder"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            run_at(words)

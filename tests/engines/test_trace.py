@@ -1,0 +1,250 @@
+"""Traces: they follow the rules that a numpy reader knows, for every profile; a wrong engine is found out."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_eviction_log import case_of
+from test_replay import made
+from test_sweep_divergence import ONE_BY_ONE
+
+from kvexp.core import Budget, CacheConfig
+from kvexp.diagnose.log import EvictionRecord, watch
+from kvexp.engines.trace import BLOCK, main, trace_of, write_trace
+from kvexp.engines.trace_check import PROFILES, SHOWN, TraceError, check_rules, compare, held, read_trace
+from kvexp.engines.trace_check import main as check_main
+from kvexp.generate.prefill import decode_step
+from kvexp.methods import A2SF, H2O, TOVA, Full, KeyDiff, Keyformer, SnapKV, StreamingLLM
+from kvexp.util import ConfigError
+
+MODEL = {"name": "tiny"}
+CHECKER = Path(__file__).resolve().parents[2] / "kvexp" / "engines" / "trace_check.py"
+
+
+def traced(method, profile="per_head", tokens=12, question=(), new=7, family="llama"):
+    case = case_of(family, method, tokens=tokens, question=question, positions="original")
+    return trace_of(case, profile, new, MODEL)
+
+
+METHODS = (H2O(), SnapKV(window=4), TOVA(), A2SF(alpha=0.5), Keyformer(), KeyDiff(), StreamingLLM())
+SOME = [pytest.param(each, marks=[pytest.mark.slow] if place > 1 else []) for place, each in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize("method", SOME, ids=lambda method: method.name)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_eviction_follows_from_the_recorded_scores(method, profile):
+    trace = traced(method, profile, tokens=20 if profile == "paged" else 12, question=[50, 51])
+    assert check_rules(trace) == []
+    assert trace["header"]["steps"] == 9 and (profile == "paged" or (~trace["prompt_kept"]).any())
+    assert trace["tokens"].shape == (31 + 9,) and trace["top_ids"].shape == (10, 8)
+
+
+@pytest.mark.parametrize("method", [H2O(), Keyformer(), StreamingLLM()], ids=lambda method: method.name)
+def test_per_head_is_what_the_run_itself_holds(method):
+    case = case_of("llama", method, positions="original")
+    trace = trace_of(case, "per_head", 7, MODEL)
+    context = case.prefill_prompt()
+    for step in range(-1, trace["header"]["steps"]):
+        if step >= 0:
+            at = torch.tensor([[len(case.prompt) + step]])
+            decode_step(case.model, at * 0 + int(trace["tokens"][31 + step]), at, context.cache)
+        for layer in range(2):
+            kept = context.cache.layer_states[layer].kept_positions()[0]
+            assert kept == [held(trace, step, layer, head) for head in range(3)]
+
+
+def test_a_slot_is_overwritten_where_its_token_was_evicted_and_nothing_else_moves():
+    trace = traced(H2O())
+    positions, kept = trace["step_positions"], trace["step_kept"]
+    for step in range(1, trace["header"]["steps"]):
+        before = np.where(kept[step - 1], positions[step - 1], -1)
+        moved = positions[step] != before
+        assert (moved.sum(-1) == 1).all() and (positions[step][moved] == 31 + step).all()
+
+
+def test_the_profiles_keep_what_their_memory_can():
+    union, pages = traced(H2O(), "union"), traced(H2O(), "paged", tokens=24)
+    for layer in range(2):
+        for step in range(-1, 7):
+            assert held(union, step, layer, 0) == held(union, step, layer, 2)
+            kept = held(pages, step, layer, 1)
+            assert {at // BLOCK for at in kept} == {at // BLOCK for at in range(31 + step + 1) if at in kept}
+            full = [at for at in range(31 + step + 1) if at // BLOCK in {one // BLOCK for one in kept}]
+            assert kept == full
+    assert pages["header"]["block"] == BLOCK
+    appended = traced(H2O(), "append_only")
+    assert appended["header"]["evicts_while_decoding"] is False
+    assert held(appended, 6, 1, 2) == [*held(appended, -1, 1, 2), *range(31, 38)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("traced"), *ONE_BY_ONE)
+
+
+@pytest.mark.parametrize("profile", ["paged", *(pytest.param(each, marks=pytest.mark.slow) for each in PROFILES[:2])])
+def test_the_command_writes_a_trace_that_the_checker_alone_reads(run, tmp_path, profile, capsys):
+    out = tmp_path / "h2o.npz"
+    assert main([str(run.path), "0", "--profile", profile, "--new-tokens", "5", "--out", str(out)]) == 0
+    assert f"h2o, profile {profile}" in capsys.readouterr().out
+    # Nothing of kvexp and no torch: as an engine would run a copy of the file.
+    copied = tmp_path / "trace_check.py"
+    copied.write_text(CHECKER.read_text("utf-8"), "utf-8")
+    code = (
+        "import runpy, sys\n"
+        "sys.modules.update(dict.fromkeys(('torch', 'kvexp', 'pandas'), None))\n"
+        f"sys.argv = ['trace_check.py', {str(out)!r}]\n"
+        f"runpy.run_path({str(copied)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "follows its own rules" in done.stdout, done.stderr
+    assert check_main([str(out), str(out)]) == 0
+    assert "keeps what the reference keeps" in capsys.readouterr().out
+
+
+def as_engine(trace):
+    """What an engine would write: positions held, without slots or scores."""
+    header = trace["header"]
+    steps = [
+        [[held(trace, step, layer, head) for head in range(header["heads"])] for layer in range(header["layers"])]
+        for step in range(header["steps"])
+    ]
+    width = max(len(each) for layers in steps for heads in layers for each in heads)
+    padded = [[[each[::-1] + [-1] * (width - len(each)) for each in heads] for heads in layers] for layers in steps]
+    return {"tokens": trace["tokens"], "prompt_kept": trace["prompt_kept"].copy(), "step_held": np.array(padded)}
+
+
+def test_an_engine_that_keeps_the_same_conforms_and_one_that_does_not_is_told_where():
+    reference = traced(H2O())
+    engine = as_engine(reference)
+    assert compare(reference, engine) == []
+    wrong = copy.deepcopy(engine)
+    gone = next(at for at in range(31) if at not in held(reference, 2, 1, 2))
+    lost = held(reference, 2, 1, 2)[0]
+    wrong["step_held"][2, 1, 2][wrong["step_held"][2, 1, 2] == lost] = gone
+    (first, *_) = compare(reference, wrong)
+    assert first == f"after step 2, layer 1, head 2: lacks [{lost}], holds [{gone}] instead"
+    other = {**engine, "tokens": engine["tokens"] + 1}
+    assert "tokens fed are not the reference's" in compare(reference, other)[0]
+    assert "has the shape" in compare(reference, {**engine, "prompt_kept": engine["prompt_kept"][:1]})[0]
+
+
+def test_traces_of_two_profiles_are_not_compared_and_many_differences_are_counted(tmp_path, capsys):
+    files = {profile: tmp_path / f"{profile}.npz" for profile in ("per_head", "union")}
+    for profile, file in files.items():
+        write_trace(traced(H2O(), profile), file)
+    assert check_main([str(file) for file in files.values()]) == 2
+    assert "of profile per_head, the other trace of union" in capsys.readouterr().err
+    unnamed = read_trace(files["union"])
+    del unnamed["header"]["profile"]
+    write_trace(unnamed, files["union"])
+    assert check_main([str(file) for file in files.values()]) == 1
+    *lines, more, last = capsys.readouterr().out.splitlines()
+    count = int(last.split(": ")[1].split()[0])
+    assert len(lines) == SHOWN < count and more == f"... and {count - SHOWN} more"
+
+
+def test_rounding_may_choose_between_equals_and_nothing_else():
+    reference = traced(H2O())
+    kept, scores, free = (reference[f"prompt_{name}"][0, 0] for name in ("kept", "scores", "protected"))
+    one = int(np.flatnonzero(kept & ~free)[0])
+    other = int(np.flatnonzero(~kept)[0])
+    engine = as_engine(reference)
+    engine["prompt_kept"][0, 0, [one, other]] = engine["prompt_kept"][0, 0, [other, one]]
+    assert any("after the prompt, layer 0, head 0" in line for line in compare(reference, engine))
+    scores[other] = scores[one] * (1 - 1e-5)
+    assert not any("after the prompt" in line for line in compare(reference, engine))
+
+
+def test_scores_and_probabilities_are_compared_where_there_are_some():
+    reference = traced(H2O())
+    near = {**as_engine(reference), "prompt_scores": reference["prompt_scores"] * (1 + 1e-5)}
+    assert compare(reference, near) == []
+    off = reference["prompt_scores"].copy()
+    off[0, 0, 3] *= 1.5
+    assert compare(reference, {**near, "prompt_scores": off}) == [
+        f"1 of {off.size} scores of the prompt differ by more than 0.001"
+    ]
+    tops = {name: reference[name].copy() for name in ("top_ids", "top_logprobs")}
+    assert compare(reference, near | tops) == []
+    tops["top_logprobs"][4] -= 0.5
+    assert "after step 3, token" in compare(reference, near | tops)[0]
+
+
+def test_a_trace_that_breaks_its_rules_is_told(tmp_path, capsys):
+    trace = traced(H2O())
+    one = int(np.flatnonzero(trace["prompt_kept"][1, 1] & ~trace["prompt_protected"][1, 1])[0])
+    trace["prompt_scores"][1, 1, one] = -1
+    assert check_rules(trace)[0] == "layer 1: the prompt's eviction is not the one its scores ask for"
+    file = tmp_path / "broken.npz"
+    write_trace(trace, file)
+    assert check_main([str(file)]) == 1 and "1 differences" in capsys.readouterr().out
+    again = read_trace(file)
+    assert again["header"] == json.loads(json.dumps(trace["header"]))
+    (tmp_path / "no.npz").write_bytes(b"nothing")
+    assert check_main([str(tmp_path / "no.npz")]) == 2 and "is no trace" in capsys.readouterr().err
+    np.savez(tmp_path / "half.npz", tokens=trace["tokens"])
+    with pytest.raises(TraceError, match="has no array 'prompt_kept'"):
+        read_trace(tmp_path / "half.npz")
+
+
+def test_what_cannot_be_traced_is_said():
+    for method, why in ((Full(), "evicts nothing"),):
+        case = case_of("llama", H2O())
+        with pytest.raises(ConfigError, match=why):
+            trace_of(type(case)(case.model, case.prompt, [], CacheConfig(method), case.decoding), "per_head", 3, MODEL)
+    with pytest.raises(ConfigError, match="fits into the budget"):
+        traced(H2O(), tokens=60)
+    renumbered = case_of("llama", H2O(), positions="renumbered")
+    with pytest.raises(ConfigError, match="original positions"):
+        trace_of(renumbered, "per_head", 3, MODEL)
+
+
+def test_evictions_of_a_trace_are_those_of_the_log():
+    case = case_of("llama", TOVA())
+    trace = trace_of(case, "per_head", 7, MODEL)
+    seen = EvictionRecord()
+    context = case.prefill_prompt(lambda cache: watch(cache, seen), CacheConfig(TOVA(), Budget(tokens=12)))
+    for step in range(7):
+        at = torch.tensor([[31 + step]])
+        decode_step(case.model, at * 0 + int(trace["tokens"][31 + step]), at, context.cache)
+    table = seen.table()
+    rows = zip(*(table[name].tolist() for name in ("step", "layer", "head", "position", "score")), strict=True)
+    for step, layer, head, position, score in rows:
+        if step:
+            there = trace["step_positions"][step - 1, layer, head] == position
+            assert there.sum() == 1 and not trace["step_kept"][step - 1, layer, head][there].any()
+            assert trace["step_scores"][step - 1, layer, head][there][0] == pytest.approx(score)
+        else:
+            assert not trace["prompt_kept"][layer, head, position]
+
+
+KIT = Path(__file__).resolve().parents[2] / "kvexp" / "engines" / "kit"
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_traces_that_come_with_kvexp_follow_their_rules(profile, capsys):
+    file = KIT / f"h2o_{profile}.npz"
+    assert check_main([str(file)]) == 0 and f"profile {profile}" in capsys.readouterr().out
+    header = read_trace(file)["header"]
+    assert header["model"]["name"] == "testbed_gqa" and header["method"]["name"] == "h2o" and header["steps"] == 24
+    assert file.stat().st_size < 200_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_traces_that_come_with_kvexp_are_made_again(tmp_path, profile, capsys):
+    words = ["model=testbed_gqa", "task=testbed_summary", "method=h2o", "kv_ratio=0.3", "limit=1"]
+    line = [sys.executable, "run.py", *words, f"outputs_dir={tmp_path}"]
+    subprocess.run(line, cwd=CHECKER.parents[2], check=True, capture_output=True)
+    out = tmp_path / "again.npz"
+    assert main([f"{tmp_path}@method=h2o", "0", "--profile", profile, "--new-tokens", "24", "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert compare(read_trace(KIT / f"h2o_{profile}.npz"), read_trace(out)) == []

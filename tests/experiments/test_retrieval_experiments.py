@@ -1,0 +1,200 @@
+"""The tables of recall and of cache hits, on a tiny model: plausible ends, and what must hold whatever the model."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED
+from tiny import prompts_of, tiny
+
+from benchmarks.pq_selection import main as selection
+from experiments import needle_kept
+from experiments.cache_hits import main as cache_hits
+from experiments.cache_hits import rates
+from experiments.lib.long_texts import long_text
+from experiments.pq_recall import main as pq_recall
+from experiments.pq_recall import recall
+from experiments.window_nll import METHODS, interval, nll, table, windows
+from kvexp.core import Budget, CacheConfig
+from kvexp.generate import prefill
+from kvexp.hf import load_model, load_tokenizer
+from kvexp.methods import Full, StreamingLLM
+from kvexp.util import ConfigError
+
+# The tables of recall and of cache hits, on a tiny model: plausible ends, and what must hold whatever the model.
+
+
+def test_recall_rises_with_bits_and_is_one_where_nothing_is_lost():
+    """29 keys: 2 clusters know little, and 8 bits are more centroids than keys, which the method searches exactly."""
+    model = tiny("llama")
+    found = recall(model, prompts_of(3, [47, 45]), [1, 7], [1, 3, 5], 0.4, 5)
+    assert set(found) == {"1x1", "1x3", "1x5", "7x1", "7x3", "7x5", "random"}
+    assert all(0 <= value <= 1 for value in found.values())
+    assert found["1x1"] < found["7x5"]
+    assert found["random"] < found["1x3"] < found["7x3"]
+
+
+def test_a_cache_for_everything_hits_what_was_asked_for_before():
+    """All blocks noted at every step and room for all: whatever lies in a block touched before is a hit."""
+    found = rates(tiny("llama"), prompts_of(3, [41]), [1, 50], 2, 200, 0.4, 8, 2)
+    assert set(found) == {("lru", 1), ("lru", 50), ("lfu", 1), ("lfu", 50)}
+    assert found["lru", 50] == found["lfu", 50] > found["lru", 1]
+    assert all(0 <= rate < 1 for rate in found.values())
+
+
+@pytest.mark.parametrize("model", ["testbed_gqa", "testbed_rope"])
+def test_recall_is_a_command_that_needs_nothing(model, capsys):
+    """On a model of every kind of head: some configurations have no field for the size of one."""
+    options = ["--tokens", "96", "--documents", "1", "--new", "3", "--m", "2", "--b", "2", "4"]
+    assert pq_recall(["--model", model, *options]) == 0
+    head, _, _, row, chance = capsys.readouterr().out.splitlines()
+    assert head == f"recall@k, {model}, kv_ratio=0.2, 1 documents of 96 tokens"
+    low, high = map(float, row.split("|")[2:4])
+    assert float(chance.split(": ")[1]) < low < high < 1
+
+
+def test_hit_rates_are_a_command_that_needs_nothing(capsys):
+    options = ["--tokens", "96", "--documents", "1", "--new", "6", "--block", "4", "--capacity", "16"]
+    assert cache_hits([*options, "--per-step", "1", "4"]) == 0
+    head, _, _, lru, lfu = capsys.readouterr().out.splitlines()
+    assert head == "hit rate, testbed_gqa, blocks of 4, 16 tokens, kv_ratio=0.1, 1 documents of 96 tokens"
+    for name, line in (("lru", lru), ("lfu", lfu)):
+        assert line.startswith(f"| {name} |")
+        assert all(0 <= float(cell) <= 1 for cell in line.split("|")[2:4])
+
+
+def test_long_texts_are_of_the_testbeds_language_and_of_one_length():
+    tokenizer = load_tokenizer("kvexp/tasks/testbed_models/testbed_gqa")
+    one, other, again = (long_text(tokenizer, 1024, number) for number in (0, 1, 0))
+    assert len(one) == len(other) == 1024
+    assert one == again != other
+    assert tokenizer.unk_token_id not in one + other
+
+
+def test_the_benchmark_runs(capsys, tmp_path):
+    threads = torch.get_num_threads()
+    line = [
+        "--slots",
+        "70",
+        "--heads",
+        "2",
+        "--group",
+        "1",
+        "--dim",
+        "8",
+        "--b",
+        "3",
+        "--repeats",
+        "3",
+        "--threads",
+        "1",
+    ]
+    try:
+        assert selection([*line, "--json", str(tmp_path / "rows.json")]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "| 70 |" in capsys.readouterr().out
+    assert (tmp_path / "rows.json").is_file()
+
+
+# How much of a needle is held: which tokens are the needle's, and what caches say they keep.
+
+
+def test_the_tokens_of_a_sentence():
+    pieces = ["He", " said", ".", " The", " best", " th", "ing", ".", " And"]
+    assert needle_kept.tokens_of(pieces, "The best thing.") == [3, 4, 5, 6, 7]
+    assert needle_kept.tokens_of(pieces, "est th") == [4, 5]
+    with pytest.raises(ConfigError, match="lacks the needle 'The worst'"):
+        needle_kept.tokens_of(pieces, "The worst")
+
+
+def test_what_a_window_with_sinks_holds():
+    """Of 20 tokens it keeps the first 3 and the newest 7, in every head."""
+    cache = prefill(tiny("llama"), prompts_of(3, (20,)), StreamingLLM(n_sinks=3), Budget(tokens=10)).cache
+    found = needle_kept.held(cache, [0, 2, 3, 12, 14, 19], layers=2)
+    assert found.shape == (2, 3) and np.all(found == 4 / 6)
+
+
+def test_the_table():
+    found = np.zeros((2, 3, 2, 2))  # two runs, three prompts, two layers of two heads
+    found[1, :, 0] = [[1.0, 0.5], [1.0, 0.8], [1.0, 0.2]]
+    text = needle_kept.table("in_prompt", ["a", "b"], found)
+    lines = text.splitlines()
+    # means of 37.5, 45 and 30 %: 4.303 * 7.5 / sqrt(3)
+    assert lines[2:] == ["| b | 38 (19..56) | 25 |", "| a | 0 (0..0) | 0 |"] and "question in prompt" in lines[0]
+
+
+def test_runs_share_their_prompts(monkeypatch):
+    """The needle's positions are looked for in the prompt as the model reads it, and every run is asked for them."""
+    words = [f"w{n} " for n in range(40)]
+    ids = prompts_of(3, (20,))[0]
+    tokenizer = SimpleNamespace(decode=lambda tokens: words[ids.index(tokens[0])])
+    run = SimpleNamespace(
+        model=None,
+        task=SimpleNamespace(examples=lambda: iter([None]), needles=("w1 w2 w3 w4 ",)),
+        decoding=SimpleNamespace(max_new_tokens=3),
+    )
+    monkeypatch.setattr(needle_kept, "load", lambda spec: (tiny("llama"), tokenizer))
+    monkeypatch.setattr(needle_kept, "prompts_of", lambda *_: [(0, SimpleNamespace(ids=ids))])
+    plans = iter([CacheConfig(StreamingLLM(n_sinks=n), Budget(tokens=10)) for n in (3, 5)])
+    monkeypatch.setattr(needle_kept, "batch_cache", lambda run, lengths: next(plans))
+    found = needle_kept.shares([run, run])
+    assert found.shape == (2, 1, 2, 3) and np.all(found[0] == 2 / 4) and np.all(found[1] == 1.0)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_what_cannot_be_asked_for(capsys):
+    assert needle_kept.main(["h2o"]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+# Real text under a real, small model: what a sliding window costs is known from elsewhere and must come out.
+
+
+TEXT = SHARED / "data" / "tinystories_text" / "tinystories_1000.jsonl"
+
+
+@pytest.fixture(scope="module")
+def texts(stories260k):
+    if not TEXT.is_file():
+        pytest.skip(f"no text at {TEXT}")
+    return load_model(stories260k), windows(load_tokenizer(stories260k), TEXT, 512, 32)
+
+
+@pytest.mark.slow
+def test_a_sliding_window_costs_what_is_known(texts):
+    model, stories = texts
+    result = table(model, stories, [16, 32, 64], 32, ["window"])
+    known = {("full", 0): 1.29, ("window", 64): 1.33, ("window", 32): 1.39, ("window", 16): 1.49}
+    assert {key: round(result[key][0], 2) for key in known} == pytest.approx(known, abs=0.0101)
+
+
+def test_everything_kept_is_full_and_ideal_is_nearly(texts):
+    model, stories = texts
+    some = [story[:96] for story in stories[:3]]
+    full = nll(model, some, Full(), None, 3)
+    for name, (method, plan) in METHODS.items():
+        torch.testing.assert_close(nll(model, some, method, 96, 3, **plan), full, atol=1e-5, rtol=0, msg=name)
+    scarce = {name: nll(model, some, METHODS[name][0], 8, 3, **METHODS[name][1]).mean() for name in ("ideal", "random")}
+    assert abs(scarce["ideal"] - full.mean()) < 0.1
+    assert scarce["random"] > full.mean() + 0.5
+
+
+def test_interval_covers_the_mean():
+    low, high = interval(torch.arange(100, dtype=torch.float64))
+    assert 40 < low < 49.5 < high < 59
+
+
+def test_texts_that_do_not_fit(tmp_path, stories260k):
+    tokenizer = load_tokenizer(stories260k)
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"text": "Once upon a time"}) + "\n")
+    with pytest.raises(ConfigError, match="holds 0 windows of 64 tokens, 2 were asked for"):
+        windows(tokenizer, path, 64, 2)
+    path.write_text(json.dumps({"story": "Once"}) + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 has no field 'text' \(fields: story\)"):
+        windows(tokenizer, path, 64, 2)

@@ -1,0 +1,644 @@
+"""kvexp.generate: every way of decoding, rows that do not know their neighbours, timing, end of text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+
+import pytest
+import torch
+from tiny import CONFIGS, prompts_of, tiny
+from transformers import BatchEncoding
+
+from kvexp.core import Budget, CacheConfig, Cadence, Noise
+from kvexp.core.backends import stackable_width
+from kvexp.generate import (
+    divergence_from_full,
+    generate,
+    generate_from_context,
+    generate_from_contexts,
+    prefill,
+    prefill_together,
+)
+from kvexp.generate.inputs import Ending, GenerationParams
+from kvexp.generate.loglikelihood import continuation_logprobs
+from kvexp.hf import EvictionCache, load_model, load_tokenizer, patch_model, random_model
+from kvexp.hf.load import byte_tokenizer
+from kvexp.methods import A2SF, H2O, DilatedWindow, Full, Ideal, Keyformer, Random, SnapKV, StreamingLLM, Window
+from kvexp.util import CacheError, ConfigError
+
+# kvexp.generate: every way of decoding, rows that do not know their neighbours, timing, end of text.
+
+
+PROMPTS = [list(range(3, 26)), list(range(50, 37, -1)), [7, 7, 9, 7, 7, 9, 7, 7, 9, 11, 13, 11, 13, 17]]
+HALF = Budget(kv_ratio=0.5)
+METHODS = [H2O(), Keyformer(), A2SF(alpha=0.5), Window(), Random(), StreamingLLM(n_sinks=2)]
+
+
+@pytest.mark.parametrize(
+    "decoding",
+    [
+        GenerationParams(9),
+        GenerationParams(9, sample=True, temperature=0.8, top_k=20),
+        GenerationParams(9, num_beams=4),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_a_row_does_not_know_its_neighbours(method, decoding):
+    model = tiny("llama")
+    seeds = [5, 6, 7]
+    together = generate(model, PROMPTS, method, HALF, decoding=decoding, seeds=seeds)
+    for row, prompt in enumerate(PROMPTS):
+        alone = generate(model, [prompt], method, HALF, decoding=decoding, seeds=[seeds[row]])
+        assert alone.tokens[0] == together.tokens[row]
+
+
+def test_order_of_rows_does_not_matter():
+    model = tiny("qwen3")
+    decoding = GenerationParams(9, sample=True)
+    forth = generate(model, PROMPTS, Keyformer(), HALF, decoding=decoding, seeds=[1, 2, 3])
+    back = generate(model, PROMPTS[::-1], Keyformer(), HALF, decoding=decoding, seeds=[3, 2, 1])
+    assert forth.tokens == back.tokens[::-1]
+
+
+def test_sampling_depends_on_the_seed_and_follows_the_distribution():
+    model = tiny("gpt2")
+    draws = [
+        generate(
+            model, [[3, 4, 5]] * 50, Full(), decoding=GenerationParams(1, sample=True), seeds=range(i, i + 50)
+        ).tokens
+        for i in range(0, 2000, 50)
+    ]
+    counts = torch.bincount(torch.tensor(draws).flatten(), minlength=61).float()
+    logits = generate(model, [[3, 4, 5]], Full(), decoding=GenerationParams(1), keep_logits=True).logits[0][0]
+    expected = logits.softmax(-1) * counts.sum()
+    large = expected > 20
+    # Each count is binomial: five standard deviations leave no room for a wrong sampler and none for bad luck.
+    assert ((counts - expected).abs()[large] < 5 * expected.sqrt()[large]).all()
+    assert large.sum() > 5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_chunked_prefill_gives_the_same_tokens(family, num_beams):
+    model, method = tiny(family), H2O()
+    whole = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams))
+    chunked = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(9, num_beams=num_beams, prefill_chunk=5))
+    assert whole.tokens == chunked.tokens
+    assert [whole.cache.kept_positions(i) for i in (0, 1)] == [chunked.cache.kept_positions(i) for i in (0, 1)]
+
+
+def test_plain_generate_with_chunks_needs_the_prompt_length():
+    model = tiny("llama")
+    cache = EvictionCache(model, H2O(), HALF)
+    with pytest.raises(CacheError, match="prompt_tokens"):
+        model.generate(torch.tensor([PROMPTS[0]]), past_key_values=cache, max_new_tokens=3, prefill_chunk_size=5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_beam_state_follows_the_beams(family):
+    """The winning beam, fed alone token by token, has the log-probability the beam search gave it."""
+    model, method, new = tiny(family), H2O(), 9
+    beams = generate(model, PROMPTS, method, HALF, decoding=GenerationParams(new, num_beams=4, length_penalty=0.0))
+    alone = continuation_logprobs(model, PROMPTS, beams.tokens, method, HALF)
+    for total, steps in zip(beams.beam_scores, alone, strict=True):
+        assert math.isclose(total, sum(steps), abs_tol=2e-4)
+
+
+def test_beams_really_separate_in_that_test():
+    """Were beams identical, a cache that forgot to reorder would pass; here forgetting must change the result."""
+    model, method = tiny("llama"), A2SF(alpha=0.5)
+    decoding = GenerationParams(25, num_beams=4, length_penalty=0.0)
+    right = generate(model, PROMPTS, method, HALF, decoding=decoding)
+
+    class Forgetful(EvictionCache):
+        forgets = ("keys",)
+
+        def reorder_cache(self, beam_idx):
+            held = [{n: s.slots.tensors[n].clone() for n in self.forgets} for s in self.layer_states]
+            super().reorder_cache(beam_idx)
+            for state, tensors in zip(self.layer_states, held, strict=True):
+                for name, tensor in tensors.items():
+                    getattr(state.slots, name).copy_(tensor)
+
+    import kvexp.generate.prefill as module
+
+    original = module.EvictionCache
+    try:
+        for name in ("keys", "values", "positions", "score"):
+            Forgetful.forgets = (name,)
+            module.EvictionCache = Forgetful
+            wrong = generate(model, PROMPTS, method, HALF, decoding=decoding)
+            changed = wrong.beam_scores != right.beam_scores or wrong.cache.kept_positions(
+                0
+            ) != right.cache.kept_positions(0)
+            assert changed, f"forgetting to reorder {name} was not noticed"
+    finally:
+        module.EvictionCache = original
+
+
+def test_end_of_text_cuts_the_row_and_min_new_tokens_delays_it():
+    model = tiny("llama")
+    free = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=None))
+    end = free.tokens[0][2]
+    cut = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=end))
+    assert cut.tokens[0] == free.tokens[0][: free.tokens[0].index(end) + 1]
+    for row in (1, 2):
+        stop = free.tokens[row].index(end) + 1 if end in free.tokens[row] else 9
+        assert cut.tokens[row] == free.tokens[row][:stop]
+        assert cut.endings[row] == (Ending("stop", token=end) if stop < 9 else Ending("length"))
+    late = generate(model, PROMPTS, Full(), decoding=GenerationParams(9, eos=end, min_new_tokens=6))
+    assert len(late.tokens[0]) >= 6
+    assert end not in late.tokens[0][:5]
+
+
+def test_timing_is_recorded_and_ordered():
+    result = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(9, eos=None))
+    timing = result.timing
+    assert 0 < timing.ttft_s < timing.tt2t_s
+    assert timing.tpot_s > 0
+    one = generate(tiny("llama"), PROMPTS, H2O(), HALF, decoding=GenerationParams(1)).timing
+    assert one.ttft_s > 0
+    assert math.isnan(one.tt2t_s)
+    assert math.isnan(one.tpot_s)
+
+
+def test_stop_strings(stories260k):
+    model, tokenizer = load_model(stories260k), load_tokenizer(stories260k)
+    prompt = tokenizer("Once upon a time there was a little girl named Lily.").input_ids
+    free = generate(model, [prompt], Full(), decoding=GenerationParams(60), tokenizer=tokenizer)
+    cut = generate(model, [prompt], Full(), decoding=GenerationParams(60, stop_strings=(".",)), tokenizer=tokenizer)
+    assert len(cut.tokens[0]) < len(free.tokens[0])
+    assert tokenizer.decode(cut.tokens[0]).rstrip().endswith(".")
+    assert cut.endings == [Ending("stop", text=".")] and free.endings == [Ending("length")]
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_a_row_that_a_stop_string_ends_does_not_know_how_long_its_neighbours_go_on(stories260k, num_beams):
+    model, tokenizer = load_model(stories260k), load_tokenizer(stories260k)
+    texts = ("Once upon a time there was a little girl named Lily.", "The dog ran to the", "Tom had a red ball. He")
+    prompts = [tokenizer(text).input_ids for text in texts]
+    decoding = GenerationParams(40, num_beams=num_beams, stop_strings=(".", "and"))
+    together = generate(model, prompts, Full(), decoding=decoding, tokenizer=tokenizer)
+    alone = [generate(model, [prompt], Full(), decoding=decoding, tokenizer=tokenizer) for prompt in prompts]
+    assert len({len(tokens) for tokens in together.tokens}) > 1
+    assert together.tokens == [one.tokens[0] for one in alone]
+    assert together.endings == [one.endings[0] for one in alone]
+    for tokens, ending in zip(together.tokens, together.endings, strict=True):
+        assert ending.reason == "stop" and ending.text in tokenizer.decode(tokens[-2:])
+
+
+def test_first_token_is_full_attention_and_ledger_shows_the_drop():
+    model = tiny("llama")
+    full = generate(model, PROMPTS[:1], Full(), decoding=GenerationParams(9), keep_logits=True)
+    half = generate(model, PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9), keep_logits=True)
+    torch.testing.assert_close(full.logits[0], half.logits[0])
+    length = len(PROMPTS[0])
+    slots = length // 2
+    per_slot = 2 * 3 * 14 * 4  # keys and values, 3 kv heads, 14 dims, float32
+    held = stackable_width(slots, torch.device("cpu"))
+    assert half.memory_tracker.layer_bytes == [held * per_slot] * 2 and slots <= held < slots + 4
+    assert full.memory_tracker.layer_bytes == [(length + 9) * per_slot] * 2
+    assert (
+        half.memory_tracker.peak_bytes <= (2 * length + held) * per_slot
+    )  # layer by layer: never two prompts and two caches
+    assert len(half.cache.kept_positions(0)[0][0]) == slots - 1  # one slot is free for the next token
+
+
+def test_snapkv_keeps_its_prompt_choice():
+    result = generate(tiny("llama"), PROMPTS[:1], SnapKV(window=4), HALF, decoding=GenerationParams(9, eos=None))
+    kept = result.cache.kept_positions(1)[0][0]
+    assert [p for p in kept if p >= 23] == list(range(23, 31))  # all eight tokens fed since are still there
+    assert len([p for p in kept if p < 23]) == 10
+
+
+def test_rarer_eviction_holds_more_slots():
+    often = generate(tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None))
+    rarely = generate(
+        tiny("llama"), PROMPTS[:1], H2O(), HALF, decoding=GenerationParams(9, eos=None), cadence=Cadence(every=4)
+    )
+    assert rarely.memory_tracker.bytes * 12 == often.memory_tracker.bytes * (11 + 3)  # 11 slots are held as 12
+
+
+# -- only what is generated ends an answer ---------------------------------------------------------------------------
+
+ENDS = ("\n", "Q:", "tell me", "né", "。")
+
+
+def bytes_model():
+    """Random weights that speak bytes, and their tokenizer."""
+    return tiny("llama", vocab_size=259, max_position_embeddings=173), byte_tokenizer()
+
+
+def across(text, answer):
+    """Texts that begin in `text` and end in its answer, of every length of the first part up to 3."""
+    return [text[-n:] + answer[:m] for n in (1, 2, 3) for m in (1, 2)]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_stop_string_that_begins_in_the_prompt_ends_nothing(end, sample):
+    model, tokenizer = bytes_model()
+    ids = tokenizer(f"Once there was {end}").input_ids
+    options = {"tokenizer": tokenizer, "seeds": 3}
+    (free,) = generate(model, [ids], Full(), decoding=GenerationParams(12, sample=sample), **options).tokens
+    answer = tokenizer.decode(free)
+    for stop in (stop for stop in across(end, answer) if stop not in answer):
+        decoding = GenerationParams(12, sample=sample, stop_strings=(stop,))
+        made = generate(model, [ids], Full(), decoding=decoding, **options)
+        assert (made.tokens, made.endings) == ([free], [Ending("length")]), stop
+    for stop in (answer[:1], answer[1:3], answer[2:5]):
+        decoding = GenerationParams(12, sample=sample, stop_strings=("never", stop, stop + "no"))
+        made = generate(model, [ids], Full(), decoding=decoding, **options)
+        written = tokenizer.decode(made.tokens[0])
+        assert free[: len(made.tokens[0])] == made.tokens[0] and made.endings == [Ending("stop", text=stop)]
+        assert stop in written and stop not in tokenizer.decode(made.tokens[0][:-1])
+
+
+@pytest.mark.parametrize("way", ["beams", "asked", "asked with beams", "beside another context"])
+def test_no_way_of_generating_takes_the_prompt_for_an_answer(way):
+    model, tokenizer = bytes_model()
+    prompt, question = tokenizer("Once there was").input_ids, tokenizer(" a\n", add_special_tokens=False).input_ids
+    num_beams = 3 if "beams" in way else 1
+
+    def tokens(*stops):
+        decoding = GenerationParams(9, num_beams=num_beams, stop_strings=stops)
+        if way == "beside another context":
+            configs = [CacheConfig(Full()), CacheConfig(H2O(), HALF)]
+            contexts = prefill_together(model, [prompt], configs, max_new_tokens=len(question) + 9)
+            made = generate_from_contexts(model, contexts, [question], decoding=decoding, tokenizer=tokenizer)
+            return made[0].tokens[0]
+        ids, questions = ([prompt], [question]) if "asked" in way else ([prompt + question], None)
+        return generate(model, ids, Full(), questions=questions, decoding=decoding, tokenizer=tokenizer).tokens[0]
+
+    free = tokens()
+    text = tokenizer.decode(free)
+    for stop in across(" a\n", text):
+        assert tokens(stop) == free, stop
+    assert len(tokens(text[:2])) < len(free)
+
+
+def test_stop_strings_of_the_model_itself_end_an_answer_unless_others_are_asked_for():
+    model, tokenizer = bytes_model()
+    model, ids = copy.deepcopy(model), tokenizer("Once").input_ids
+    (free,) = generate(model, [ids], Full(), decoding=GenerationParams(12)).tokens
+    model.generation_config.stop_strings = tokenizer.decode(free[1:3])
+    for num_beams in (1, 2):
+        with pytest.raises(ConfigError, match="pass tokenizer="):
+            generate(model, [ids], Full(), decoding=GenerationParams(12, num_beams=num_beams))
+    (cut,) = generate(model, [ids], Full(), decoding=GenerationParams(12), tokenizer=tokenizer).tokens
+    assert cut == free[:3]
+    decoding = GenerationParams(12, stop_strings=("never",))
+    assert generate(model, [ids], Full(), decoding=decoding, tokenizer=tokenizer).tokens == [free]
+
+
+# -- the words of transformers ---------------------------------------------------------------------------------------
+
+
+def test_generate_takes_the_keywords_of_transformers():
+    model, tokenizer = bytes_model()
+    ids = tokenizer("Once").input_ids
+    asked = {
+        **{"max_new_tokens": 7, "min_new_tokens": 2, "do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        **{"eos_token_id": [5, 6], "stop_strings": "xyz", "prefill_chunk_size": 2, "num_beams": 1},
+    }
+    same = {
+        **{"max_new_tokens": 7, "min_new_tokens": 2, "sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        **{"eos": [5, 6], "stop_strings": ("xyz",), "prefill_chunk": 2},
+    }
+    named = generate(model, [ids], H2O(), HALF, tokenizer=tokenizer, seeds=4, cadence=Cadence(True), **asked)
+    params = GenerationParams(**same)
+    whole = generate(model, [ids], H2O(), HALF, tokenizer=tokenizer, seeds=4, cadence=Cadence(True), decoding=params)
+    assert named.tokens == whole.tokens
+    more = generate(model, [ids], Full(), decoding=GenerationParams(9), max_new_tokens=3, top_k=None)
+    assert len(more.tokens[0]) == 3, "a keyword goes before decoding, and None leaves what is there"
+    context = prefill(model, [ids], Full(), max_new_tokens=5)
+    assert len(generate_from_context(model, context, [[4]], max_new_tokens=4).tokens[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("max_tokens", "max_tokens is not a keyword that is known here; did you mean max_new_tokens"),
+        ("eos_token_ids", "did you mean eos_token_id"),
+        ("temprature", "did you mean temperature"),
+        ("cadense", "did you mean cadence"),
+        ("xyzzy", "there are beyond_context, "),
+    ],
+)
+def test_an_unknown_keyword_is_named_beside_those_that_look_like_it(keyword, message):
+    model = tiny("llama")
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        generate(model, PROMPTS, Full(), **{keyword: 3})
+    assert "__init__" not in str(error.value) and "CacheConfig" not in str(error.value)
+
+
+@pytest.mark.parametrize("call", [prefill, EvictionCache, continuation_logprobs])
+def test_other_calls_that_take_options_of_the_cache_name_an_unknown_one(call):
+    places = {prefill: (PROMPTS, Full()), EvictionCache: (Full(),), continuation_logprobs: (PROMPTS, [[1]] * 3, Full())}
+    with pytest.raises(ConfigError, match="cadense is not a keyword that is known here; did you mean cadence"):
+        call(tiny("llama"), *places[call], cadense=3)
+
+
+# -- padding is no prompt --------------------------------------------------------------------------------------------
+
+
+def padded(side, pad=258, rows=PROMPTS):
+    width = max(map(len, rows))
+    pads = [[pad] * (width - len(row)) for row in rows]
+    return [more + row if side == "left" else row + more for row, more in zip(rows, pads, strict=True)]
+
+
+def masks(side, rows=PROMPTS):
+    return [[int(each != -1) for each in row] for row in padded(side, -1, rows)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_leaves_padding_out(side):
+    model, tokenizer = bytes_model()
+    expected = generate(model, PROMPTS, H2O(), HALF, max_new_tokens=6).tokens
+    tensor = torch.tensor(padded(side)), torch.tensor(masks(side))
+    whole = {"input_ids": tensor[0], "attention_mask": tensor[1]}
+    for prompts, mask in ((padded(side), masks(side)), tensor, (whole, None), (BatchEncoding(whole), None)):
+        made = generate(model, prompts, H2O(), HALF, attention_mask=mask, max_new_tokens=6, tokenizer=tokenizer)
+        assert made.tokens == expected
+    words = [[4, 5], [6], [7, 8, 9]]
+    scored = continuation_logprobs(model, PROMPTS, words, Full())
+    assert continuation_logprobs(model, padded(side), words, Full(), attention_mask=masks(side)) == scored
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", ["own", "end token"])
+@pytest.mark.parametrize("by", [1, 2, 9])
+def test_token_lists_that_look_padded_are_refused_without_a_mask(side, pad, by):
+    model, tokenizer = bytes_model()
+    rows = [list(range(40, 60)), list(range(40, 60 - by))]
+    if pad == "end token":
+        tokenizer.pad_token = tokenizer.eos_token
+    prompts = padded(side, tokenizer.pad_token_id, rows)
+    with pytest.raises(
+        ConfigError, match=rf"row 1 of the prompts has {by} padding tokens .* on the {side}.*attention_m"
+    ):
+        generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="attention_mask"):
+        continuation_logprobs(model, prompts, [[4], [5]], Full(), tokenizer=tokenizer)
+    if by > 1:  # one row by itself, padded to a length
+        with pytest.raises(ConfigError, match=f"row 0 of the prompts has {by} padding tokens"):
+            generate(model, prompts[1:], Full(), tokenizer=tokenizer, max_new_tokens=2)
+    generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2, attention_mask=[[1] * 20] * 2)
+
+
+def test_a_start_or_end_token_that_pads_too_may_begin_or_end_a_text():
+    model, tokenizer = bytes_model()
+    tokenizer.pad_token = tokenizer.bos_token
+    start = tokenizer.bos_token_id
+    for prompts in (
+        [[start, 4, 5], [start, 6, 7]],
+        [[start, 4, 5], [6, 7]],
+        [[start]],
+        [[start], [5]],
+        [[4, 5, start]],
+    ):
+        generate(model, prompts, Full(), tokenizer=tokenizer, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1] * 5] * 3, "attention_mask must have a 1 or 0 for every token of the prompts: they have [23, 13, 14]"),
+        ([[1] * 23, [1] * 13, [2] * 14], "attention_mask must hold 1 for tokens and 0 for padding, got 2"),
+        ([[1] * 23, [1] * 13, [0] * 14], "row 2 of the batch has an empty prompt"),
+    ],
+)
+def test_a_mask_that_fits_no_prompts_is_refused(mask, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        generate(tiny("llama"), PROMPTS, Full(), attention_mask=mask, max_new_tokens=2)
+
+
+# -- a batch is as long as its rows ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", [Full(), H2O()], ids=lambda m: m.name)
+def test_a_long_prompt_beside_a_long_continuation_is_no_row_too_long(family, method):
+    model = tiny(family)  # 211 positions
+    prompts = [[*range(3, 60)] * 3 + [5] * 30, [7, 8, 9, 10], [11] * 90, [12] * 100]
+    words = [[4, 5, 6], [*range(2, 60)] * 3, [13] * 122, [14]]
+    budget = None if method.name == "full" else HALF
+    together = continuation_logprobs(model, prompts, words, method, budget)
+    for prompt, word, row in zip(prompts, words, together, strict=True):
+        (alone,) = continuation_logprobs(model, [prompt], [word], method, budget)
+        assert row == pytest.approx(alone, abs=1e-4)
+    with pytest.raises(ConfigError, match="the prompt has 201 tokens and max_new_tokens=12, the model holds 211"):
+        continuation_logprobs(model, prompts[:2], [[4] * 12, [5]], method, budget)
+    full, other = prefill_together(model, prompts, [CacheConfig(Full()), CacheConfig(H2O(), HALF)], max_new_tokens=3)
+    (rows,) = divergence_from_full(model, full, [other], words)
+    assert [row.tokens for row in rows] == words
+    for row, one in zip(rows, together, strict=True):
+        measured = row.full_logprob if method.name == "full" else row.logprob
+        assert measured == pytest.approx(one, abs=1e-4)
+
+
+def test_prompts_may_be_tensors_arrays_or_rows_of_them() -> None:
+    model, rows = tiny("llama"), prompts_of(3, (9, 9))
+    wanted = generate(model, rows, Full(), max_new_tokens=3).tokens
+    given = torch.tensor(rows)
+    for each in (given, list(given), given.numpy(), [row.numpy() for row in given], {"input_ids": given}):
+        assert generate(model, each, Full(), max_new_tokens=3).tokens == wanted
+    for mask in (torch.ones_like(given), torch.ones_like(given).numpy(), list(torch.ones_like(given))):
+        assert generate(model, given, Full(), max_new_tokens=3, attention_mask=mask).tokens == wanted
+
+
+# What a user gets wrong must be said in the user's words, before a number comes out.
+
+
+PROMPT = [list(range(3, 20))]
+SETTINGS = {
+    "kv_ratio 0": (lambda: Budget(kv_ratio=0), r"kv_ratio must be in \(0, 1\], got 0"),
+    "kv_ratio 1.5": (lambda: Budget(kv_ratio=1.5), r"kv_ratio must be in \(0, 1\], got 1.5"),
+    "kv_ratio nan": (lambda: Budget(kv_ratio=float("nan")), "got nan"),
+    "both budgets": (lambda: Budget(kv_ratio=0.5, tokens=8), "exactly one of kv_ratio and tokens"),
+    "no budget": (lambda: Budget(), "exactly one of kv_ratio and tokens"),
+    "tokens 0": (lambda: Budget(tokens=0), "at least 1, got 0"),
+    "tokens 2.5": (lambda: Budget(tokens=2.5), "whole number of slots, got 2.5"),
+    "tokens 10**30": (lambda: Budget(tokens=10**30), r"tokens must be below 2\*\*62"),
+    "budget of": (lambda: Budget(kv_ratio=0.5, of="text"), "prompt, padded or sequence, got 'text'"),
+    "pyramid": (lambda: Budget(tokens=8, pyramid=1), r"pyramid must be in \[0, 1\), got 1"),
+    "cadence": (lambda: Cadence(every=0), "at least 1 decode step or null, got 0"),
+    "cadence 2**20": (lambda: Cadence(every=1 << 20), "at most 65536 decode steps"),
+    "many beams": (lambda: GenerationParams(num_beams=1 << 20), "num_beams may be at most 1024"),
+    "alpha": (lambda: A2SF(alpha=1.5), r"alpha must be in \[0, 1\], got 1.5"),
+    "tau": (lambda: Keyformer(tau_init=0).score_spec, "tau must be positive, got tau_init=0"),
+    "noise": (lambda: Noise("uniform"), "gumbel, gaussian, constant, none, got 'uniform'"),
+    "recent": (lambda: H2O(recent_ratio=-0.1), r"recent_ratio must be in \[0, 1\], got -0.1"),
+    "key window": (lambda: Keyformer(key_window="new"), "paper or release_frozen, got 'new'"),
+    "dilation": (lambda: DilatedWindow(dilation=0), "dilation must be at least 1"),
+    "kernel": (lambda: SnapKV(kernel=4), "kernel must be odd"),
+    "new tokens": (lambda: GenerationParams(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
+    "min above max": (lambda: GenerationParams(5, min_new_tokens=6), "between 0 and max_new_tokens=5, got 6"),
+    "beams": (lambda: GenerationParams(num_beams=0), "num_beams must be at least 1, got 0"),
+    "sampling beams": (lambda: GenerationParams(num_beams=2, sample=True), "set sample=false or num_beams=1"),
+    "temperature": (lambda: GenerationParams(sample=True, temperature=0), "temperature must be positive, got 0"),
+    "family": (lambda: random_model("bert"), "'bert' is not supported; supported: .*llama"),
+    "dtype": (lambda: load_model("x", dtype="int8"), "float32, bfloat16, float16, got 'int8'"),
+    "no folder": (lambda: load_model("./nowhere"), "folder ./nowhere does not exist"),
+    "hub": (lambda: load_model("no-such/model"), "cannot load no-such/model: it is not in the Hugging Face cache"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings(case):
+    make, message = SETTINGS[case]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+CALLS = {
+    "needs a budget": (dict(method=H2O()), "method h2o needs a budget"),
+    "too small": (dict(method=StreamingLLM(), budget=Budget(tokens=3)), "3 slots cannot hold sink=4"),
+    "sinks and recent": (dict(method=SnapKV(window=9), budget=Budget(tokens=8)), "cannot hold sink=0 \\+ recent=9"),
+    "zero slots": (dict(method=H2O(), budget=Budget(kv_ratio=0.05)), "0 slots for a prompt of 17 tokens"),
+    "ideal drops nothing": (dict(method=Ideal(), budget=Budget(tokens=8)), "set mode=mask"),
+    "official mask": (dict(method=H2O(impl="mask"), budget=Budget(tokens=8)), "set mode=mask"),
+    "full rows": (dict(method=A2SF(score_source="full"), budget=Budget(tokens=8)), "set mode=mask"),
+    "mode": (dict(method=H2O(), budget=Budget(tokens=8), mode="drop"), "overwrite, compact, mask, auto, got 'drop'"),
+    "positions": (dict(method=H2O(), budget=Budget(tokens=8), positions="new"), "original, renumbered, got 'new'"),
+    "too long": (
+        dict(method=Full(), decoding=GenerationParams(300)),
+        "17 tokens and max_new_tokens=300, the model holds 211",
+    ),
+    "seeds": (dict(method=Full(), seeds=[1, 2]), "got 2 seeds for a batch of 1 rows"),
+    "frozen": (
+        dict(method=Keyformer(recent_ratio=0, key_window="release_frozen"), budget=Budget(tokens=8)),
+        "needs a recent window",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case):
+    options, message = CALLS[case]
+    with pytest.raises(ConfigError, match=message):
+        generate(tiny("llama"), PROMPT, **{"decoding": GenerationParams(4), **options})
+
+
+def test_empty_prompts():
+    with pytest.raises(ConfigError, match="no prompts"):
+        generate(tiny("llama"), [], Full())
+    with pytest.raises(ConfigError, match="row 1 of the batch has an empty prompt"):
+        generate(tiny("llama"), [[3, 4], []], Full())
+    model = tiny("llama")
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    with pytest.raises(ConfigError, match="row 1 of the batch has an empty prompt"):
+        model(torch.ones_like(mask), attention_mask=mask, past_key_values=EvictionCache(model, Full()))
+    with pytest.raises(ConfigError, match="continuation is empty"):
+        continuation_logprobs(model, [[3]], [[]], Full())
+
+
+def test_padding_on_the_right():
+    model = tiny("llama")
+    mask = torch.tensor([[1, 1, 0]])
+    with pytest.raises(ConfigError, match="pad on the left"):
+        model(torch.ones_like(mask), attention_mask=mask, past_key_values=EvictionCache(model, Full()))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_cannot_be_renumbered_or_exceeded(family):
+    with pytest.raises(ConfigError, match="positions=renumbered cannot work"):
+        EvictionCache(tiny(family), StreamingLLM(), Budget(tokens=8))
+    EvictionCache(tiny(family), StreamingLLM(), Budget(tokens=8), positions="original")
+    with pytest.raises(ConfigError, match="table of positions for 211 tokens"):
+        EvictionCache(tiny(family), Full(), beyond_context=True)
+
+
+def test_prompt_longer_than_the_model_holds_without_our_generate():
+    model = tiny("llama")
+    with pytest.raises(CacheError, match="212 tokens, the model holds 211"):
+        model(torch.ones(1, 212, dtype=torch.int64), past_key_values=EvictionCache(model, Full()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_cache_is_for_one_prompt(family):
+    model = tiny(family)
+    cache = EvictionCache(model, H2O(), Budget(kv_ratio=0.5))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(torch.tensor(PROMPT), past_key_values=cache, **options)
+    for other in ([PROMPT[0][::-1]], [list(range(30, 60))], [PROMPT[0][:9]]):
+        with pytest.raises(CacheError, match="already holds a prompt of 17 columns"):
+            model.generate(torch.tensor(other), past_key_values=cache, **options)
+    cache.reset()
+    assert torch.equal(model.generate(torch.tensor(PROMPT), past_key_values=cache, **options), first)
+
+
+def test_crop_is_refused():
+    model = tiny("llama")
+    cache = EvictionCache(model, H2O(), Budget(kv_ratio=0.5))
+    model.generate(torch.tensor(PROMPT), past_key_values=cache, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(CacheError, match="cannot be cropped"):
+        cache.crop(3)
+
+
+def test_another_batch_size():
+    model = tiny("llama")
+    cache = EvictionCache(model, Full())
+    model(torch.tensor(PROMPT), past_key_values=cache)
+    with pytest.raises(CacheError, match="holds a batch of 1 rows, the forward has 2"):
+        model(torch.tensor([[3], [4]]), past_key_values=cache)
+
+
+def test_beams_without_num_beams_where_scores_are_added_up():
+    model = tiny("llama")
+    cache = EvictionCache(model, Keyformer(tau_end=1.0), Budget(kv_ratio=0.5))
+    with pytest.raises(CacheError, match="beam search needs num_beams"):
+        model.generate(torch.tensor(PROMPT), past_key_values=cache, num_beams=4, max_new_tokens=4, pad_token_id=0)
+
+
+def test_tau_schedule_without_its_end():
+    with pytest.raises(ConfigError, match="tau schedule needs max_new_tokens"):
+        EvictionCache(tiny("llama"), Keyformer(), Budget(kv_ratio=0.5))
+
+
+def test_model_that_was_not_installed():
+    from tiny import stock
+
+    with pytest.raises(ConfigError, match=r"call kvexp\.hf\.patch_model"):
+        EvictionCache(stock("llama"), Window(), Budget(tokens=8))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_damaged_weights(bad):
+    import copy
+
+    from tiny import stock
+
+    model = copy.deepcopy(stock("llama"))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = bad
+    with pytest.raises(ConfigError, match=r"layers.1.self_attn.k_proj.weight holds NaN or inf"):
+        patch_model(model)
+
+
+def test_model_folders(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ConfigError, match="'bert' is not supported"):
+        load_model(str(tmp_path))
+    config = tiny("llama").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(ConfigError, match="has no weights"):
+        load_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="only pickled weights"):
+        load_model(str(tmp_path))
+
+
+def test_a_saved_folder_loads(tmp_path):
+    from tiny import stock
+
+    stock("gpt2").save_pretrained(tmp_path)
+    ours = generate(load_model(str(tmp_path)), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(5))
+    again = generate(tiny("gpt2"), PROMPT, H2O(), Budget(kv_ratio=0.5), decoding=GenerationParams(5))
+    assert ours.tokens == again.tokens

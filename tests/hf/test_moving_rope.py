@@ -1,0 +1,403 @@
+"""RoPE whose frequencies go by the longest row of a forward: each row is what stock `generate` says of it alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_conf import composed
+from tiny import VOCAB, stock
+from transformers import AutoModelForCausalLM
+
+from kvexp.core import Budget
+from kvexp.diagnose.options import check as check_diagnosable
+from kvexp.generate import (
+    GenerationParams,
+    continuation_logprobs,
+    decode_batches,
+    divergence_from_full,
+    generate,
+    prefill,
+    prefill_together,
+)
+from kvexp.generate.loglikelihood import score_tokens
+from kvexp.hf import EvictionCache, patch_model
+from kvexp.hf.load import load_config
+from kvexp.hf.patch import max_positions
+from kvexp.methods import H2O, Full, KVzip, StreamingLLM, Window
+from kvexp.run import store as divergence_lines
+from kvexp.run.batches import evaluate_run, prefill_groups, run_group
+from kvexp.run.lm_eval_model import KvexpLM
+from kvexp.run.model_spec import tokenizer_of
+from kvexp.run.prompts import Weightless, prompts_of
+from kvexp.run.settings import settings_of
+from kvexp.util import CacheError, ConfigError, Session
+
+TESTBED = Path(__file__).resolve().parents[2] / "kvexp" / "tasks" / "testbed_models" / "testbed_gqa"
+LIMIT = 300  # the texts of the task have up to 128, 256 and 384 tokens
+
+
+def rope_of(kind, width, limit):
+    short = {"short_factor": [1.0] * (width // 2), "long_factor": [4.0] * (width // 2), "attention_factor": 1.0}
+    moved = {"original_max_position_embeddings": limit, **short} if kind == "longrope" else {"factor": 4.0}
+    return {"rope_type": kind, "rope_theta": 10000.0, **moved}
+
+
+# -- through Python: a tiny random model with the limit at 12 tokens ---------------------------------------------------
+
+SHORT, LONG = list(range(1, 10)), list(range(2, 25))
+GREEDY = GenerationParams(6, eos=None)
+KINDS = pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+FAMILIES = pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"])
+
+
+def tiny_model(kind, family="llama"):
+    rope = rope_of(kind, 14, 12)
+    if family == "gpt_neox":
+        rope |= {"partial_rotary_factor": 1.0}
+    return copy.deepcopy(stock(family, rope_parameters=_Hashable(rope), max_position_embeddings=12))
+
+
+class _Hashable(dict):
+    """So that `stock` can be cached by its arguments."""
+
+    def __hash__(self):
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def alone(kind, prompt, new=6, family="llama"):
+    """Stock `generate` of a model that has seen nothing yet."""
+    fresh = tiny_model(kind, family)
+    ids = torch.tensor([prompt])
+    made = fresh.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
+    )
+    return made[0, len(prompt) :].tolist()
+
+
+def kvexp_model(kind, family="llama"):
+    return patch_model(tiny_model(kind, family))
+
+
+BEYOND = {"beyond_context": True}
+
+
+@KINDS
+@FAMILIES
+def test_rows_after_each_other_are_what_stock_says_of_each_alone(kind, family):
+    """dynamic keeps the frequencies of the longest forward so far: they are those of a new model before each row."""
+    model = kvexp_model(kind, family)
+    for prompt in (SHORT, LONG, LONG[:14], list(range(5, 17)), SHORT):  # one ends at the limit, some cross it later
+        made = generate(model, [prompt], Full(), decoding=GREEDY, **BEYOND)
+        assert made.tokens == [alone(kind, prompt, family=family)]
+
+
+@KINDS
+def test_prompts_of_unequal_length_in_one_batch_are_refused(kind):
+    model = kvexp_model(kind)
+    for method, budget in ((Full(), None), (H2O(), Budget(tokens=8))):
+        for params in (GREEDY, GenerationParams(6, eos=None, num_beams=2)):
+            with pytest.raises(ConfigError, match="prompts of 9 to 23 tokens in one batch would change each other"):
+                generate(model, [SHORT, LONG], method, budget, decoding=params, **BEYOND)
+    with pytest.raises(ConfigError, match=r"longest row of a forward, from 13 tokens on: prompts of 9 to 23"):
+        continuation_logprobs(model, [SHORT, LONG], [[1], [2]], Full(), **BEYOND)
+    with pytest.raises(ConfigError, match="one by one, or those of equal length together"):
+        prefill_together(model, [SHORT, LONG], [EvictionCache(model, Full(), **BEYOND).config], max_new_tokens=2)
+
+
+@KINDS
+def test_a_short_row_that_grows_beside_a_longer_one_is_refused_by_what_is_to_come(kind):
+    with pytest.raises(ConfigError, match="prompts of 9 to 10 tokens"):
+        generate(kvexp_model(kind), [SHORT, [*SHORT, 3]], Full(), decoding=GREEDY, **BEYOND)
+
+
+@KINDS
+def test_rows_of_equal_length_and_rows_below_the_limit_go_together(kind):
+    model = kvexp_model(kind)
+    rows = [LONG, LONG[::-1]]
+    assert generate(model, rows, Full(), decoding=GREEDY, **BEYOND).tokens == [alone(kind, row) for row in rows]
+    few = GenerationParams(2, eos=None)
+    rows = [SHORT, SHORT[2:]]
+    assert generate(model, rows, Full(), decoding=few, **BEYOND).tokens == [alone(kind, row, 2) for row in rows]
+
+
+@KINDS
+def test_hugging_faces_generate_over_rows_of_unequal_length_is_refused(kind):
+    model = kvexp_model(kind)
+    ids = torch.tensor([[0] * (len(LONG) - len(SHORT)) + SHORT, LONG])
+    mask = torch.ones_like(ids)
+    mask[0, : len(LONG) - len(SHORT)] = 0
+    for cache in (None, EvictionCache(model, Full(), **BEYOND)):
+        with pytest.raises(CacheError, match="rows that end at 9 to 23 tokens in one forward would change each other"):
+            model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(CacheError, match="rows that end at 9 to 23 tokens in one forward would change each other"):
+        model(ids, attention_mask=mask)
+
+
+@KINDS
+def test_beams_are_stocks(kind):
+    fresh, ids = tiny_model(kind), torch.tensor([LONG])
+    wanted = fresh.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None
+    )[0, len(LONG) :].tolist()
+    params = GenerationParams(6, eos=None, num_beams=3)
+    assert generate(kvexp_model(kind), [LONG], Full(), decoding=params, **BEYOND).tokens == [wanted]
+
+
+@KINDS
+def test_prompts_in_parts_are_refused(kind):
+    model = kvexp_model(kind)
+    for beams in (1, 2):
+        params = GenerationParams(3, eos=None, prefill_chunk=5, num_beams=beams)
+        with pytest.raises(ConfigError, match="chunks of 5 tokens would be turned by others than the prompt of 23"):
+            generate(model, [LONG], Full(), decoding=params, **BEYOND)
+    assert generate(model, [SHORT], Full(), decoding=GenerationParams(2, eos=None, prefill_chunk=5)).tokens
+    with pytest.raises(ConfigError, match="feed prompts whole"):
+        generate(model, [LONG], H2O(), Budget(tokens=8), decoding=GREEDY, bounded_chunk=8, **BEYOND)
+    cache = EvictionCache(model, Full(), prompt_tokens=len(LONG), **BEYOND)
+    with pytest.raises(CacheError, match=r"tokens 1 to 5 were fed in one forward of a longer text"):
+        model(torch.tensor([LONG[:5]]), past_key_values=cache)
+
+
+@KINDS
+def test_methods_that_turn_keys_or_read_the_prompt_twice_are_refused(kind):
+    model = kvexp_model(kind)
+    with pytest.raises(ConfigError, match="method kvzip cannot read the prompt a second time"):
+        EvictionCache(model, KVzip(), Budget(tokens=8), **BEYOND)
+    with pytest.raises(ConfigError, match=f"positions=renumbered cannot work with rope_type '{kind}'"):
+        EvictionCache(model, StreamingLLM(), Budget(tokens=8), positions="renumbered", **BEYOND)
+
+
+@KINDS
+@torch.no_grad()
+def test_several_tokens_behind_a_prompt_are_fed_one_by_one(kind):
+    model = kvexp_model(kind)
+    (each,) = continuation_logprobs(model, [SHORT], [[4, 5, 6, 7, 8]], Full(), **BEYOND)
+    context = prefill(model, [SHORT], Full(), max_new_tokens=5, **BEYOND)
+    with pytest.raises(ConfigError, match="feed the continuation one token at a time"):
+        score_tokens(model, context.fork([0]), [[4, 5, 6, 7, 8]], one_forward=True)
+    assert [token.logprob for token in score_tokens(model, context, [[4, 5, 6, 7, 8]])[0]] == pytest.approx(each)
+    fresh, cache, found = tiny_model(kind), None, []
+    for ids in (SHORT, [4], [5], [6], [7]):
+        out = fresh(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits[0, -1].log_softmax(-1))
+    wanted = [float(row[token]) for row, token in zip(found, [4, 5, 6, 7, 8], strict=True)]
+    assert each == pytest.approx(wanted, abs=1e-4)
+
+
+@KINDS
+def test_contexts_of_one_prompt_decode_together_and_those_of_two_do_not(kind):
+    model = kvexp_model(kind)
+    configs = [EvictionCache(model, *how, **BEYOND).config for how in ((Full(),), (Window(), Budget(tokens=9)))]
+    full, window = prefill_together(model, [LONG], configs, max_new_tokens=6)
+    (((found,),),) = (divergence_from_full(model, full.fork([0]), [window.fork([0])], max_new_tokens=6),)
+    assert found.tokens == alone(kind, LONG)
+    apart = generate(model, [LONG], Window(), Budget(tokens=9), decoding=GREEDY, keep_logits=True, **BEYOND)
+    (both,) = decode_batches(model, [[full, window]], GREEDY, [[0]], None, start=0.0)
+    assert [one.tokens[0] for one in both] == [alone(kind, LONG), apart.tokens[0]]
+    contexts = [prefill(model, [prompt], Full(), **BEYOND) for prompt in (SHORT, LONG)]
+    with pytest.raises(CacheError, match="rows that end at 10 to 24 tokens"):
+        decode_batches(model, [[context] for context in contexts], GREEDY, [[0], [0]], None, start=0.0)
+
+
+@KINDS
+def test_lm_eval_asks_row_by_row(kind):
+    model = kvexp_model(kind)
+
+    class Words:
+        eos_token_id, bos_token_id, pad_token_id, name_or_path = 0, 1, 0, "words"
+
+    lm = KvexpLM(model, method="full", tokenizer=Words(), batch_size=4, **{"cache.beyond_context": True})
+    assert lm.bench.batch_size == 1
+    asked = [("", SHORT, [4, 5, 6, 7, 8]), ("", LONG, [3]), ("", LONG[:11], [2, 1])]
+    together = lm._loglikelihood_tokens(asked)
+    for request, found in zip(asked, together, strict=True):
+        each = continuation_logprobs(model, [request[1]], [request[2]], Full(), **BEYOND)[0]
+        assert found[0] == pytest.approx(sum(each), abs=1e-5)
+
+
+# -- runs: a trained model ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["longrope", "dynamic"])
+def moved(request, tmp_path_factory):
+    """The folder of a trained model whose RoPE changes at 300 tokens."""
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    shutil.copytree(TESTBED, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = rope_of(request.param, config["head_dim"], LIMIT)
+    if request.param == "dynamic":
+        config["max_position_embeddings"] = LIMIT
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def settings(folder, outputs, *words):
+    words = ("model=local", f"model.path={folder}", f"outputs_dir={outputs}", *words)
+    config, choices = composed(*words)
+    return settings_of(config, choices, list(words))
+
+
+@torch.no_grad()
+def by_stock(folder, one, new):
+    """example -> the answer of a fresh stock model to the row's prompt alone."""
+    fresh, made = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"), {}
+    tokenizer, examples = tokenizer_of(one.model), list(enumerate(one.task.examples()))
+    for _, prompt in prompts_of(one, Weightless(fresh.config), tokenizer, examples):
+        ids, model = torch.tensor([prompt.ids]), copy.deepcopy(fresh)
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        made[prompt.example.id] = tokenizer.decode(answer[0, len(prompt.ids) :], skip_special_tokens=True)
+    return made
+
+
+def answers(record):
+    return {row["example"]: row["output"] for row in record.rows()}
+
+
+TASK = ("task=testbed_needle", "task.lengths=[160,384]", "task.depths=[50]", "limit=6", "task.max_new_tokens=6")
+
+
+def test_batches_and_shared_prefills_write_the_row_alone(moved, tmp_path):
+    one = settings(moved, tmp_path / "1", *TASK, "method=full", "batch_size=1")
+    eight = settings(moved, tmp_path / "8", *TASK, "method=full", "batch_size=8")
+    assert eight.batch_size == 1 and eight.identity == one.identity and "moving_rope" in one.identity["corrected"]
+    first, second = evaluate_run(one), evaluate_run(eight)
+    lengths = {row["prompt_tokens"] > LIMIT for row in first.rows()}
+    assert lengths == {False, True}, "rows on both sides of the limit"
+    assert answers(first) == answers(second) == by_stock(moved, one, 6)
+
+    words = (*TASK, "batch_size=8", "divergence=true")
+    members = [settings(moved, tmp_path / "s", *words, f"method={name}") for name in ("h2o", "window")]
+    (group,) = prefill_groups(members)
+    assert len(group) == 3
+    run_group(group, Session())
+    full = evaluate_run(settings(moved, tmp_path / "s", *words, "method=full"))
+    assert answers(full) == answers(first)
+    for member in members:
+        shared = evaluate_run(member)
+        apart = evaluate_run(settings(moved, tmp_path / "a", *TASK, "batch_size=1", f"method={member.method.name}"))
+        assert answers(shared) == answers(apart) and shared.hash == apart.hash
+        assert {line["example"] for line in divergence_lines.read(shared).values()} == set(answers(shared))
+
+
+def test_questions_about_a_context_and_given_texts(moved, tmp_path):
+    words = (
+        "task=testbed_qa",
+        "task.question=after_eviction",
+        "questions=all",
+        "limit=6",
+        "method=h2o",
+        "kv_ratio=0.5",
+    )
+    one = evaluate_run(settings(moved, tmp_path / "1", *words, "batch_size=1"))
+    eight = evaluate_run(settings(moved, tmp_path / "8", *words, "batch_size=8"))
+    assert answers(one) == answers(eight) and len(answers(one)) >= 6
+
+
+def test_runs_that_cannot_be_whole_are_refused_before_weights_load(moved, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvexp.run.model_spec.load", lambda spec: pytest.fail("weights were loaded"))
+    refused = {
+        ("generation.prefill_chunk=64",): "a prompt is read whole: set generation.prefill_chunk=null",
+        ("prefill=bounded", "method=h2o", "batch_size=1"): "a prompt is read whole: set prefill=whole",
+        ("method=kvzip",): "method kvzip cannot read the prompt a second time",
+        ("method=h2o", "cache.positions=renumbered"): "positions=renumbered cannot work with rope_type",
+    }
+    for words, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            settings(moved, tmp_path, *TASK, *words)
+    with pytest.raises(ConfigError, match="diagnose feeds answers in one forward"):
+        check_diagnosable(settings(moved, tmp_path, *TASK, "method=h2o"))
+
+
+def test_other_models_keep_their_identity(tmp_path):
+    for name in ("testbed_gqa", "testbed_learned", "testbed_alibi"):
+        words = (f"model={name}", *TASK, f"outputs_dir={tmp_path}")
+        config, choices = composed(*words)
+        made = settings_of(config, choices, list(words))
+        assert "corrected" not in made.identity and made.batch_size == 8
+
+
+# -- the length of the model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "holds"),
+    {
+        "default": ({"rope_type": "default"}, 128),
+        "linear": ({"rope_type": "linear", "factor": 4.0}, 512),
+        "dynamic": ({"rope_type": "dynamic", "factor": 4.0}, 512),
+        "yarn": ({"rope_type": "yarn", "factor": 4.0}, 512),
+        "yarn of 40": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}, 160),
+        "yarn, told": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        "yarn, told more": ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}, 128),
+        "longrope": (rope_of("longrope", 14, 32), 128),
+        "llama3": (
+            {
+                **{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 32,
+            },
+            128,
+        ),
+    }.values(),
+)
+def test_a_rope_factor_lengthens_the_context(rope, holds):
+    model = stock("llama", rope_parameters=_Hashable(rope | {"rope_theta": 10000.0}), max_position_embeddings=128)
+    assert max_positions(model.config) == holds
+    prompt = torch.randint(0, VOCAB, (holds - 1,), generator=torch.Generator().manual_seed(3)).tolist()
+    model = patch_model(copy.deepcopy(model))
+    assert len(generate(model, [prompt], Full(), decoding=GenerationParams(2, eos=None)).tokens[0]) == 2
+    with pytest.raises(ConfigError, match=f"the model holds {holds}.*beyond_context"):
+        generate(model, [prompt], Full(), decoding=GenerationParams(3, eos=None))
+
+
+def test_a_run_of_a_stretched_model_says_so_in_its_identity(tmp_path):
+    words = ("model=tiny", "task=sample", f"outputs_dir={tmp_path}")
+    yarn = "+model.config.rope_parameters={rope_type: yarn, factor: 4.0, rope_theta: 10000.0}"
+    for more, wanted in (((), None), ((yarn,), ["rope_context"])):
+        config, choices = composed(*words, *more)
+        assert settings_of(config, choices, [*words, *more]).identity.get("corrected") == wanted
+
+
+# -- other things that look across rows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantised", "refused"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, True),
+        ({"quant_method": "torchao", "quant_type": "float8_dynamic_activation_float8_weight"}, True),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"input_activations": {"dynamic": True, "strategy": "tensor"}}},
+            },
+            True,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"input_activations": {"dynamic": True, "strategy": "token"}}},
+            },
+            False,
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, False),
+        ({"quant_method": "gptq", "bits": 4}, False),
+    ],
+)
+def test_activations_that_are_rounded_by_all_rows_are_refused(quantised, refused, tmp_path):
+    config = json.loads((TESTBED / "config.json").read_text()) | {"quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if not refused:
+        assert load_config(str(tmp_path)).quantization_config == quantised
+        return
+    with pytest.raises(ConfigError, match="rounds activations by the values of a whole forward"):
+        load_config(str(tmp_path))
+    model = copy.deepcopy(stock("llama"))
+    model.config.quantization_config = quantised
+    with pytest.raises(ConfigError, match="rows and chunks would change each other"):
+        patch_model(model)

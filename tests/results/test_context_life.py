@@ -1,0 +1,142 @@
+"""A context's life: what charts have of its tables, figures, the report's section, and the table of instructions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from life_runs import EVIL, instructions, opened, outputs
+
+from kvexp.results import report as life_section
+from kvexp.results import views as instructions_table
+from kvexp.results.plots import draw_life as draw
+from kvexp.results.plots import plot_life as main
+from kvexp.results.read import folders, in_order
+from kvexp.results.report import page, read
+from kvexp.results.table import notes, table
+from kvexp.results.views import VIEWS, chart_of, print_instructions, read_instructions
+from kvexp.util import ConfigError, Console
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return outputs(tmp_path_factory.mktemp("life") / "outputs")
+
+
+def charts(folder: Path, name: str) -> list[Any]:
+    """(places, lines as label -> [(place, values)]) of each block of a view."""
+    view = VIEWS[name]
+    found = [chart_of(view, rows) for _, rows, _, _ in view.blocks(view.read(folder, {}))]
+    return [(places, {line.label: [(x, v) for x, _, v in line.points] for line in lines}) for places, lines in found]
+
+
+def test_turns_and_distances_are_places_of_one_line_a_run(folder: Path) -> None:
+    ((places, lines),) = charts(folder, "turns")
+    assert places == ["0", "1", "2"]
+    (points,) = lines.values()
+    quality, kl = zip(*(values for _, values in points), strict=True)
+    assert [round(each[0]) for each in quality] == [100, 50, 0] and quality[1][1] < 50 < quality[1][2]
+    assert [each[0] for each in kl] == pytest.approx([0.1, 0.2, 0.3])
+    ((_, lines),) = charts(folder, "distance")
+    assert [round(v[0][0]) for _, v in next(iter(lines.values()))] == [0, 50, 100]
+
+
+def test_questions_and_positions_in_long_answers(folder: Path) -> None:
+    ((places, lines),) = charts(folder, "questions")
+    ((_, first), (_, second)) = next(iter(lines.values()))
+    assert places == ["1", "2"] and first[0][0] == 100 and second[0][0] == 75 and second[1][0] == 50
+    ((places, lines),) = charts(folder, "long")
+    assert places == ["to 64", "to 128"] and len(lines) == 1
+    assert [v[0][0] for _, v in lines["h2o"]] == pytest.approx([0.1, 0.2])
+
+
+def test_the_sizes_of_chunks_make_one_line_with_the_whole_prompt_last(folder: Path) -> None:
+    ((places, lines),) = charts(folder, "chunks")
+    assert places == ["32", "128", "whole"] and list(lines) == ["h2o"]
+    quality, peak = zip(*(values for _, values in lines["h2o"]), strict=True)
+    assert [each[0] for each in quality] == pytest.approx([100 * 39 / 99, 100 * 59 / 99, 100 * 89 / 99])
+    assert [each[0] for each in peak] == pytest.approx([31.25, 50, 75]) and math.isnan(peak[0][1])
+
+
+def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
+    frame = read_instructions(folder, {}).set_index(["method", "keep"], drop=False)
+    assert list(frame["n"]) == [24] * 3
+    plain, span = frame.loc[("h2o", "none")], frame.loc[("h2o", "span")]
+    full = frame[frame["method"] == "full"].iloc[0]
+    assert (plain["of_full"], span["of_full"], full["followed"]) == (50, 100, 100)
+    assert [(row["told"], row["answers"]) for row in (full, plain, span)] == [(0, 24), (1, 24), (0, 24)]
+    assert [(row["told_asked"], row["asked"]) for row in (full, plain, span)] == [(24, 24), (0, 24), (24, 24)]
+    console = Console(markup=False, width=200, record=True)
+    print_instructions(frame.reset_index(drop=True), console)
+    text = console.export_text()
+    assert "1 of 24" in text and "24 of 24" in text and "question in prompt" in text and "keep=span" not in text
+    ((places, lines),) = charts(folder, "instructions")
+    assert places == ["none", "span"] and [v[1][0] for _, v in lines["h2o 0.2"]] == [0, 100]
+
+
+def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions(tmp_path)
+    monkeypatch.setattr(instructions_table, "assistants_digest", lambda: "another")
+    assert read_instructions(tmp_path, {})["told"].isna().all()
+
+
+def test_every_view_has_a_figure_and_says_where_there_is_nothing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, view in VIEWS.items():
+        figure = draw(folder, {}, name)
+        assert len(figure.axes) == len(view.sides) and len(figure.legends) == 1
+    assert main([str(folder), str(tmp_path / "turns.png"), "--of", "turns"]) == 0
+    assert (tmp_path / "turns.png").stat().st_size > 10_000
+    with pytest.raises(ConfigError, match="kvexp turns"):
+        draw(folder, {"task": "news"}, "turns")
+    assert main([str(folder), str(tmp_path / "x.png"), "--of", "long", "--where", "task=news"]) == 2
+    assert "kvexp long-answers says what it needs" in capsys.readouterr().err
+
+
+def test_the_table_of_all_runs_names_the_commands_for_these(folder: Path) -> None:
+    (line,) = (each for each in notes(table(folder)) if each.startswith("more of these runs"))
+    assert all(f"kvexp {name} OUTPUTS" in line for name in ("turns", "instructions", "long-answers", "prefill-chunks"))
+    assert not any("more of these runs" in each for each in notes(table(folder, {"task": "news_qa"})))
+
+
+def test_the_report_has_a_part_for_each_kind_of_run(folder: Path) -> None:
+    pytest.importorskip("plotly", reason="comes with kvexp[eval]")
+    source = read(folder)
+    parts = life_section.life_data(source)
+    assert parts is not None and [part["name"] for part in parts] == list(VIEWS)
+    for part in parts:
+        for block in part["blocks"]:
+            assert len(block["heads"]) == len(block["right"]) == len(block["rows"][0]) - 1
+            assert all(place < len(block["places"]) for line in block["lines"] for place, _, _ in line["points"])
+    text = page(source)
+    assert '<section id="life">' in text and EVIL not in text
+    only = life_section.life_data(read(folder, {"task": "news"}))
+    assert only is not None and [part["name"] for part in only] == ["chunks"]
+
+
+def test_a_question_seen_and_hidden_are_two_places_of_a_line(folder: Path) -> None:
+    ((places, lines),) = charts(folder, "seen")
+    assert places == ["question in prompt", "after eviction"]
+    ((_, (seen,)), (_, (hidden,))) = next(iter(lines.values()))
+    assert seen[0] == 100 and hidden[0] == 75 and hidden[1] < 75 < hidden[2]
+
+
+def test_runs_stand_in_the_order_of_their_labels_whatever_their_folders_are_called(tmp_path: Path) -> None:
+    base = opened(tmp_path, "news", {"method": "full", "kv_ratio": None}, {}, None)
+    for method, ratio in (("tova", 0.2), ("h2o", 0.5), ("h2o", 0.125), ("h2o", None)):
+        opened(tmp_path, "news", {"method": method, "kv_ratio": ratio}, {"ratio": ratio}, base)
+    opened(tmp_path, "dialogue", {"method": "window", "kv_ratio": 0.2}, {}, base)
+    found = folders(tmp_path)
+    labels = [(one.labels["method"], one.labels["kv_ratio"]) for one in in_order(found)]
+    assert labels == [
+        ("window", 0.2),
+        ("full", None),
+        ("h2o", 0.125),
+        ("h2o", 0.5),
+        ("h2o", None),
+        ("tova", 0.2),
+    ]
+    assert in_order(reversed(found)) == in_order(found)

@@ -1,0 +1,322 @@
+"""From divergence.jsonl to verdicts: by hand, Holm's correction by the book, and false verdicts in simulation."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvexp.results.command import main as results
+from kvexp.results.divergence import (
+    PerExample,
+    _holm,
+    answer_changes,
+    by_position,
+    choice_changes,
+    choice_kl,
+    compared,
+    decide,
+    divergence_table,
+    first_difference,
+    main,
+    share_interval,
+    with_answers,
+    write_scale,
+)
+from kvexp.results.plots import plot_divergence as picture
+from kvexp.results.read import folders
+from kvexp.run import store as divergence_lines
+from kvexp.run.batches import settings_at
+from kvexp.run.model_spec import tokenizer_of
+from kvexp.run.store import Run, runs
+
+# From divergence.jsonl to verdicts: by hand, Holm's correction by the book, and false verdicts in simulation.
+
+
+def line(index, kl, text="own", first=True, **more):
+    n = len(kl)
+    found = {"example": f"e{index}", "index": index, "text": text, "first_by_prefill": first, "tokens": list(range(n))}
+    found |= {"kl": kl, "full_logprob": [-1.0] * n, "logprob": [-1.5] * n, "same_top1": [1] * n}
+    return found | more
+
+
+def made(outputs, method, lines, kv_ratio=0.5):
+    labels = {"model": "tiny", "task": "xsum", "method": method, "kv_ratio": kv_ratio}
+    base = Run.open(outputs, {"method": "full"}, labels | {"method": "full"})
+    run = Run.open(outputs, labels, labels, baseline=base.hash)
+    divergence_lines.append(run, lines)
+    return run
+
+
+def test_numbers_by_hand(tmp_path):
+    """The first token, which the prefill predicts, is left out; means are over tokens, not over examples."""
+    lines = [line(0, [0.5, 0.1, 0.3]), line(1, [0.7, 0.2], same_top1=[1, 0], logprob=[-1.0, -1.0])]
+    made(tmp_path, "h2o", lines)
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert (row["n"], row["tokens"]) == (2, 3)
+    assert row["kl"] == pytest.approx(0.6 / 3) and row["first_kl"] == pytest.approx(0.6)
+    assert row["kl_max"] == 0.3 and row["kl_p50"] == 0.2
+    assert row["top1"] == pytest.approx(2 / 3)
+    assert row["dlogprob"] == pytest.approx((-0.5 - 0.5 + 0) / 3)
+    assert row["dlogprob_rms"] == pytest.approx(math.sqrt(0.5 / 3))
+    assert row["ppl_ratio"] == pytest.approx(math.exp(1 / 3))
+    assert math.isnan(row["kl_low"]) and row["verdict_kl"] == "undecided", "two examples decide nothing"
+
+
+def test_after_a_question_the_first_token_counts(tmp_path):
+    made(tmp_path, "h2o", [line(0, [0.5, 0.1], first=False)])
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert row["kl"] == pytest.approx(0.3) and math.isnan(row["first_kl"])
+
+
+def test_answers_of_one_token_have_nothing_to_tell(tmp_path):
+    made(tmp_path, "h2o", [line(0, [0.5])])
+    assert divergence_table(folders(tmp_path)).empty
+
+
+def test_verdicts_and_comparison(tmp_path):
+    rng = np.random.default_rng(0)
+    for method, level in (("near", 0.01), ("middle", 0.05), ("far", 0.3)):
+        made(tmp_path, method, [line(i, [0.0, *(level * rng.gamma(4, 0.25, 8))]) for i in range(40)])
+    frame = divergence_table(folders(tmp_path)).set_index("method")
+    assert frame.loc["near", "verdict_kl"] == "equivalent" and frame.loc["far", "verdict_kl"] == "worse"
+    assert frame.loc["middle", "verdict_kl"] == "undecided"
+    assert (frame["kl_low"] < frame["kl"]).all() and (frame["kl"] < frame["kl_high"]).all()
+    pairs = compared({each.run.hash: each for each in folders(tmp_path) if each.run.baseline}, "own")
+    assert len(pairs) == 3 and (pairs["holm"] < 0.05).all()
+    by_hash = {row["hash"]: name for name, row in frame.iterrows()}
+    wins = pairs["better"].map(by_hash).value_counts()
+    assert wins.to_dict() == {"near": 2, "middle": 1}
+
+
+def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for method, level in (("near", 0.01), ("far", 0.3)):
+        for ratio in (0.2, 0.5):
+            lines = [line(i, [0.0, *(level * rng.gamma(4, 0.25, 8))]) for i in range(40)]
+            made(tmp_path, method, lines, kv_ratio=ratio)
+    runs = {each.run.hash: each for each in folders(tmp_path) if each.run.baseline}
+    everything, pairs = compared(runs, "own"), compared(runs, "own", ["kv_ratio"])
+    assert (len(everything), len(pairs)) == (6, 2)
+    assert (pairs["holm"] <= 2 * pairs["p"] + 1e-12).all(), "corrected for the two that are compared"
+    assert main([str(tmp_path), "--no-measure", "--alike", "kv_ratio"]) == 0
+    below = capsys.readouterr().out.split("p (Holm)")[1]
+    assert sum("near" in line and "far" in line for line in below.splitlines()) == 2
+    assert main([str(tmp_path), "--no-measure", "--alike", "ratio"]) == 2
+    assert "no run has a label ratio; their labels are" in capsys.readouterr().err
+
+
+def test_holm_by_the_book():
+    """p = .01, .04, .03, .005 of four: .005*4, .01*3, .03*2, and .04*1, which may not fall below .06 (Holm 1979)."""
+    frame = pd.DataFrame({"one": list("abcd"), "other": list("wxyz"), "difference": [-1.0, -1, 1, 1]})
+    found = _holm(frame.assign(p=[0.01, 0.04, 0.03, 0.005]))
+    assert found["holm"].tolist() == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert found["better"].tolist() == ["a", "", "", "z"]
+
+
+def test_a_file_that_was_edited_or_cut_off(tmp_path):
+    run = made(tmp_path, "h2o", [line(0, [0.0, 0.1]), line(1, [0.0, 0.2])])
+    file = run.path / divergence_lines.NAME
+    broken = line(2, [0.0, 0.3]) | {"kl": [0.0]}
+    file.write_text(file.read_text() + json.dumps(broken) + "\n" + '{"example": "e3", "te')
+    with pytest.warns(UserWarning, match="kl must be a list as long as tokens"):
+        found = divergence_lines.read(run)
+    assert sorted(name for name, _ in found) == ["e0", "e1"]
+    divergence_lines.append(run, [line(3, [0.0, 0.4])])
+    with pytest.warns(UserWarning, match="left out"):
+        assert ("e3", "own") in divergence_lines.read(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [20, 50])
+def test_false_verdicts_on_skewed_clustered_divergences(n):
+    """Answers of 8 to 64 tokens, log-normal within and between answers; the truth is epsilon itself, so any verdict is
+    false: each of the two happens at most as often as 2.5 % and the error of the simulation allow."""
+    rng, rounds, equivalent, worse = np.random.default_rng([3, n]), 600, 0, 0
+    truth = math.exp(1.0**2 / 2 + 1.0**2 / 2)
+    for _ in range(rounds):
+        tokens = rng.integers(8, 65, n).astype(float)
+        level = rng.lognormal(0, 1.0, n)
+        sums = np.array([m * rng.lognormal(0, 1.0, int(t)).sum() for m, t in zip(level, tokens, strict=True)])
+        found = decide(share_interval(sums, tokens, 0.95), truth)
+        equivalent, worse = equivalent + (found == "equivalent"), worse + (found == "worse")
+    slack = 2 * math.sqrt(0.025 * 0.975 / rounds)
+    assert worse / rounds <= 0.025 + slack
+    assert equivalent / rounds <= 0.025 + slack, equivalent / rounds
+
+
+def test_per_example_counts_tokens_of_every_answer():
+    found = PerExample.of([line(1, [0.0, 0.2]), line(0, [0.0, 0.1, 0.3])])
+    assert found.names == ["e0", "e1"] and found.tokens.tolist() == [2, 1]
+    assert found.kl.tolist() == pytest.approx([0.4, 0.2])
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def sweep(stage, tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("kl") / "outputs"
+    words = ["-m", "model=tiny", "task=sample", "limit=2", "task.max_new_tokens=6", "task.nll=false"]
+    words += ["kv_ratio=0.3", "method=h2o,keyformer,pqcache", "divergence=false", f"outputs_dir={outputs}"]
+    code, said = stage.run(words, outputs.parent / "log")
+    assert code == 0, said
+    return outputs
+
+
+def test_the_command_measures_once_and_changes_no_row(sweep, capsys):
+    before = {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
+    assert main([str(sweep), "--text", "both"]) == 0
+    shown = capsys.readouterr().out
+    assert "its own greedy answer" in shown and "the reference answer" in shown and "too few" in shown
+    lines = {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
+    assert len(lines) == 3 and all(len(content.splitlines()) == 4 for content in lines.values())
+    assert main([str(sweep), "--text", "both"]) == 0
+    assert "measured already" in capsys.readouterr().out
+    assert lines == {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
+    assert before == {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
+
+
+def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
+    """The own text, decoded, is the output of full's row: made in another forward, from another file."""
+    main([str(sweep)])
+    base = next(run for run in runs(sweep) if run.labels["method"] == "full")
+    outputs = {row["example"]: row["output"] for row in base.rows()}
+    tokenizer = tokenizer_of(settings_at(base).model)
+    for run in runs(sweep):
+        for (example, text), line in divergence_lines.read(run).items():
+            if text == "own":
+                assert tokenizer.decode(line["tokens"], skip_special_tokens=True) == outputs[example]
+
+
+def test_nothing_to_measure_says_why(stage, tmp_path, capsys):
+    words = ("model=tiny", "task=sample", "limit=1", "task.max_new_tokens=4", "task.nll=false")
+    words += ("method=h2o", "generation=sampling")
+    code, said = stage.run([*words, f"outputs_dir={tmp_path / 'out'}"], tmp_path / "log")
+    assert code == 0, said
+    assert main([str(tmp_path / "out")]) == 1
+    assert "sampled answers differ by chance" in capsys.readouterr().out
+    assert main([str(tmp_path / "out"), "--epsilon", "0"]) == 2
+    assert main([str(tmp_path / "none")]) == 2
+
+
+def test_by_position_leaves_out_the_prefills_token():
+    lines = [line(0, [0.0, 0.1, 0.3], same_top1=[1, 1, 0]), line(1, [0.0, 0.3])]
+    frame = by_position(lines)
+    assert frame["position"].tolist() == [2, 3] and frame["n"].tolist() == [2, 1]
+    assert frame["kl"].tolist() == pytest.approx([0.2, 0.3]) and frame["top1"].tolist() == [1.0, 0.0]
+    assert by_position([line(0, [0.5, 0.1], first=False)])["position"].tolist() == [1, 2]
+
+
+def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
+    labels = {"model": "tiny", "task": "xsum", "method": "h2o", "kv_ratio": 0.5}
+    base = Run.open(tmp_path, {"method": "full"}, labels | {"method": "full"})
+    asked = {"config": {"epsilon_kl": 0.2, "epsilon_top1": 0.3}}
+    run = Run.open(tmp_path, labels, labels, baseline=base.hash, command=asked)
+    divergence_lines.append(run, [line(i, [0.0, 0.1, 0.1 + i / 1000]) for i in range(30)])
+    (row,) = divergence_table(folders(tmp_path)).to_dict("records")
+    assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.2, 0.3, "equivalent")
+    (row,) = divergence_table(folders(tmp_path), 0.05).to_dict("records")
+    assert (row["epsilon"], row["epsilon_top1"], row["verdict_kl"]) == (0.05, 0.3, "worse")
+
+
+def test_ends_that_say_nothing_are_not_printed_as_numbers():
+    from kvexp.results.divergence import _ends
+
+    assert _ends({"kl_low": 0.005, "kl_high": 2.3e7}, "kl", 4) == "0.0050..>100"
+    assert _ends({"kl_low": 0.005, "kl_high": 0.1}, "kl", 4) == "0.0050..0.1000"
+    assert _ends({"kl_low": math.nan, "kl_high": math.nan}, "kl", 4) == "too few"
+
+
+def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
+    for method, level in (("near", 0.01), ("far", 0.3)):
+        for ratio in (0.3, 0.6):
+            made(tmp_path, method, [line(i, [0.0, level, level * (1 + i / 40)]) for i in range(30)], kv_ratio=ratio)
+    write_scale(next(runs(tmp_path)), pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.003, "top1": 0.98}]))
+    for axis in ("kv_ratio", "position"):
+        assert picture([str(tmp_path), str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
+    drawn = (tmp_path / "kv_ratio.svg").read_text()
+    assert all(f"<!-- {text} -->" in drawn for text in ("near", "far", "epsilon 0.05"))
+    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--x", "bytes"]) == 2, "no rows, so no bytes"
+    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--text", "reference"]) == 2
+    assert "kvexp divergence" in capsys.readouterr().err
+
+
+def test_results_print_the_metric(tmp_path, capsys):
+    made(tmp_path, "h2o", [line(i, [0.0, 0.1, 0.2]) for i in range(24)])
+    assert results([str(tmp_path), "--metric", "kl", "--csv", str(tmp_path / "kl.csv")]) == 0
+    assert "KL divergence from the full cache" in capsys.readouterr().out
+    assert pd.read_csv(tmp_path / "kl.csv")["kl"].tolist() == pytest.approx([0.15])
+    assert results([str(tmp_path), "--metric", "top1", "--markdown", "x.md"]) == 2
+    assert results([str(tmp_path), "--metric", "kl", "--where", "method=full"]) == 1
+
+
+# What became of the full cache's answers, from rows made by hand.
+
+
+LABELS = {"model": "tiny", "task": "xsum", "kv_ratio": 0.5}
+
+
+def pair(outputs, full, other, method="h2o"):
+    """Folders of a baseline and a run with these rows, which lack an id alone."""
+    base = Run.open(outputs, {"method": "full"}, LABELS | {"method": "full", "kv_ratio": None})
+    run = Run.open(outputs, {"method": method}, LABELS | {"method": method}, baseline=base.hash)
+    for each, rows in ((base, full), (run, other)):
+        for index, row in enumerate(rows):
+            each.append({"example": f"e{index}", "index": index, "metrics": {"acc": 0.0}, "skipped": None} | row)
+    found = {folder.run.hash: folder for folder in folders(outputs)}
+    return found[run.hash], found[base.hash]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "place"),
+    [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 9, 3], 2), ([1, 2], [1, 2, 3], 3), ([1, 2, 3], [1, 2], 3)],
+)
+def test_first_difference(one, other, place):
+    assert first_difference(one, other) == place
+
+
+def test_answers(tmp_path):
+    full = [{"output_tokens": [1, 2, 3, 4]}, {"output_tokens": [5, 6]}, {"output_tokens": [7]}, {"output_tokens": []}]
+    other = [{"output_tokens": [1, 2, 9, 4]}, {"output_tokens": [5, 6]}, {"output_tokens": [8, 7]}, {}]
+    found = answer_changes(*pair(tmp_path, full, other))
+    assert found == pytest.approx({"same_answers": 1 / 3, "same_tokens": (3 / 4 + 1 + 0) / 3, "parts_at": 2.0})
+
+
+def test_rows_of_before_hold_no_tokens(tmp_path):
+    run, base = pair(tmp_path, [{}], [{"output_tokens": [1]}])
+    assert all(math.isnan(value) for value in answer_changes(run, base).values())
+    assert all(math.isnan(value) for value in answer_changes(run, None).values())
+    assert with_answers(divergence_table([run]), [run], {}).empty
+
+
+def test_choices_flip_both_ways(tmp_path):
+    def row(acc, *logprobs):
+        return {"metrics": {"acc": acc}, "choices": {"logprobs": list(logprobs), "tokens": [1] * len(logprobs)}}
+
+    full = [row(100.0, -1, -2), row(0.0, -3, -1), row(100.0, -1, -5), row(0.0, -2, -1)]
+    other = [row(0.0, -2, -1), row(100.0, -1, -3), row(0.0, -5, -1), row(0.0, -2, -1)]
+    found = choice_changes(*pair(tmp_path, full, other))
+    assert (found["n"], found["metric"], found["lost"], found["won"]) == (4, "acc", 2, 1)
+    assert found["choice_kl"] == pytest.approx(sum(map(by_hand, full, other)) / 4)
+    assert math.isnan(found["kl_low"]), "four examples give no interval"
+
+
+def by_hand(full, other):
+    """KL over two choices, from the definition."""
+    p, q = (1 / (1 + math.exp(b - a)) for a, b in (full["choices"]["logprobs"], other["choices"]["logprobs"]))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def test_scores_that_are_no_right_or_wrong_do_not_flip(tmp_path):
+    full = [{"metrics": {"f1": 30.0}, "choices": {"logprobs": [-1.0, -2.0]}}]
+    found = choice_changes(*pair(tmp_path, full, [{**full[0], "metrics": {"f1": 20.0}}]))
+    assert found["lost"] is None and found["choice_kl"] == 0.0
+
+
+def test_other_choices_have_no_divergence():
+    assert choice_kl({"logprobs": [-1.0]}, {"logprobs": [-1.0]}) is None
+    assert choice_kl({"logprobs": [-1.0, -2.0]}, {"logprobs": [-1.0, -2.0, -3.0]}) is None

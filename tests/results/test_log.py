@@ -1,0 +1,473 @@
+"""wandb offline: what is published is read back from the record on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from report_runs import outputs as outputs_of_report_runs
+
+from kvexp.results.divergence import divergence_frames
+from kvexp.results.plots import color_of
+from kvexp.results.table import table
+from kvexp.results.wandb_log import (
+    _points,
+    check,
+    check_reachable,
+    default_mode,
+    main,
+    publish,
+    report,
+    spec,
+    workspace,
+)
+from kvexp.run import store as divergence_lines
+from kvexp.run.store import Run
+from kvexp.util import ConfigError
+
+# wandb offline: what is published is read back from the record on disk.
+
+
+pytest.importorskip("wandb", reason="comes with kvexp[eval]")
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK, HEAD = (
+    32768,
+    7,
+)  # LevelDB's log format: blocks of records, each crc32, length, type (1 whole, 2 first, 3 middle, 4 last)
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """The payloads of a .wandb file; every checksum is verified."""
+    data, at, parts = file.read_bytes(), HEAD, b""  # wandb's own head: ":W&B", magic, version
+    assert data[:4] == b":W&B"
+    while at + HEAD <= len(data):
+        if BLOCK - at % BLOCK < HEAD:  # the rest of a block is padding
+            at += BLOCK - at % BLOCK
+            continue
+        crc, length, kind = struct.unpack_from("<IHB", data, at)
+        payload = data[at + HEAD : at + HEAD + length]
+        assert crc == zlib.crc32(bytes([kind]) + payload)
+        parts, at = (payload if kind in (1, 2) else parts + payload), at + HEAD + length
+        if kind in (1, 4):
+            yield parts
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Project, group, job_type, config, summary and history of a published run."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = folder.glob("run-*.wandb")
+    found: dict[str, Any] = {"config": {}, "summary": {}, "history": {}}
+    for payload in records(file):
+        record = wandb_internal_pb2.Record.FromString(payload)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found |= {name: getattr(record.run, name) for name in ("project", "run_group", "job_type", "run_id")}
+        for part, items in (
+            ("config", [*record.run.config.update, *record.config.update]),
+            ("summary", [*record.run.summary.update, *record.summary.update]),
+            ("history", record.history.item),
+        ):
+            for item in items:
+                found[part][item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    return found
+
+
+def row(index: int, score: float, evicts: bool) -> dict[str, Any]:
+    receipt = {"slots": 5.0, "kv_bytes": 100, "peak_kv_bytes": 200, "first_eviction_step": 0 if evicts else None}
+    found = {"example": f"e{index}", "index": index, "metrics": {"rouge1": score}, "prompt_tokens": 10}
+    found |= {"new_tokens": 3, "skipped": None, "seconds": {"ttft": 0.1, "tt2t": 0.2, "tpot": 0.1}, "receipt": receipt}
+    return found | {"output": f"output {index}\n{'words ' * 2000}", "reference": f"reference {index}"}
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A baseline, a run that loses 10 %, a void one and a failed one. Long outputs: the record spans blocks."""
+    folder, baseline = tmp_path / "outputs", None
+    for method, ratio, factor in (("full", 1.0, 1.0), ("h2o", 0.5, 0.9), ("window", 0.9, 1.0), ("tova", 0.2, None)):
+        labels = {"experiment": "first", "model": "tiny", "task": "xsum", "method": method, "kv_ratio": ratio}
+        config = {"method": {"name": method}, "kv_ratio": ratio, "limit": 30}
+        run = Run.open(folder, config, labels, baseline=baseline)
+        if factor is None:
+            run.fail(RuntimeError("out of memory"))
+            continue
+        for index in range(30):
+            run.append(row(index, factor * (index + 1.0), evicts=method == "h2o"))
+        run.finish(30)
+        if method == "h2o":
+            divergence_lines.append(run, [diverging(index) for index in range(30)])
+        baseline = run.hash if method == "full" else baseline
+    return folder
+
+
+def diverging(index: int) -> dict[str, Any]:
+    """Two tokens after the prefill's, of KL 0.1 and 0.3."""
+    line = {"example": f"e{index}", "index": index, "text": "own", "first_by_prefill": True, "tokens": [1, 2, 3]}
+    return line | {"kl": [0.0, 0.1, 0.3], "full_logprob": [-1.0] * 3, "logprob": [-1.5] * 3, "same_top1": [1, 1, 0]}
+
+
+def command(outputs: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    done = [sys.executable, "-m", "kvexp", "log", str(outputs), *options]
+    return subprocess.run(done, cwd=ROOT, env=without_account(home), capture_output=True, text=True, timeout=240)
+
+
+def without_account(home: Path) -> dict[str, str]:
+    """An environment with a home of its own: no account, and nothing outside the test's folder."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    home_and_caches = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    return env | dict.fromkeys(home_and_caches, str(home))
+
+
+def test_what_is_published_can_be_read_back(outputs: Path, tmp_path: Path) -> None:
+    done = command(outputs, tmp_path, "--project", "trial")
+    assert done.returncode == 0, done.stderr
+    assert "published 4 runs to project trial, offline" in done.stdout
+    folders = [path for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
+    published = {found["run_id"]: found for found in map(read, folders)}
+    rows = {each["hash"]: each for each in table(outputs).to_dict("records")}
+    assert {found["job_type"] for found in published.values()} == {"full", "h2o", "window", "tova", "sweep"}
+    assert {(found["project"], found["run_group"]) for found in published.values()} == {("trial", "first")}
+    for key, expected in rows.items():
+        check_run(published[key], expected, Run.load(outputs / key))
+    (sweep,) = (found for found in published.values() if found["job_type"] == "sweep")
+    check_sweep(sweep, next(folder for folder in folders if folder.name.endswith(sweep["run_id"])))
+    (h2o,) = (key for key, each in rows.items() if each["method"] == "h2o")
+    check_samples(next(folder for folder in folders if folder.name.endswith(h2o)))
+
+
+def check_run(found: dict[str, Any], expected: dict[str, Any], run: Run) -> None:
+    assert {name: found["config"][name] for name in run.config} == run.config
+    assert found["config"]["kvexp"]["hash"] == run.hash and found["config"]["kvexp"]["labels"] == run.labels
+    summary = found["summary"]
+    assert summary["verdict99"] == expected["verdict99"] and summary["status"] == expected["status"]
+    for name in ("rouge1", "rouge1_of_full", "rouge1_low", "needed", "kv_bytes", "tokens_per_s", "paired"):
+        missing = expected[name] is None or expected[name] != expected[name] or str(expected[name]) == "<NA>"
+        assert summary.get(name) == (None if missing else pytest.approx(expected[name]))
+    if expected["method"] == "h2o":
+        assert summary["rouge1_of_full"] == pytest.approx(90) and summary["verdict99"] == "fail"
+        assert summary["divergence.own.kl"] == pytest.approx(0.2) and summary["divergence.own.top1"] == 0.5
+        assert summary["divergence.own.verdict_kl"] == "worse"
+    else:
+        assert not [name for name in summary if name.startswith("divergence")]
+    if expected["method"] == "window":
+        assert summary["verdict99"] == "void" and "rouge1_of_full" not in summary
+
+
+def check_samples(folder: Path) -> None:
+    (file,) = (folder / "files" / "media" / "table").glob("examples_*.json")
+    shown = json.loads(file.read_text(encoding="utf-8"))
+    assert shown["columns"][:2] == ["example", "skipped"] and shown["columns"][-2:] == ["output", "reference"]
+    assert len(shown["data"]) == 20
+    assert shown["data"][3][-1] == "reference 3" and shown["data"][3][shown["columns"].index("rouge1")] == 3.6
+
+
+def check_sweep(found: dict[str, Any], folder: Path) -> None:
+    assert found["history"]["runs/_type"] == "table-file"
+    assert found["summary"]["n_runs"] == 4 and found["summary"]["verdict99.void"] == 1
+    assert any("quality vs kv_ratio: tiny / xsum" in key for key in found["history"])
+    tables = [json.loads(path.read_text(encoding="utf-8")) for path in folder.rglob("*.table.json")]
+    (chart,) = (each for each in tables if each["columns"] == ["line", "kv_ratio", "rouge1_of_full"])
+    points = [tuple(point) for point in chart["data"] if "mark" not in point[0]]
+    assert points == [("h2o", 0.5, pytest.approx(90.0))]  # neither the void nor the failed run
+    assert {point[0] for point in chart["data"]} == {"h2o", "99 % mark", "99.9 % mark"}
+    (chart,) = (each for each in tables if each["columns"] == ["line", "kv_ratio", "log10_kl"])
+    assert [tuple(point) for point in chart["data"]] == [("h2o", 0.5, pytest.approx(math.log10(0.2)))]
+    (whole,) = (each for each in tables if "hash" in each["columns"])
+    assert len(whole["data"]) == 4
+
+
+def test_published_again_it_is_the_same_run(outputs: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert command(outputs, tmp_path).returncode == 0
+    folders = [path for path in (outputs / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert {read(folder)["run_id"] for folder in folders} >= {path.parent.name for path in outputs.glob("*/done.json")}
+    assert len({read(folder)["run_id"] for folder in folders}) == 5
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "expected"),
+    [
+        ({}, "", "offline"),
+        ({"WANDB_API_KEY": "x"}, "", "online"),
+        ({"WANDB_API_KEY": "x", "WANDB_MODE": "offline"}, "", "offline"),
+        ({}, "machine api.wandb.ai login user password x", "online"),
+        ({}, "machine example.org login user password x", "offline"),
+        ({"WANDB_BASE_URL": "https://example.org"}, "machine example.org login user password x", "online"),
+    ],
+)
+def test_offline_unless_an_account_is_configured(
+    variables: dict[str, str], netrc: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "netrc"
+    file.write_text(netrc, encoding="utf-8")
+    monkeypatch.setenv("NETRC", str(file))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert default_mode() == expected
+
+
+def test_a_line_of_a_chart_is_a_method_with_its_setting() -> None:
+    rows = [
+        {"method": "h2o", "setting": setting, "kv_ratio": ratio, "rouge1_of_full": 90.0 + ratio}
+        for ratio in (0.5, 0.2)
+        for setting in ("", "method.recent_ratio=0.1")
+    ]
+    points = _points([*rows, {"method": "tova", "kv_ratio": 0.2, "rouge1_of_full": 80.0}], "kv_ratio", "rouge1")
+    lines = {name: [(x, y) for line, x, y in points if line == name] for name, *_ in points}
+    assert lines["h2o"] == lines["h2o method.recent_ratio=0.1"] == [(0.2, 90.2), (0.5, 90.5)]
+    assert lines["tova"] == [(0.2, 80.0)] and set(lines) >= {"99 % mark", "99.9 % mark"}
+
+
+def asked_by(*labels: dict[str, Any], folder: Path) -> Run:
+    for each in labels:
+        run = Run.open(folder, {"method": "full"}, {"model": "tiny", "task": "xsum", "method": "full"} | each)
+    for index in range(2):
+        run.append(row(index, 1.0, evicts=False))
+    run.finish(2)
+    return run
+
+
+def test_groups_are_experiments_or_else_model_and_task(tmp_path: Path) -> None:
+    asked_by({}, folder=tmp_path / "none")
+    asked_by({"experiment": "first"}, {"experiment": "second"}, folder=tmp_path / "two")
+    code = (  # in a process of its own, whose end closes wandb's files
+        "import sys; from pathlib import Path; from kvexp.results.wandb_log import publish\n"
+        "for name, options in (('none', {}), ('none', {'experiment': 'mine'}), ('two', {})):\n"
+        "    folder = Path(sys.argv[1], name)\n"
+        "    paths = [file.parent for file in folder.glob('*/config.json')]\n"
+        "    publish(paths, mode='offline', directory=folder / 'to' / '_'.join(options), **options)\n"
+    )
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    subprocess.run(line, cwd=ROOT, env=without_account(tmp_path), check=True, timeout=240)
+
+    def groups(place: str) -> set[tuple[str, str]]:
+        folders = [path for path in (tmp_path / place / "wandb").glob("offline-run-*") if path.is_dir()]
+        return {(found["run_group"], found["job_type"]) for found in map(read, folders)}
+
+    assert groups("none/to") == {("tiny/xsum", "full"), ("tiny/xsum", "sweep")}
+    assert groups("none/to/experiment") == {("mine", "full"), ("mine", "sweep")}
+    assert groups("two/to") == {("second", "full"), ("first", "sweep"), ("second", "sweep")}
+
+
+@pytest.mark.parametrize(
+    ("project", "mode", "words"),
+    [
+        ("", None, "log.project must be a name, got ''"),
+        (None, None, "log.project must be a name, got None"),
+        ("a/b#", None, "none of / .*, got / #"),
+        ("a" * 129, None, "may have 128 characters .*, got 129 characters"),
+        ("kvexp", "sometimes", "log.mode must be one of auto, online, offline, disabled, got 'sometimes'"),
+    ],
+)
+def test_what_wandb_cannot_take(project: Any, mode: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(project, mode)
+
+
+def test_a_mode_that_is_none_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "dryrun")
+    with pytest.raises(ConfigError, match="the variable WANDB_MODE must be one of online, offline, disabled, got 'dry"):
+        check("kvexp", None)
+    assert check("kvexp", "offline") == "offline"
+
+
+def test_nothing_to_publish(tmp_path: Path) -> None:
+    done = command(tmp_path / "nothing", tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: no folder {tmp_path / 'nothing'}; name the outputs")
+    (tmp_path / "empty").mkdir()
+    done = command(tmp_path / "empty", tmp_path)
+    assert done.returncode == 1 and "no run under" in done.stdout
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        publish([tmp_path / "nothing"], mode="offline")
+
+
+def test_without_wandb_the_error_says_what_to_install(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    paths = [path.parent for path in outputs.glob("*/config.json")]
+    with pytest.raises(ConfigError, match="pip install"):
+        publish(paths, mode="offline")
+
+
+def test_disabled_writes_nothing(outputs: Path) -> None:
+    paths = [path.parent for path in outputs.glob("*/config.json")]
+    assert publish(paths, mode="disabled") == []
+    assert not (outputs / "wandb").exists()
+
+
+# The dashboards' spec against what kvexp.results.wandb_log really logs, and the objects wandb's API makes of it; no
+# network.
+
+
+pytest.importorskip("wandb_workspaces", reason="comes with kvexp[eval]")
+
+# wandb_workspaces itself is written against pydantic's older interface.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return outputs_of_report_runs(tmp_path_factory.mktemp("dashboards") / "outputs")
+
+
+@pytest.fixture(scope="module")
+def logged(folder: Path) -> list[dict[str, Any]]:
+    """What kvexp.results.wandb_log wrote to disk, run by run."""
+    done = command(folder, folder.parent, "--offline")
+    assert done.returncode == 0, done.stderr
+    return [read(path) for path in (folder / "wandb").glob("offline-run-*") if path.is_dir()]
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    return spec(table(folder), divergence_frames(folder, {})[0])
+
+
+def panels(described: dict[str, Any], kind: str) -> list[dict[str, str]]:
+    return [each for section in described["sections"] for each in section["panels"] if each["kind"] == kind]
+
+
+def of_kind(value: Any, kind: str) -> list[Any]:
+    """Every panel of a viewType, wherever it lies in a serialised view."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    own = [value] if isinstance(value, dict) and value.get("viewType") == kind else []
+    return own + [found for each in inside for found in of_kind(each, kind)]
+
+
+def test_every_panel_is_over_keys_that_are_logged(folder: Path, logged: list[dict[str, Any]]) -> None:
+    described = whole(folder)
+    runs = [found for found in logged if found["job_type"] != "sweep"]
+    (sweep,) = (found for found in logged if found["job_type"] == "sweep")
+    points, lines = panels(described, "points"), panels(described, "lines")
+    assert {each["x"] for each in points} == {
+        *("kv_ratio", "tpot_s", "ttft_s", "tokens_per_s"),
+        *("kv_bytes", "peak_kv_bytes"),
+    }
+    for each in points:
+        assert any({each["x"], each["y"]} <= set(found["summary"]) for found in runs), each
+    for each in lines:
+        assert f"{each['key']}_table/path" in sweep["summary"], each
+        there = sweep["config"][f"_wandb/visualize/{each['key']}"]["panel_config"]
+        assert there["panelDefId"] == "wandb/line/v0"
+        assert there["fieldSettings"] == {"x": each["x"], "y": each["y"], "stroke": "line"}
+    assert "runs/path" in sweep["summary"] and all("examples/path" in found["summary"] for found in runs)
+    assert [each["key"] for each in panels(described, "table")] == ["runs", "examples"]
+    for name in described["columns"]:
+        assert any(name in found["summary"] for found in runs), name
+    assert set(described["colors"]) == {found["run_id"] for found in runs}
+
+
+def test_every_chart_that_is_logged_has_a_panel(folder: Path, logged: list[dict[str, Any]]) -> None:
+    (sweep,) = (found for found in logged if found["job_type"] == "sweep")
+    charts = {key.removeprefix("_wandb/visualize/") for key in sweep["config"] if key.startswith("_wandb/visualize/")}
+    assert charts == {each["key"] for each in panels(whole(folder), "lines")} and len(charts) == 10
+
+
+def test_an_axis_that_nothing_recorded_has_no_panel(folder: Path) -> None:
+    described = spec(table(folder, {"task": "needle"}))
+    assert "Quality against speed" not in {section["name"] for section in described["sections"]}
+    assert {each["x"] for each in panels(described, "points")} == {"kv_ratio", "kv_bytes", "peak_kv_bytes"}
+
+
+def test_the_workspace_serialises_and_comes_back(folder: Path) -> None:
+    import wandb_workspaces.workspaces as ws
+
+    described = spec(table(folder))
+    made = workspace(described, "somebody", "trial")._to_model()
+    text = json.loads(made.spec.model_dump_json(by_alias=True, exclude_none=True))
+    check_panels(text, described)
+    assert text["section"]["customRunColors"] == described["colors"]
+    (tova,) = table(folder, {"method": "tova"})["hash"]
+    assert described["colors"][tova] == color_of("tova")
+    back = ws.Workspace._from_model(made)
+    assert [section.name for section in back.sections] == [section["name"] for section in described["sections"]]
+    assert [len(section.panels) for section in back.sections] == [len(each["panels"]) for each in described["sections"]]
+
+
+def test_the_report_serialises(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb_workspaces.reports.v2.interface as interface
+
+    # A run set asks the server for its project's number; nothing else of building a report needs one.
+    monkeypatch.setattr(interface, "_get_api", lambda: None)
+    monkeypatch.setattr(interface, "execute_graphql", lambda *_: {"project": {"internalId": "1"}})
+    described = spec(table(folder))
+    made = report(described, "somebody", "trial")._to_model()
+    check_panels(json.loads(made.spec.model_dump_json(by_alias=True, exclude_none=True)), described)
+
+
+def check_panels(text: dict[str, Any], described: dict[str, Any]) -> None:
+    scatters = [each["config"] for each in of_kind(text, "Scatter Plot")]
+    expected = [(f"summary:{each['x']}", f"summary:{each['y']}") for each in panels(described, "points")]
+    assert [(each["xAxis"], each["yAxis"]) for each in scatters] == expected
+    charts = [each["config"] for each in of_kind(text, "Vega2")]
+    tables = [field["args"][0]["value"] for each in charts for field in fields(each) if field["name"] == "summaryTable"]
+    assert tables == [f"{each['key']}_table" for each in panels(described, "lines")]
+    assert len(of_kind(text, "Weave")) == 2
+
+
+def fields(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(config["userQuery"]["queryFields"][0]["fields"])
+
+
+def test_the_spec_is_printed_without_account(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_account(monkeypatch, tmp_path)
+    assert main([str(folder), "--print"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(whole(folder)))
+
+
+def no_account(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    (home / "netrc").touch()
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+
+
+def test_without_account_runs_or_network_it_is_one_clear_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_account(monkeypatch, tmp_path)
+
+    def error(*options: str) -> str:
+        assert main([str(option) for option in options]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+        return said.err
+
+    assert "no wandb account is configured: run `wandb login` or set WANDB_API_KEY" in error(str(folder))
+    assert f"no run under {tmp_path}" in error(str(tmp_path))
+    assert "log.project may have" in error(str(folder), "--project", "a/b")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # the discard port: nobody listens
+    assert "no answer from http://127.0.0.1:9" in error(str(folder))
+
+
+def test_any_answer_of_a_server_is_one() -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        check_reachable(f"http://127.0.0.1:{server.server_port}")
+        thread.join()
+    with pytest.raises(ConfigError, match="no answer from nonsense"):
+        check_reachable("nonsense")

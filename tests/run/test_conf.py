@@ -1,0 +1,137 @@
+"""Every option of every configuration group composes and builds, and every method class has its file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from small import small
+
+import kvexp.retrieval
+from kvexp.run.build import build
+from kvexp.run.settings import settings_of
+from kvexp.tasks.data import DataSource
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+GROUPS = {g.name: sorted(p.stem for p in g.glob("*.yaml")) for g in CONF.iterdir() if g.is_dir()}
+
+
+def composed(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", small(*overrides))
+    plain = OmegaConf.to_container(config, resolve=True)
+    choices = dict(o.split("=", 1) for o in small(*overrides) if o.split("=")[0] in GROUPS)
+    return {k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices
+
+
+@pytest.mark.parametrize("method", GROUPS["method"])
+def test_methods(method, request):
+    if method in ("qfilters", "triattention"):
+        request.getfixturevalue("tiny_calibration")
+    if method == "kvzap":
+        request.getfixturevalue("tiny_surrogate")
+    extra = ["cache.positions=original"] if method == "streaming_llm" else []
+    settings = settings_of(*composed(f"method={method}", *extra))
+    assert settings.labels["method"] == method
+    node = OmegaConf.load(CONF / "method" / f"{method}.yaml")
+    fields = {f.name for f in dataclasses.fields(settings.method)}
+    assert set(node) - {"_target_"} == fields, "the file lists every setting of the method"
+    if method != "h2o_keyformer_paper":
+        assert settings.method == type(settings.method)(), "the file's values are the method's defaults"
+        assert settings.method.name == method
+
+
+def test_every_method_has_a_file():
+    packages = (kvexp.methods, kvexp.retrieval)
+    classes = {getattr(package, name).name for package in packages for name in package.__all__}
+    assert classes <= set(GROUPS["method"])
+
+
+@pytest.mark.parametrize("budget", GROUPS["budget"])
+def test_budgets(budget):
+    settings = settings_of(*composed(f"budget={budget}", "kv_ratio=0.3"))
+    assert settings.budget.kv_ratio == (None if budget in ("tokens", "threshold") else 0.3)
+
+
+@pytest.mark.parametrize("generation", GROUPS["generation"])
+def test_generations(generation):
+    settings = settings_of(*composed(f"generation={generation}"))
+    assert settings.decoding.max_new_tokens == settings.task.max_new_tokens
+
+
+@pytest.mark.parametrize("task", GROUPS["task"])
+def test_tasks(task):
+    config, _ = composed(f"task={task}")
+    built = build(config["task"], "task", within="kvexp.tasks")
+    built.check_options()
+    fields, given = {f.name for f in dataclasses.fields(built)}, set(config["task"]) - {"_target_"}
+    assert given <= fields
+    source = {f.name for f in dataclasses.fields(DataSource)}  # of no use to a task that makes its own rows
+    missing = fields - given - {"limit", "shared_context"} - (source if built.generated else set())
+    assert not missing, f"add to conf/task/{task}.yaml, so that nobody needs a + on the command line: {sorted(missing)}"
+
+
+def test_model_options_say_that_an_open_revision_moves():
+    for model in GROUPS["model"]:
+        for line in (CONF / "model" / f"{model}.yaml").read_text().splitlines():
+            if line.startswith("revision: null"):
+                assert "# null: whatever main is that day" in line, model
+
+
+@pytest.mark.parametrize("model", GROUPS["model"])
+def test_models(model, tmp_path, request):
+    from kvexp.hf.patch import FAMILIES
+    from kvexp.run.model_spec import ModelSpec
+
+    config, _ = composed(f"model={model}", *([f"model.path={tmp_path}"] if model == "local" else []))
+    if model == "local":
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        save_file({f"x{number}": torch.ones(1) for number in range(99)}, tmp_path / "model.safetensors")
+    if str(config["model"].get("path")).startswith("pypi:"):
+        request.getfixturevalue("wheels")  # a stand-in, for tests fetch nothing
+    spec = ModelSpec.of(config["model"])
+    assert spec.kind in ("pretrained", "random")
+    assert spec.family in (None, *FAMILIES)
+
+
+@pytest.mark.parametrize("experiment", GROUPS["experiment"])
+def test_experiments(experiment):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", [f"experiment={experiment}"], return_hydra_config=True)
+    assert config.hydra.mode.name == "MULTIRUN"
+    assert config.hydra.sweeper.params
+
+
+@pytest.mark.parametrize("pair", GROUPS["model_task"])
+def test_pairs_name_a_model_and_a_task(pair):
+    model = next(m for m in GROUPS["model"] if pair.startswith(f"{m}_") and pair[len(m) + 1 :] in GROUPS["task"])
+    config, _ = composed(f"model={model}", f"task={pair[len(model) + 1 :]}")
+    assert config["model"]["chat"] is True
+
+
+def test_identity_leaves_out_what_cannot_change_a_number():
+    one = settings_of(*composed("kv_ratio=0.3", "batch_size=4", "outputs_dir=elsewhere", "limit=2")).identity
+    two = settings_of(*composed("kv_ratio=0.3")).identity
+    assert one == two
+    for change in (
+        "kv_ratio=0.4",
+        "seed=1",
+        "method.recent_ratio=0.4",
+        "cache.evict_every=2",
+        "generation.num_beams=2",
+    ):
+        assert settings_of(*composed("kv_ratio=0.3", change)).identity != two, change
+
+
+def test_one_baseline_for_all_methods_and_budgets():
+    changes = (["method=h2o", "kv_ratio=0.2"], ["method=keyformer", "kv_ratio=0.7", "seed=3"], ["method=full"])
+    hashes = {str(settings_of(*composed(*c)).baseline().identity) for c in changes}
+    assert len(hashes) == 1
+    assert (
+        settings_of(*composed("method=full", "kv_ratio=0.9")).identity == settings_of(*composed("method=full")).identity
+    )

@@ -1,0 +1,180 @@
+"""Whatever a configuration says: it runs, or one ConfigError says why not. Never another exception, never a wrong row.
+
+The short form is part of every test run; 500 values, and 500 overrides carried out on the tiny model, are marked slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cache
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf, open_dict
+from test_conf import CONF, GROUPS
+
+from kvexp.run.jobs import HydraJob, run_job, runs_of
+from kvexp.run.store import runs
+from kvexp.util import ConfigError, Session
+
+TASKS = ("sample", "testbed_qa", "testbed_choice", "cnn_dailymail", "longbench", "gsm8k_cot", "perplexity", "lm_eval")
+WORDS = st.one_of(
+    st.sampled_from(
+        [
+            "",
+            " ",
+            "auto",
+            "full",
+            "null",
+            "1e400",
+            "-1",
+            "0/2",
+            "/",
+            "..",
+            "~",
+            "{}",
+            "{prompt}",
+            "é\u202e\x00",
+            "x" * 5000,
+        ]
+    ),
+    st.text(max_size=12),
+)
+SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.integers(-3, 40), st.floats(), WORDS),
+    st.floats(-1, 2),
+)
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.sampled_from(["_target_", "a", "0"]), SCALARS, max_size=2),
+)
+MILD = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 7), st.floats(-0.5, 1.5), st.sampled_from(["", "auto", "mask", "é{}"])
+)
+
+
+@cache
+def composed(method, task):
+    few = ["limit=1", "task.max_new_tokens=3"] if task == "sample" else ["limit=1"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", ["model=tiny", f"method={method}", f"task={task}", "kv_ratio=0.5", *few])
+
+
+def keys(node, place=""):
+    """Every place of the configuration, groups included."""
+    for key in node:
+        here = f"{place}.{key}" if place else str(key)
+        if here.split(".")[0] in ("hydra", "log", "experiment", "outputs_dir"):
+            continue
+        yield here
+        if isinstance(node, DictConfig) and isinstance(node._get_node(key), DictConfig):
+            yield from keys(node[key], here)
+
+
+@st.composite
+def jobs(draw, values, tasks=TASKS):
+    """A job whose configuration had up to three settings replaced, or one added."""
+    method, task = draw(st.sampled_from(GROUPS["method"])), draw(st.sampled_from(tasks))
+    config = copy.deepcopy(composed(method, task))
+    places = sorted(keys(config))
+    changed = draw(st.lists(st.tuples(st.sampled_from(places), values), min_size=1, max_size=3))
+    with open_dict(config):
+        for place, value in changed:
+            try:
+                OmegaConf.update(config, place, value, merge=False, force_add=True)
+            except ValueError:  # a place inside of what has become a list: no command line can name it
+                reject()
+    return HydraJob(
+        config,
+        [f"{place}={value!r}" for place, value in changed],
+        {"model": "tiny", "method": method, "task": task},
+        None,
+    )
+
+
+def refusal(job):
+    """Why it is refused; None where its settings are right. Nothing is loaded."""
+    try:
+        for one in runs_of(job, Session()):
+            one.task.check_options()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def check_refusal(job):
+    why = refusal(job)
+    assert why is None or (why.strip() and "Traceback" not in why)
+
+
+@given(job=jobs(VALUES))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_any_value_is_taken_or_refused_in_words(job):
+    check_refusal(job)
+
+
+@pytest.mark.slow
+@given(job=jobs(VALUES))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_five_hundred_values_are_taken_or_refused_in_words(job):
+    check_refusal(job)
+
+
+def carry_out(job, folder, capsys):
+    with open_dict(job.config):
+        job.config.outputs_dir = str(folder)
+    run_job(job, Session())
+    err = capsys.readouterr().err
+    assert "Traceback" not in err, (job.overrides, err)
+    for run in runs(folder):
+        for row in run.rows():
+            assert row["skipped"] or row["metrics"], job.overrides
+            assert all(math.isfinite(value) for value in row["metrics"].values()), job.overrides
+            assert row["skipped"] or row["prompt_tokens"] > 0
+
+
+@given(job=jobs(MILD, ("sample",)))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+def test_what_is_taken_runs_or_is_refused_in_words(job, tmp_path_factory, capsys):
+    carry_out(job, tmp_path_factory.mktemp("fuzz"), capsys)
+
+
+@pytest.mark.slow
+@given(job=jobs(MILD, ("sample", "testbed_qa", "testbed_choice")))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+def test_five_hundred_overrides_carried_out(job, tmp_path_factory, capsys):
+    carry_out(job, tmp_path_factory.mktemp("fuzz"), capsys)
+
+
+# What the fuzzing found, each once a bare traceback.
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("model.kind", [], "model.kind must be pretrained or random"),
+        ("model.config", None, "model.config must be a group of settings, got None"),
+        (
+            "model.config.num_key_value_heads",
+            3,
+            "model.config cannot be that of a llama model: 2 layers of 4 heads in 3",
+        ),
+        ("model.config.num_hidden_layers", 0, "num_hidden_layers must be a whole number of at least 1, got 0"),
+        ("model.config.vocab_size", -1, "model.config cannot be that of a llama model"),
+        ("generation.eos", -0.25, "eos must be a token id"),
+        ("generation.eos", [1, True], "eos must be a token id"),
+        ("cache", 26, "cache must be a group of settings"),
+        ("cache", {}, "cache.mode is missing"),
+    ],
+)
+def test_found_by_fuzzing(tmp_path, capsys, place, value, message):
+    config = copy.deepcopy(composed("h2o", "sample"))
+    with open_dict(config):
+        OmegaConf.update(config, place, value, merge=False, force_add=True)
+        config.outputs_dir = str(tmp_path)
+    session = Session()
+    run_job(HydraJob(config, [place], {"model": "tiny", "method": "h2o", "task": "sample"}, None), session)
+    err = capsys.readouterr().err
+    assert session.failures and message in err and "Traceback" not in err

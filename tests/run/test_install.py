@@ -1,0 +1,167 @@
+"""kvexp as it is installed: a wheel, an environment and a folder of its own, and the command `kvexp`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+from pages import files
+
+from kvexp import cli
+from kvexp.run.store import runs
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("kvexp", "conf", "hydra_plugins", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel made of a copy of what it is made of; nothing is downloaded."""
+    if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
+        pytest.skip("pyproject.toml needs setuptools 77, and this environment has an older one")
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / "source")
+    line = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / "source"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of an environment's commands, with that wheel and, behind it, what is installed here."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    line = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth files count for nothing here
+    return folder / "bin"
+
+
+def called(installed, *words, cwd):
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [installed / words[0], *words[1:]], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_that_is_read(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder in ("conf", "tasks/articles_data/texts", "results/assets", "tasks/testbed_models"):
+        files = {path.relative_to(ROOT) for path in (ROOT / "kvexp" / folder).glob("**/*") if path.is_file()}
+        assert files and {str(path) for path in files} <= names, folder
+    assert "kvexp/tasks/articles_data/needles.json" in names and "hydra_plugins/kvexp_shipping.py" in names
+
+
+@pytest.mark.slow
+def test_kvexp_run_works_outside_the_checkout(installed, tmp_path):
+    done = called(installed, "kvexp", "run", "limit=1", "model=testbed_rope", "task=testbed_summary", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(runs(tmp_path / "outputs"))) == 2  # h2o and its baseline, in the folder where it was called
+    shown = called(installed, "kvexp", "results", cwd=tmp_path)
+    assert shown.returncode == 0 and "h2o" in shown.stdout, shown.stderr
+    sample = called(installed, "kvexp", "run", "--dry-run", "task=sample", "model=testbed_rope", cwd=tmp_path)
+    assert sample.returncode == 0 and "2 runs" in sample.stdout, sample.stdout + sample.stderr
+    where = called(installed, "python", "-c", "import kvexp; print(kvexp.__file__)", cwd=tmp_path)
+    assert str(installed.parent) in where.stdout
+
+
+@pytest.mark.slow
+def test_an_own_method_runs_outside_the_checkout(installed, tmp_path):
+    """The command's own folder is searched by Python, and not the current one: kvexp searches that."""
+    (text,) = files(ROOT / "docs" / "new_method.md").values()
+    (tmp_path / "keydiff.py").write_text(text)
+    small = ("model=testbed_rope", "task=testbed_summary", "limit=1", "task.max_new_tokens=2")
+    for words in ("method=keydiff.KeyDiff", "+method_file=keydiff.py"):
+        done = called(installed, "kvexp", "run", *small, words, cwd=tmp_path)
+        assert done.returncode == 0 and "keydiff.KeyDiff" in done.stdout, done.stderr
+    assert len(list(runs(tmp_path / "outputs"))) == 2
+    shown = called(installed, "kvexp", "methods", "keydiff.KeyDiff", cwd=tmp_path)
+    assert shown.returncode == 0 and "recent_ratio: 0.1" in shown.stdout, shown.stderr
+
+
+def test_the_lowest_versions_are_those_that_are_run():
+    """Each lower bound is a pin of constraints-oldest.txt, which `make oldest` runs; torch's is told in docs."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    floors = dict(re.match(r"([\w-]+)>=([\d.]+)", line).groups() for line in wanted if ">=" in line)
+    torch = floors.pop("torch")
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
+    assert floors == pins
+    said = (ROOT / "docs" / "models.md").read_text()
+    major, minor = floors["transformers"].split(".")[:2]
+    assert f"{major}.{minor} (`make oldest`)" in said and f"torch {torch}" in said
+    assert "oldest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_commands_are_listed_without_torch_or_hydra():
+    code = (
+        "import sys\nfrom kvexp.cli import main\nsys.argv = ['kvexp', '--help']\n"
+        "try: main()\nexcept SystemExit: print({'torch', 'hydra', 'pandas'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "set()"
+    for name in ("run", "results", "report", "diagnose", "methods", "log", "testbed", "lm-eval", "plot"):
+        assert any(line.split()[:1] == [name] for line in lines), name
+
+
+COMMANDS = {name: place for name, (place, _) in cli.COMMANDS.items() if name not in ("run", "methods", "lm-eval")}
+COMMANDS |= {f"plot {kind}": place for kind, place in cli.PLOTS.items()}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_calls_a_command_by_its_name(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["kvexp", *name.split(), "--help"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: kvexp {name} ")
+
+
+def command(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["kvexp", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return (stopped.value.code, *capsys.readouterr())
+
+
+def test_a_command_is_misspelt(monkeypatch, capsys):
+    assert command(monkeypatch, capsys, "rum") == (2, "", "error: kvexp has no command 'rum'; did you mean run?\n")
+    code, _, err = command(monkeypatch, capsys, "zzz")
+    assert code == 2 and "one of run, results" in err
+
+
+def test_methods_are_listed_with_what_they_are(monkeypatch, capsys):
+    code, out, _ = command(monkeypatch, capsys, "methods")
+    assert code == 0 and {line.split()[0] for line in out.splitlines()} == {
+        path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")
+    }
+    assert "H2O: heavy hitters by accumulated attention" in out
+    code, out, _ = command(monkeypatch, capsys, "methods", "h2o")
+    assert code == 0 and (ROOT / "conf" / "method" / "h2o.yaml").read_text() in out
+    code, _, err = command(monkeypatch, capsys, "methods", "h3o")
+    assert code == 2 and "no method 'h3o'" in err and err.count("\n") == 1
+
+
+def test_a_kind_of_plot_that_is_not_known_is_said(capsys):
+    assert cli.plot(["qualty"]) == 2
+    assert capsys.readouterr().err == "error: kvexp plot has no kind 'qualty'; did you mean quality?\n"

@@ -1,0 +1,432 @@
+"""The command line end to end on the tiny model: rows, baselines, resuming, failures, exit codes, what a user reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+
+from kvexp.run.batches import evaluate_run
+from kvexp.run.prompts import tokenize
+from kvexp.run.settings import settings_of
+from kvexp.run.store import runs
+from kvexp.tasks import Example, Stories
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = small("limit=2", "task.max_new_tokens=4", "task.continuation_words=3")
+
+
+def settings(outputs, *overrides):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose(
+            "config",
+            small(*SMALL[2:], f"outputs_dir={outputs}", f"task.data_files={ROOT}/conf/task/sample.jsonl", *overrides),
+        )
+    plain = OmegaConf.to_container(config, resolve=True)
+    choices = {"method": "h2o", "model": "tiny", "task": "sample", "budget": "ratio"}
+    choices |= dict(o.split("=", 1) for o in overrides if "." not in o.split("=")[0])
+    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+
+
+def command(*arguments, cwd=ROOT):
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "0", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "run.py", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_run_makes_its_baseline_and_rows(tmp_path):
+    record = evaluate_run(settings(tmp_path, "kv_ratio=0.3"))
+    assert record.finished
+    both = {r.hash: r for r in runs(tmp_path)}
+    assert set(both) == {record.hash, record.baseline}
+    baseline = both[record.baseline]
+    assert [r["example"] for r in record.rows()] == [r["example"] for r in baseline.rows()] == ["sample-0", "sample-1"]
+    for row, full in zip(record.rows(), baseline.rows(), strict=True):
+        assert row["prompt_digest"] == full["prompt_digest"] and len(row["prompt_digest"]) == 16
+        assert (row["finish_reason"], row["stop_reason"]) in {("length", None), ("stop", "</s>")}
+        assert row["finish_reason"] == "stop" or row["new_tokens"] == 4
+        assert row["receipt"]["first_eviction_step"] == 0
+        assert full["receipt"]["first_eviction_step"] is None
+        assert row["receipt"]["slots"] == int(0.3 * row["prompt_tokens"]) - 1 + (row["new_tokens"] == 0)
+        assert 0 < row["receipt"]["attention_kept"] < 1
+        assert row["receipt"]["peak_kv_bytes"] >= row["receipt"]["kv_bytes"] > 0
+        assert set(row["metrics"]) == {"rouge1", "rouge2", "rougeL", "rougeLsum", "nll"}
+        assert row["seconds"]["ttft"] > 0
+    assert baseline.labels["method"] == "full"
+    assert record.env["transformers"]
+
+
+def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path, capsys):
+    first = evaluate_run(settings(tmp_path))
+    before = (first.path / "examples.jsonl").read_bytes()
+    capsys.readouterr()
+    evaluate_run(settings(tmp_path))
+    assert "2 of 2 rows are there already" in capsys.readouterr().out
+    assert (first.path / "examples.jsonl").read_bytes() == before
+    more = evaluate_run(settings(tmp_path, "limit=3"))
+    assert more.hash == first.hash
+    assert (first.path / "examples.jsonl").read_bytes().startswith(before)
+    assert len(more.rows()) == 3
+
+
+def without_times(rows):
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
+    one, two = (evaluate_run(settings(tmp_path / b, "method=keyformer", f"batch_size={b}")) for b in ("1", "2"))
+    ones, twos = without_times(one.rows()), without_times(two.rows())
+    for a, b in zip(ones, twos, strict=True):
+        for bytes_ in ("kv_bytes", "peak_kv_bytes"):  # padding is memory too
+            a["receipt"].pop(bytes_), b["receipt"].pop(bytes_)
+        assert (a["receipt"].pop("batch_size"), b["receipt"].pop("batch_size")) == (1, 2)
+        assert a["receipt"].pop("attention_kept") == pytest.approx(b["receipt"].pop("attention_kept"), abs=1e-5)
+        assert a["metrics"].pop("nll") == pytest.approx(b["metrics"].pop("nll"), abs=1e-4)
+        assert a == b
+    again = evaluate_run(settings(tmp_path / "again", "method=keyformer"))
+    assert without_times(again.rows()) == without_times(one.rows())
+
+
+def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
+    import kvexp.run.batches as module
+
+    good = module._generate
+    calls = []
+
+    def breaks(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("out of luck")
+        return good(*arguments)
+
+    monkeypatch.setattr(module, "_generate", breaks)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        evaluate_run(settings(tmp_path))
+    failed = next(r for r in runs(tmp_path) if r.labels["method"] == "h2o")
+    assert failed.failure()["message"] == "out of luck"
+    assert len(failed.rows()) == 1
+    record = evaluate_run(settings(tmp_path))
+    assert record.failure() is None
+    assert len(record.rows()) == 2
+
+
+def test_prompts_are_cut_as_the_task_says():
+    class Words:
+        def __call__(self, text, add_special_tokens=True, verbose=True):
+            words = text.split()
+            return type("Encoding", (), {"input_ids": (["<s>"] if add_special_tokens else []) + words})
+
+    example = Example("a", "do this: one two three four five so", "", "", "do this: ", "one two three four five", " so")
+    base = {"prompt_share": 0.5}
+    middle = tokenize(example, Stories(**base), Words(), 99, chat=False)
+    assert (middle.truncated, middle.tokens) == (False, 9)
+    object.__setattr__(task := Stories(**base), "truncate", "middle")
+    cut = tokenize(example, task, Words(), 6, chat=False)
+    assert (cut.ids, cut.truncated) == (["<s>", "do", "this:", "one", "two", "so"], True)
+    assert tokenize(example, task, Words(), 4, chat=False).skipped == "too long"
+    object.__setattr__(task, "truncate", "right")
+    assert tokenize(example, task, Words(), 4, chat=False).ids == ["<s>", "do", "this:", "one"]
+    object.__setattr__(task, "truncate", "skip")
+    assert tokenize(example, task, Words(), 8, chat=False).skipped == "too long"
+
+
+def test_a_continuation_is_tokenised_where_it_stands(stories260k):
+    """SentencePiece gives a text that starts with a space one token more than the same words inside a text have."""
+    from kvexp.hf import load_tokenizer
+    from kvexp.run.prompts import TokenizedExample, continuation
+
+    tokenizer = load_tokenizer(stories260k)
+    text, words = "Once upon a time", " there was a girl named Lily."
+    prompt = TokenizedExample(Example("a", text, words, words), text, tokenizer(text).input_ids)
+    ids = continuation(prompt, tokenizer, chat=False)
+    assert prompt.ids + ids == tokenizer(text + words).input_ids
+    assert len(ids) < len(tokenizer(words, add_special_tokens=False).input_ids)
+
+
+def test_a_cut_prompt_is_tokenised_as_one_text(stories260k):
+    from kvexp.hf import load_tokenizer
+    from kvexp.tasks import XSum
+
+    tokenizer = load_tokenizer(stories260k)
+    parts = ("Summarize:\n", "Lily went to the park. " * 30, "\nSummary:")
+    example = Example("a", "".join(parts), "x", "", *parts)
+    cut = tokenize(example, XSum(), tokenizer, 60, chat=False)
+    assert cut.truncated
+    assert cut.ids == tokenizer(cut.text).input_ids
+    assert 50 < len(cut.ids) <= 60
+    assert cut.text.startswith(parts[0])
+    assert cut.text.endswith(parts[2])
+
+
+def test_a_chat_prompt_is_what_the_template_makes():
+    class Chat:
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt, **_):
+            return f"[INST] {messages[0]['content'].strip()} [/INST]"
+
+        def __call__(self, text, add_special_tokens, verbose):
+            assert not add_special_tokens
+            return type("Encoding", (), {"input_ids": text.split()})
+
+    example = Example("a", "do: so much \n", "x", "", "do: ", "so much", " \n")
+    assert tokenize(example, Stories(), Chat(), 99, chat=True).text == "[INST] do: so much [/INST]"
+
+
+def test_weights_replaced_in_place_are_another_model(tmp_path):
+    from tiny import stock
+
+    from kvexp.run.model_spec import ModelSpec
+
+    stock("gpt2").save_pretrained(tmp_path)
+    node = {"kind": "pretrained", "path": str(tmp_path)}
+    before = ModelSpec.of(node).identity()
+    assert ModelSpec.of(node).identity() == before
+    data = bytearray((tmp_path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert ModelSpec.of(node).identity() != before
+
+
+def test_what_was_set_by_hand_is_shown_and_the_baseline_shows_its_own():
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = ["method.recent_ratio=0.2", "seed=3", "generation.num_beams=2", "kv_ratio=0.4", "budget=tokens"]
+        config = OmegaConf.to_container(compose("config", small(*words)), resolve=True)
+    plain = {k: v for k, v in config.items() if k not in ("log", "experiment")}
+    made = settings_of(plain, {"method": "h2o"}, words)
+    assert made.labels["setting"] == "budget=tokens generation.num_beams=2 method.recent_ratio=0.2 seed=3"
+    full = made.baseline().labels
+    assert (full["setting"], full["tokens"], full["kv_ratio"]) == ("generation.num_beams=2", None, None)
+
+
+@pytest.mark.slow
+def test_a_sweep_from_the_command_line(tmp_path):
+    done = command("-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert len(list(runs(tmp_path))) == 5
+    for word in ("a2sf", "h2o", "full", "baseline", "99.9 %", "TPOT"):
+        assert word in done.stdout
+    words = [str(tmp_path), "--where", "method=h2o", "--csv", str(tmp_path / "t")]
+    line = [sys.executable, "-m", "kvexp", "results", *words]
+    table = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert table.returncode == 0
+    assert len((tmp_path / "t").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failing_job(tmp_path):
+    done = command("-m", "kv_ratio=0.5,1.5,0.2", *SMALL, f"outputs_dir={tmp_path}")
+    assert done.returncode == 1
+    assert "1 run(s) failed" in done.stdout
+    assert "kv_ratio must be in (0, 1], got 1.5" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(r.finished for r in runs(tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_sweep(tmp_path):
+    line = [sys.executable, "run.py", "-m", "method=h2o,a2sf", "kv_ratio=0.2,0.5", *SMALL, f"outputs_dir={tmp_path}"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    both = [subprocess.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for _ in "ab"]
+    outputs = [process.communicate(timeout=240)[0].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    found = list(runs(tmp_path))
+    assert len(found) == 5
+    for record in found:
+        assert record.finished
+        lines = (record.path / "examples.jsonl").read_text().splitlines()
+        assert len(lines) == 2, "no row was made twice"
+
+
+def test_help_is_quick_and_complete():
+    import time
+
+    start = time.perf_counter()
+    done = command("--help")
+    assert done.returncode == 0
+    assert "method: a2sf" in done.stdout
+    assert "torch" not in done.stderr
+    assert time.perf_counter() - start < 20  # 2 s on an idle machine; this guards against importing torch
+
+
+def test_the_shell_completes_options():
+    line = "python run.py method=h2"
+    env = os.environ | {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    done = subprocess.run(
+        [sys.executable, "run.py", "-sc", "query=bash"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.split() == ["method=h2o", "method=h2o_c", "method=h2o_damping", "method=h2o_keyformer_paper"]
+
+
+BAD = {
+    "method": (["method=h20"], "Available options in 'method'"),
+    "task": (["task=cnn"], "Available options in 'task'"),
+    "model": (["model=gpt5"], "Available options in 'model'"),
+    "unknown key": (["kvratio=0.5"], "Could not override 'kvratio'"),
+    "unknown method setting": (["method.alpha=0.5"], "Could not override 'method.alpha'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_misspelt(case, tmp_path):
+    arguments, message = BAD[case]
+    done = command(*arguments, f"outputs_dir={tmp_path}")
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+VALUES = {
+    "kv_ratio=0": r"kv_ratio must be in \(0, 1\], got 0",
+    "kv_ratio=1.5": r"kv_ratio must be in \(0, 1\], got 1.5",
+    "kv_ratio=-0.1": "got -0.1",
+    "kv_ratio=half": "kv_ratio must be a number in \\(0, 1\\], got 'half'",
+    "kv_ratio=null": "give exactly one of kv_ratio and tokens, got kv_ratio=None budget.tokens=None",
+    "limit=0": "limit must be at least 1",
+    "limit=two": "limit must be a whole number or null, got 'two'",
+    "batch_size=0": "batch_size must be at least 1, got 0",
+    "batch_size=1.5": "batch_size must be a whole number, got 1.5",
+    "seed=x": "seed must be a whole number, got 'x'",
+    "cache.mode=drop": "^cache.mode must be one of overwrite, compact, mask, auto, got 'drop'",
+    "cache.positions=new": "^cache.positions must be one of original, renumbered, got 'new'",
+    "cache.evict_every=0": "^cache.evict_every must be at least 1 decode step or null, got 0",
+    "cache.evict_at_prefill=maybe": "cache.evict_at_prefill must be true or false, got 'maybe'",
+    "cache.observe=all": "^cache.observe must be one of blocked, naive, triton, got 'all'",
+    "budget.tokens=8": "budget.tokens=8 needs budget=tokens",
+    "budget.of=words": "one of prompt, padded, sequence, got 'words'",
+    "budget.pyramid=2": r"^budget.pyramid must be in \[0, 1\), got 2",
+    "method.recent_ratio=2": r"^method.recent_ratio must be in \[0, 1\], got 2",
+    "method.recent_ratio=x": "method.recent_ratio must be a number, got 'x'",
+    "method.impl=fast": "one of real_drop, mask, got 'fast'",
+    "method._target_=os.system": "must name a class of kvexp.methods",
+    "method._target_=kvexp.methods.Nothing": "there is no kvexp.methods.Nothing",
+    "+method.alpha=1": "method.alpha is not a setting of H2O",
+    "generation.num_beams=0": "^generation.num_beams must be at least 1, got 0",
+    "generation.max_new_tokens=0": "^generation.max_new_tokens must be at least 1, got 0",
+    "generation.max_new_tokens=many": "generation.max_new_tokens must be a whole number, got 'many'",
+    "generation.top_p=2": r"^generation.top_p must be in \(0, 1\], got 2",
+    "generation.min_new_tokens=99": "^generation.min_new_tokens must be between 0 and task.max_new_tokens=.*, got 99",
+    "task.prompt_share=1": "task.prompt_share must be between 0 and 1",
+    "task.split=3": "task.split must be a text",
+    "+task.colour=red": "task.colour is not a setting",
+    "task.truncate=left": "task.truncate",
+    "model.dtype=int4": "^model.dtype must be one of float32, bfloat16, float16, got 'int4'",
+    "model.kind=magic": "model.kind must be pretrained or random, got 'magic'",
+    "model.seed=x": "model.seed must be a whole number, got 'x'",
+    "+model.colour=red": "model.colour is not a setting of a random model",
+    "+cache.colour=red": "cache.colour is not a setting of cache",
+    "task.data_files=/nowhere.jsonl": "/nowhere.jsonl",
+    f"limit={10**30}": r"limit must be below 2\*\*62, got a whole number of 31 digits",
+    f"timeout_s={10**400}": r"timeout_s must be below 2\*\*62, got a whole number of 401 digits",
+    f"seed=-{10**30}": r"seed must be below 2\*\*62",
+    f"generation.top_k={1 << 62}": r"generation.top_k must be below 2\*\*62, got a whole number of 19 digits",
+    f"generation.eos=[1,{10**30}]": r"generation.eos\[1\] must be below 2\*\*62",
+    f"generation.num_beams={1 << 61}": "^generation.num_beams may be at most 1024, got",
+    f"cache.evict_every={1 << 61}": "^cache.evict_every may be at most 65536 decode steps, for which slots .*, got",
+    "kv_ratio=nan": r"kv_ratio must be in \(0, 1\], got nan",
+    "kv_ratio=[0.1]": r"kv_ratio must be a number in \(0, 1\], got \[0.1\]",
+    "seed=-1": "seed must be at least 0, got -1",
+    "cache.beyond_context=1": "cache.beyond_context must be true or false, got 1",
+    "generation.top_k=-1": "^generation.top_k must be at least 1, or 0 for no limit, got -1",
+    "generation.eos=stop": "^generation.eos must be a token id, a list of them, 'model' or null, got 'stop'",
+    "generation.prefill_chunk=0": "^generation.prefill_chunk must be at least 1 column, got 0",
+    "task.seed=-1": r"task.seed must be between 0 and 2\*\*32 - 1, got -1",
+    "task.sample=random": "task.sample must be one of first, shuffled, with_replacement, got 'random'",
+    "task.max_prompt_tokens=0": "task.max_prompt_tokens must be at least 1, got 0",
+    "task.streaming=maybe": "task.streaming must be true or false, got 'maybe'",
+    "task.text_field=story": "row 1 of .*sample.jsonl has no field 'story'",
+    "task.pad_to=400": "budget.of=prompt leaves them out: set budget.of=padded",
+    "model.family=bert": "model family 'bert' is not supported; supported: ",
+    "model.device=cuda:7": "^model.device='cuda:7', but no CUDA device is available",
+    "model.device=abacus": "^model.device must be cpu, cuda, cuda:N or null for what there is, got 'abacus'",
+    "model.chat=true": "this tokenizer has no chat template: set model.chat=false",
+    "+model.config.hidden_sise=3": "'hidden_sise' is not a setting of a llama configuration",
+    "model.config.num_attention_heads=5": "model.config cannot be that of a llama model: .*hidden size",
+    "outputs_dir=5": "outputs_dir must be a text, got 5",
+}
+
+
+@pytest.mark.parametrize("override", VALUES)
+def test_bad_values_are_said_before_a_model_loads(override, tmp_path, monkeypatch):
+    import kvexp.run.batches as module
+    from kvexp.util import ConfigError
+
+    monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=VALUES[override]):
+        evaluate_run(settings(tmp_path, override))
+
+
+def test_a_time_limit_longer_than_clocks_count(tmp_path):
+    assert evaluate_run(settings(tmp_path, "timeout_s=1e300", "limit=1")).finished
+
+
+def folder(path, config=None, **files):
+    path.mkdir()
+    if config is not None:
+        (path / "config.json").write_text(config)
+    for name, data in files.items():
+        (path / name.replace("_bin", ".bin")).write_bytes(data)
+
+
+PLACES = {
+    "model.path=none": "model folder .*none does not exist",
+    "model.path=empty": "empty has no config.json: expected",
+    "model.path=text.txt": "text.txt is a file, and no GGUF file",
+    "model.path=bert": "model family 'bert' is not supported",
+    "model.path=weightless": "weightless has no weights: expected",
+    "model.path=pickled": r"pickled holds only pickled weights \(weights.bin\), which can run code when read",
+    "model.path=broken": "cannot load the configuration in .*broken: ",
+    "task.data_files=empty": "empty is a folder; name its files",
+    "task.data_files=text.txt": "text.txt must end in .json, .jsonl or .parquet",
+    "task.data_files=nothing.jsonl": "nothing.jsonl is empty; name a file with at least one row",
+    "task.data_files=broken.jsonl": "line 1 of .*broken.jsonl is not JSON",
+    "outputs_dir=text.txt": "choose another outputs_dir",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_that_hold_something_else_are_said(place, tmp_path, monkeypatch):
+    import kvexp.run.batches as module
+    from kvexp.util import ConfigError
+
+    folder(tmp_path / "empty")
+    folder(tmp_path / "bert", '{"model_type": "bert"}')
+    folder(tmp_path / "weightless", '{"model_type": "llama"}')
+    folder(tmp_path / "pickled", '{"model_type": "llama"}', weights_bin=b"")
+    folder(tmp_path / "broken", "{")
+    for name, text in {"text.txt": "x", "nothing.jsonl": "", "broken.jsonl": '{"text":\n'}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(module, "load", lambda spec: pytest.fail("a model was loaded"))
+    key, _, name = place.partition("=")
+    with pytest.raises(ConfigError, match=PLACES[place]):
+        evaluate_run(
+            settings(tmp_path / "out", *(["model=local"] if "model" in key else []), f"{key}={tmp_path / name}")
+        )
+
+
+def test_there_are_enough_bad_inputs():
+    assert len(BAD) + len(VALUES) + len(PLACES) >= 40
+
+
+def test_rows_of_the_wrong_shape_are_named(tmp_path):
+    from kvexp.util import ConfigError
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "one two three four"}) + "\n" + json.dumps({"story": "x y z"}) + "\n")
+    with pytest.raises(ConfigError, match=r"row 2 .*'text'"):
+        evaluate_run(settings(tmp_path / "out", f"task.data_files={path}"))
+
+
+def test_outputs_that_cannot_be_written(tmp_path):
+    from kvexp.util import ConfigError
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another outputs_dir"):
+        evaluate_run(settings(tmp_path / "file" / "out"))

@@ -1,0 +1,280 @@
+"""The launcher that groups a sweep: the same rows, folders, verdicts and failures as one run after the other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from faults.stage import TWO_THREADS
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+
+import kvexp.run.batches as batch
+import kvexp.run.batches as together
+import kvexp.run.limits as memory
+from kvexp.run.settings import settings_of
+from kvexp.run.store import runs
+from kvexp.run.workers import ForkPool
+from kvexp.util import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = ("method=h2o,keyformer,a2sf,oracle", "kv_ratio=0.3,0.5")
+SHORT = ("task.max_new_tokens=4", "task.continuation_words=3")  # of task=sample: a forward per byte of a continuation
+
+
+@pytest.fixture
+def command(stage, tmp_path):
+    """command(*words, threads=1) -> (exit code, what both streams said) of run.py in a process of its own."""
+    logs = (tmp_path / f"log{number}" for number in itertools.count())
+    return lambda *words, threads=1: stage.run(words, next(logs), TWO_THREADS if threads == 2 else "")
+
+
+def settings(outputs, method, *overrides):
+    words = small("limit=3", *SHORT, f"outputs_dir={outputs}", f"method={method}", "divergence=false", *overrides)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", words)
+    plain = OmegaConf.to_container(config, resolve=True)
+    choices = {"method": method, "model": "tiny", "task": "sample", "budget": "ratio"}
+    plain["task"]["data_files"] = f"{ROOT}/conf/task/sample.jsonl"
+    return settings_of({k: v for k, v in plain.items() if k not in ("log", "experiment")}, choices)
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def content(folder):
+    """Everything a sweep leaves but times and halvings, by run and example; and each run's configuration and end.
+
+    Metrics and log-probabilities to five digits: another batch rounds float32 sums otherwise.
+    """
+    made = {}
+    for run in runs(folder):
+        left = ("seconds", "halved")
+        rows = {row["example"]: rounded({k: v for k, v in row.items() if k not in left}) for row in run.rows()}
+        made[run.hash] = (run.config, run.labels, run.baseline, run.finished, rows)
+    return made
+
+
+LATER = ("task=testbed_qa", "task.question=after_eviction", "limit=4", "batch_size=3")
+
+
+@pytest.mark.parametrize(
+    ("sweep", "task"),
+    [
+        (("method=keyformer,oracle", "kv_ratio=0.3"), LATER),
+        pytest.param(SWEEP, LATER, marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=testbed_summary", "limit=5", "batch_size=2"), marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=testbed_choice", "limit=3"), marks=pytest.mark.slow),
+        pytest.param(SWEEP, ("task=sample", "limit=2", "task.max_new_tokens=5"), marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_those_of_one_run_after_the_other(command, tmp_path, sweep, task):
+    both = {}
+    for launcher in ("shared_prefill", "basic"):
+        out, where = tmp_path / launcher, f"hydra/launcher={launcher}"
+        code, said = command("-m", where, *sweep, *task, "model=testbed_rope", f"outputs_dir={out}")
+        assert code == 0, said
+        both[launcher] = content(out)
+        told = "and the full cache that share each prompt's prefill" in said
+        assert told == (launcher == "shared_prefill")
+    assert len(both["basic"]) == (9 if sweep is SWEEP else 3)
+    assert both["shared_prefill"] == both["basic"]
+    times = [row["seconds"]["ttft"] for run in runs(tmp_path / "shared_prefill") for row in run.rows()]
+    assert set(times) == {None}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+@pytest.mark.parametrize(
+    ("sweep", "count"),
+    [(("method=h2o,keyformer", "kv_ratio=0.3"), 3), pytest.param(SWEEP, 9, marks=pytest.mark.slow)],
+    ids=["three runs", "nine runs"],
+)
+def test_processes_side_by_side_write_the_same_rows(command, tmp_path, sweep, count):
+    """Two threads: two processes with one thread each."""
+    words = ("-m", *sweep, "task=testbed_summary", "limit=7", "batch_size=2", "model=testbed_rope")
+    work = 7 * count + 7 * (count - 1)
+    for threads in (1, 2):
+        code, said = command(*words, f"outputs_dir={tmp_path / str(threads)}", threads=threads)
+        assert code == 0, said
+        assert (f"prefill, in 2 processes: {work} rows and texts" in said) is (threads == 2)
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) == count
+
+
+def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
+    """Three prompts in one group of batches, in groups of one, and one after the other where the group runs out."""
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+    groups, original = [], batch.generate_outputs_of_batches
+    monkeypatch.setattr(batch, "generate_outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
+
+    def made(name):
+        members = [settings(tmp_path / name, m) for m in ("h2o", "keyformer", "a2sf")]
+        together.run_group(together.prefill_groups(members)[0], Session())
+        return content(tmp_path / name)
+
+    whole = made("together")
+    assert groups == [3]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
+    assert made("alone") == whole and groups == [3]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+
+    def short(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(batch, "generate_outputs_of_batches", short)
+    assert made("short") == whole
+
+
+def test_groups_of_batches_are_even_and_enough_for_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
+    members = [SimpleNamespace(settings=settings(tmp_path, "h2o"))] * 20
+
+    def sizes(batches, processes):
+        return [len(group) for group in together.decode_groups([[]] * batches, members, processes)]
+
+    assert sizes(6, 2) == [3, 3] and sizes(7, 2) == [1, 2, 2, 2] and sizes(1, 2) == [1]
+    assert sizes(7, 1) == [2, 2, 3]
+
+
+def test_how_many_processes(tmp_path, monkeypatch):
+    """As many as there are threads, or one: where some would have no work or no memory, or where time is limited."""
+    asked, found, needs = [], [], memory.kv_bytes_needed
+    monkeypatch.setattr(memory, "kv_bytes_needed", lambda *call: found.append(needs(*call)) or found[-1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(together, "ForkPool", lambda size, make: asked.append(size) or ForkPool(1, make))
+
+    def made(name, *overrides):
+        members = [settings(tmp_path / name, m, *overrides) for m in ("h2o", "a2sf")]
+        together.run_group(together.prefill_groups(members)[0], Session())
+        return asked.pop()
+
+    linux = sys.platform == "linux"
+    assert made("three", "limit=3") == made("five", "limit=5") == (3 if linux else 1)
+    assert made("two", "limit=2") == made("four", "limit=4") == 1
+    assert made("time", "limit=5", "timeout_s=60") == 1
+    if linux:
+        prompts, each = found[0]
+        for processes in (3, 2.9):
+            free = processes * (prompts + sum(each)) / memory.SHARE + 1
+            monkeypatch.setattr(memory, "free_bytes", lambda model, free=free: free)
+            assert made(f"memory for {processes}", "limit=3") == (3 if processes == 3 else 1)
+
+
+def test_a_sweep_goes_on_from_what_is_there(tmp_path):
+    """Rows of some runs exist, one run is complete: nothing is made twice, nothing is missing."""
+    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    assert [m.labels["method"] for m in members] == ["full", "h2o", "keyformer", "a2sf"]
+    together.run_group(members, Session())
+    whole = content(tmp_path)
+    for number, run in enumerate(runs(tmp_path)):
+        file = run.path / "examples.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(lines[: number % 4]))
+    left = sum(len(run.rows()) for run in runs(tmp_path))
+    assert 0 < left < 12
+    together.run_group(members, Session())
+    assert content(tmp_path) == whole
+    assert sum(len((run.path / "examples.jsonl").read_text().splitlines()) for run in runs(tmp_path)) == 12
+
+
+def test_a_run_that_cannot_be_fails_alone(command, tmp_path):
+    out = tmp_path / "out"
+    words = small("limit=2", *SHORT, f"outputs_dir={out}")
+    code, said = command("-m", *words, "method=h2o,streaming_llm,a2sf", "budget=tokens", "budget.tokens=4,40")
+    assert code == 1
+    assert "1 run(s) failed" in said and "cannot hold sink=4" in said
+    rows = {(run.labels["method"], run.labels["setting"]): len(run.rows()) for run in runs(out)}
+    assert (
+        rows.pop(("streaming_llm", next(s for m, s in rows if m == "streaming_llm" and "budget.tokens=4 " in s))) == 0
+    )
+    assert set(rows.values()) == {2} and len(rows) == 6
+
+
+def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
+    members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    sizes, original = [], batch.generate_outputs_shared
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
+
+    def greedy(group, *rest):
+        sizes.append(len(group))
+        if len(group) > 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(group, *rest)
+
+    monkeypatch.setattr(batch, "generate_outputs_shared", greedy)
+    together.run_group(members, Session())
+    assert sizes[:3] == [4, 2, 2]
+    assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
+    monkeypatch.undo()
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
+    together.run_group(
+        together.prefill_groups([settings(tmp_path / "large", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
+    )
+    assert content(tmp_path / "small") == content(tmp_path / "large")
+    monkeypatch.setattr("kvexp.run.limits.free_bytes", lambda model: 1)
+    monkeypatch.setattr(
+        batch, "generate_outputs_shared", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+    )
+    together.run_group(
+        together.prefill_groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
+    )
+    assert set(n for n in sizes if n < 0) == {-1}
+    assert content(tmp_path / "none") == content(tmp_path / "large")
+
+
+@pytest.mark.parametrize("together_at_once", [1, 64])
+def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypatch, capsys, together_at_once):
+    members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
+    monkeypatch.setattr(together, "MAX_DECODE_ROWS", together_at_once)
+    calls = []
+
+    def failing(name):
+        original = getattr(batch, name)
+
+        def call(*given):
+            groups = given[-1] if name == "generate_outputs_of_batches" else None
+            asked = [run for one in groups for run in one.runs] if groups is not None else given[0]
+            calls.append(len(asked))
+            if any(run.labels["method"] == "keyformer" for run in asked):
+                raise IndexError("index 7 is out of bounds")
+            return original(*given)
+
+        monkeypatch.setattr(batch, name, call)
+
+    for name in ("generate_outputs_of_batches", "generate_outputs_shared"):
+        failing(name)
+    together.run_group(members, Session())
+    told = capsys.readouterr().err
+    assert told.count("failed beside the other runs, which go on: IndexError: index 7 is out of bounds") == 1
+    assert "keyformer 0." in told and "h2o 0." not in told
+    rows = {run.labels["method"]: len(run.rows()) for run in runs(tmp_path)}
+    assert rows.pop("keyformer") == 0 and set(rows.values()) == {max(rows.values())} and min(rows.values()) > 0
+    assert max(calls) > 1, "they were tried together"
+
+
+def test_what_shares_no_prompt_is_in_no_group(tmp_path):
+    here = [settings(tmp_path, "h2o"), settings(tmp_path, "h2o", "seed=1"), settings(tmp_path, "a2sf", "batch_size=2")]
+    assert [len(group) for group in together.prefill_groups(here)] == [2, 2, 2]
+    beams = settings(tmp_path, "h2o", "generation=beam4")
+    whole = settings(tmp_path, "h2o", "method.score_batch=sum_all")
+    chunks = settings(tmp_path, "h2o", "generation.prefill_chunk=8")
+    own = settings(tmp_path, "infllm", "method.prefill=blockwise")
+    assert together.prefill_groups([beams, whole, chunks, own]) == []
+
+
+def test_rows_say_nothing_about_time_and_the_table_says_why(command, tmp_path):
+    words = small("limit=2", *SHORT, f"outputs_dir={tmp_path / 'out'}")
+    code, said = command("-m", *words, "method=h2o,a2sf")
+    assert code == 0 and "hydra/launcher=basic" in said
+    row = json.loads(next(iter(runs(tmp_path / "out"))).path.joinpath("examples.jsonl").read_text().splitlines()[0])
+    assert row["seconds"] == {"ttft": None, "tt2t": None, "tpot": None}

@@ -1,0 +1,795 @@
+"""Methods of a user's own: a module, a file, a package's, a cell's class; what identifies them; who may load them."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+import shutil
+import sys
+
+import pandas as pd
+import pytest
+import torch
+from commands import run_py
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from small import small
+from test_shared_prefill import content
+from tiny import prompts_of, tiny
+
+import kvexp
+from kvexp import cli
+from kvexp.core import AttentionScoreSpec, Budget, Method
+from kvexp.diagnose.show import main as diagnose
+from kvexp.diagnose.show import parser
+from kvexp.generate import GenerationParams, generate
+from kvexp.results.command import main as results
+from kvexp.run.compose import without_method_words
+from kvexp.run.settings import settings_of
+from kvexp.run.source_files import texts_digest
+from kvexp.run.store import runs
+from kvexp.run.user_methods import admitted, class_method, load_method
+from kvexp.run.workers import JobBatch, run_batch
+from kvexp.util import CONF, ConfigError
+
+REGISTRY = sys.modules["kvexp.run.user_methods"]
+FEW = small("limit=1", "task.max_new_tokens=2", "task.nll=false")
+
+KEYDIFF = '''"""Keys unlike the mean key stay."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvexp.core import Method
+
+
+@dataclass(frozen=True)
+class KeyDiff(Method):
+    """Keys unlike the mean key stay."""
+
+    alpha: float = 0.3
+    recent_tokens: int = 2
+
+    def recent(self, budget):
+        return self.recent_tokens
+
+    def initial_score(self, keys, positions, seeds, layer):
+        unit = torch.nn.functional.normalize(keys.float(), dim=-1)
+        return -self.alpha * (unit * unit.mean(2, keepdim=True)).sum(-1)
+'''
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """Methods, modules and folders that a test has loaded, paths that it has added."""
+    path = list(sys.path)
+    monkeypatch.setattr(REGISTRY, "_ADMITTED", {})
+    yield
+    sys.path[:] = path
+    for name in ("keydiff", "helper", "pack", "pack.keydiff", "pack.helper", "other", "evil"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with keydiff.py in it."""
+    (tmp_path / "keydiff.py").write_text(KEYDIFF)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    return lambda *words: run_py(monkeypatch, capsys, *words, *FEW)
+
+
+def of_method(folder):
+    """The runs of a method, without their baselines, by hash."""
+    return {run.hash: run for run in runs(folder / "outputs") if run.labels["method"] != "full"}
+
+
+# -- a module, a file ---------------------------------------------------------------------------------------------
+
+
+def test_a_module_in_the_current_folder_is_a_method_with_its_fields(command, folder):
+    code, out, err = command("method=keydiff.KeyDiff", "method.alpha=0.4")
+    assert code == 0 and "keydiff.KeyDiff" in out, err
+    (run,) = of_method(folder).values()
+    digest = run.config["method"].pop("source")["files"]["keydiff.py"]
+    assert len(digest) == 64
+    assert run.config["method"] == {"name": "KeyDiff", "alpha": 0.4, "recent_tokens": 2}
+    assert run.labels["method"] == "keydiff.KeyDiff" and run.labels["setting"].startswith("method.alpha=0.4")
+    assert all(row["receipt"]["first_eviction_step"] == 0 for row in run.rows())
+    assert not (folder / "__pycache__").exists()
+
+
+def test_a_file_is_the_module_of_its_name(command, folder):
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (first,) = of_method(folder)
+    for words in ("+method_file=keydiff.py", "method_file=./keydiff.py:KeyDiff", "method=keydiff.py"):
+        code, out, err = command(words)
+        assert code == 0 and "1 of 1 rows are there already" in out, err
+    assert list(of_method(folder)) == [first]
+    (folder / "a folder").mkdir()
+    shutil.move("keydiff.py", "a folder/keydiff.py")
+    code, out, err = command("+method_file='a folder/keydiff.py'")
+    assert code == 0 and "1 of 1 rows are there already" in out, err
+
+
+def test_an_edited_file_has_new_rows_and_the_old_ones_come_back(command, folder):
+    """Twice of the same length and within a second: Python alone would take up the compiled form of before."""
+    seen = []
+    for sign in ("-", "+", "-"):
+        (folder / "keydiff.py").write_text(KEYDIFF.replace("return -self.alpha", f"return {sign}self.alpha"))
+        code, out, err = command("method=keydiff.KeyDiff")
+        assert code == 0, err
+        seen.append((len(of_method(folder)), "1 of 1 rows are there already (outputs/" in out.split("full")[-1]))
+    assert [count for count, _ in seen] == [1, 2, 2]
+    kept = {tuple(row["receipt"]["kept_digest"] for row in run.rows()) for run in of_method(folder).values()}
+    assert len(kept) == 2, "the edited code was not what ran"
+
+
+def test_a_comment_layout_or_docstring_makes_no_new_run_and_older_code_is_left_out(command, folder, capsys):
+    file = folder / "keydiff.py"
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (first,) = of_method(folder)
+    commented = KEYDIFF.replace("import torch\n", "import torch  # tensors\n\n\n").replace("unlike", "far from")
+    for text in (commented, KEYDIFF.replace("return -self.alpha * (", "return -self.alpha * (  # away\n            ")):
+        file.write_text(text)
+        code, out, err = command("method=keydiff.KeyDiff")
+        assert code == 0 and "1 of 1 rows are there already" in out, err
+    assert list(of_method(folder)) == [first], "the identity is the one of before"
+    file.write_text(KEYDIFF.replace("return -self", "return self"))
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    (second,) = set(of_method(folder)) - {first}
+
+    def shown(*words):
+        capsys.readouterr()
+        assert results(["outputs", "--csv", "all.csv", *words]) == 0
+        return pd.read_csv("all.csv"), capsys.readouterr().out
+
+    table, out = shown()
+    assert set(table["hash"]) == {second, *table.loc[table["method"] == "full", "hash"]}
+    assert "left out: 1 run of older code of keydiff.KeyDiff; --all-versions" in out and "code" in out
+    assert set(table["comparisons"]) == {1}
+    both, out = shown("--all-versions")
+    assert {first, second} < set(both["hash"]) and both["code"].nunique() == 2 and "left out" not in out
+    assert set(both["comparisons"]) == {2} and both["setting"].dropna().str.contains("code=").sum() == 2
+    file.write_text(commented)  # the code of the first run again, which is not the one that ran last
+    assert set(shown()[0]["hash"]) - {second} == set(shown()[0]["hash"]) and first in set(shown()[0]["hash"])
+    file.unlink()
+    assert second in set(shown()[0]["hash"]) and first not in set(shown()[0]["hash"]), "the newest, without a file"
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("x = 1  # one\n\n", True),
+        ("x = (1)\n", True),
+        ('"""Doc."""\nx = 1\n', True),
+        ("x = 2\n", False),
+        ('"""Doc."""\nx = 1\ny = __doc__\n', False),
+        ("x = 1 +\n", False),
+    ],
+)
+def test_the_digest_of_code(text, same):
+    assert (texts_digest({"a.py": text}) == texts_digest({"a.py": "x = 1\n"})) is same
+    assert texts_digest({"a.py": text.encode()}) == texts_digest({"a.py": text})
+
+
+@pytest.mark.parametrize("how", ["package", *(pytest.param(how, marks=pytest.mark.slow) for how in ("module", "late"))])
+def test_what_the_file_imports_beside_it_counts_too(command, folder, how):
+    head = {"module": "import helper\n", "package": "from .helper import SIGN\n", "late": ""}[how]
+    use = {"module": "helper.SIGN * ", "package": "SIGN * ", "late": "__import__('helper').SIGN * "}[how]
+    place, name = (folder / "pack", "pack.keydiff") if how == "package" else (folder, "keydiff")
+    place.mkdir(exist_ok=True)
+    text = head + KEYDIFF.replace("return -self", f"return {use}-self").replace('"""Keys', '"""Keys', 1)
+    if how == "late":
+        text = text.replace("        unit =", "        import helper\n\n        unit =").replace(
+            "__import__('helper')", "helper"
+        )
+    (place / "keydiff.py").write_text(text)
+    (place / "helper.py").write_text("SIGN = 1\n")
+    if how == "package":
+        (place / "__init__.py").write_text("")
+    (folder / "bystander.py").write_text("x = 1\n")
+    assert command(f"method={name}.KeyDiff")[0] == 0
+    (place / "helper.py").write_text("SIGN = -1\n")
+    code, _, err = command(f"method={name}.KeyDiff")
+    assert code == 0, err
+    assert len(of_method(folder)) == 2
+    (run, _) = of_method(folder).values()
+    files = {"package": ["pack/__init__.py", "pack/helper.py", "pack/keydiff.py"]}.get(how, ["helper.py", "keydiff.py"])
+    assert sorted(run.config["method"]["source"]["files"]) == files
+
+
+def test_in_a_sweep_it_shares_prefills_and_makes_the_rows_it_makes_alone(command, folder):
+    words = ("-m", "method=h2o,keydiff.KeyDiff", "kv_ratio=0.3")
+    code, out, err = command(*words)
+    assert code == 0 and "[2/2] keydiff.KeyDiff" in out, err
+    assert command(*words, "hydra/launcher=basic", "outputs_dir=alone")[0] == 0
+    ours, alone = content(folder / "outputs"), content(folder / "alone")
+    assert len(ours) == 3 and ours.keys() == alone.keys()
+    for name, (*_, rows) in ours.items():
+        for example, row in rows.items():
+            assert row["output"] == alone[name][-1][example]["output"]
+            assert row["receipt"]["kept_digest"] == alone[name][-1][example]["receipt"]["kept_digest"]
+
+
+def test_dry_run_and_two_files_in_a_sweep(command, folder):
+    (folder / "other.py").write_text(KEYDIFF)
+    code, out, err = command("--dry-run", "-m", "+method_file=keydiff.py,other.py:KeyDiff", "kv_ratio=0.5")
+    assert code == 0 and "3 runs" in out and "other.KeyDiff" in out, err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_worker_loads_the_same_code_or_none(folder):
+    method = load_method("keydiff.KeyDiff")
+    assert not admitted()
+    assert run_batch(JobBatch([], [], [(method.reference, method.source)])).failures == []
+    assert list(admitted()) == ["keydiff.KeyDiff"]
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("0.3", "0.5"))
+    REGISTRY._ADMITTED.clear()
+    with pytest.raises(ConfigError, match=r"code of keydiff\.KeyDiff is not, in this worker, what it was"):
+        run_batch(JobBatch([], [], [(method.reference, method.source)]))
+
+
+# -- what is wrong with it ----------------------------------------------------------------------------------------
+
+TWO = KEYDIFF + "\n\nclass Second(KeyDiff):\n    pass\n"
+WRONG = {  # file, words, what the one line says
+    "no module": ("", "method=keydif.KeyDiff", r"no module keydif in .* or on PYTHONPATH; did you mean keydiff\.py\?"),
+    "no file": (
+        "",
+        "+method_file=keydif.py",
+        r"method_file=keydif\.py: there is no such file; did you mean keydiff\.py",
+    ),
+    "no class": (
+        KEYDIFF,
+        "method=keydiff.KeyDif",
+        r"there is no class KeyDif in keydiff \(.*\); did you mean KeyDiff\?",
+    ),
+    "no method": (
+        KEYDIFF + "class Other: pass\n",
+        "method=keydiff.Other",
+        "Other in .* does not extend kvexp.core.Met",
+    ),
+    "a function": (KEYDIFF + "def f(): pass\n", "method=keydiff.f", "f in keydiff .* is function; a method is a class"),
+    "two in a file": (
+        TWO,
+        "+method_file=keydiff.py",
+        r"has 2 methods \(KeyDiff, Second\); say which one, as in keydiff",
+    ),
+    "none in a file": (
+        "x = 1\n",
+        "+method_file=keydiff.py",
+        r"keydiff\.py has no class that extends kvexp\.core\.Method",
+    ),
+    "import": (
+        "import torch\n\nx = torhc.zeros(1)\n",
+        "method=keydiff.KeyDiff",
+        r"failed: keydiff\.py line 3: NameErr",
+    ),
+    "import of": (
+        "import nosuchthing\n",
+        "method=keydiff.KeyDiff",
+        r"keydiff\.py line 1: ModuleNotFoundError: No modu",
+    ),
+    "syntax": (
+        "def f(:\n",
+        "method=keydiff.KeyDiff",
+        r"importing keydiff failed: keydiff\.py line 1: SyntaxError: inv",
+    ),
+    "exits": ("import sys\nsys.exit(3)\n", "method=keydiff.KeyDiff", r"keydiff\.py line 2: SystemExit: 3"),
+    "frozen": (
+        KEYDIFF.replace("(frozen=True)", ""),
+        "method=keydiff.KeyDiff",
+        r"line \d+: TypeError: cannot inherit non",
+    ),
+    "no dataclass": (
+        KEYDIFF.replace("@dataclass(frozen=True)\n", ""),
+        "method=keydiff.KeyDiff",
+        r"KeyDiff has the field alpha and is no dataclass; write @dataclass\(frozen=True\)",
+    ),
+    "a tensor": (
+        KEYDIFF.replace("alpha: float = 0.3", "alpha: object = torch.ones"),
+        "method=keydiff.KeyDiff",
+        r"KeyDiff\.alpha is a builtin_function_or_method, which no configuration can hold",
+    ),
+    "kvexp's own": (
+        "from kvexp.methods import H2O\n",
+        "method=keydiff.H2O",
+        "is kvexp's own H2O; `kvexp methods` lists",
+    ),
+    "kvexp itself": ("", "method=kvexp.methods.H2O", "is called as a module that is there already"),
+    "python's name": ("", "+method_file=random.py", r"random\.py is called as a module that is there already"),
+    "no class named": ("", "method=.KeyDiff", r"method=\.KeyDiff must be MODULE\.CLASS or a file"),
+    "both": (
+        KEYDIFF,
+        "method=h2o +method_file=keydiff.py",
+        "each name the method; write -m method=h2o,keydiff.py for a",
+    ),
+    "no python": ("", "+method_file=keydiff.yaml", r"keydiff\.yaml is no file FILE\.py or FILE\.py:CLASS"),
+    "typed": (KEYDIFF, "method=keydiff.KeyDiff method.alpha=much", "method.alpha must be a number, got 'much'"),
+    "field": (KEYDIFF, "method=keydiff.KeyDiff method.alhpa=1", "no setting method.alhpa; did you mean method.alpha?"),
+    "another's field": (
+        KEYDIFF,
+        "method=keydiff.KeyDiff method.recent_ratio=1",
+        "method.recent_ratio is a setting of method=.*h2o.*, not of method=keydiff.KeyDiff",
+    ),
+    "added field": (
+        KEYDIFF,
+        "method=keydiff.KeyDiff +method.beta=1",
+        "method.beta is not a setting of KeyDiff; it has: al",
+    ),
+    "open field": (
+        KEYDIFF.replace("= 0.3", ""),
+        "method=keydiff.KeyDiff",
+        "method.alpha has no value; set it on the comm",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_one_line_before_anything_runs(command, folder, case):
+    text, words, said = WRONG[case]
+    (folder / "keydiff.py").write_text(text or KEYDIFF)
+    (folder / "random.py").write_text(KEYDIFF)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvexp.run.model_spec.load", lambda *_: pytest.fail("a model was loaded"))
+        code, out, err = command(*words.split())
+    lines = [line for line in err.splitlines() if line]
+    assert code == 1 and "Traceback" not in err, out + err
+    assert re.search(said, lines[0]), err
+    assert len(lines) == 1, err
+
+
+def test_two_classes_of_one_name(command, folder):
+    (folder / "other").mkdir()
+    (folder / "other" / "keydiff.py").write_text(KEYDIFF + "# other\n")
+    code, _, err = command("-m", "+method_file=keydiff.py,other/keydiff.py")
+    assert code == 1 and "are both called keydiff.KeyDiff in a run; rename one" in err
+
+
+HOOKS = {
+    "initial_score": (
+        "torch.zeros(keys.shape[0], 1, keys.shape[2])",
+        r"initial_score must return .* \[B, H, Q\] = \[1, 3, 30\], got .*1, 1",
+    ),
+    "priority": (
+        "ctx.score.sum(1)",
+        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 30\]",
+    ),
+    "priority of": (
+        "ctx.score.tolist()",
+        r"priority must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got a list",
+    ),
+    "after_eviction": (
+        "score.sum(1)",
+        r"after_eviction must return a tensor of shape \[B, H, S\] = \[1, 3, 8\], got .* \[1, 8\]",
+    ),
+    "query_mask": (
+        "probabilities[0] > 0.1",
+        r"query_mask must return a tensor of shape \[B, H, S\] = \[1, 3, 31\], got .* \[3, 31\]",
+    ),
+    "query_mask of": (
+        "probabilities",
+        r"query_mask must return a tensor of dtype torch.bool, got torch.float32; compare, as in probabilities > 0.1",
+    ),
+    "hidden_next_step": (
+        "ctx.age()[:, :1] == 3",
+        r"hidden_next_step must return a tensor of shape \[B, H, S\] = \[1, 3, 30\], got .* \[1, 1, 30\]",
+    ),
+    "hidden_next_step of": (
+        "ctx.score",
+        "hidden_next_step must return a tensor of dtype torch.bool, got torch.float32",
+    ),
+}
+ARGUMENTS = {
+    "initial_score": "self, keys, positions, seeds, layer",
+    "priority": "self, ctx",
+    "after_eviction": "self, score",
+    "query_mask": "self, probabilities, ctx",
+    "hidden_next_step": "self, ctx",
+}
+FLAGS = {"query_mask": "per_query = True", "hidden_next_step": "simulation_only = True"}
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_a_hook_of_another_shape_is_named(case):
+    made, said = HOOKS[case]
+    hook, scope = case.split()[0], {"torch": torch, "Method": Method}
+    flag = FLAGS.get(hook, "pass")
+    exec(f"class Odd(Method):\n    {flag}\n    def {hook}({ARGUMENTS[hook]}):\n        return {made}\n", scope)
+    mode = "mask" if hook in FLAGS else "overwrite"
+    with pytest.raises(ConfigError, match="Odd." + said):
+        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7), mode=mode)
+
+
+def test_hiding_slots_where_nothing_is_hidden_is_refused():
+    class Hides(Method):
+        def hidden_next_step(self, ctx):
+            return ctx.age() == 3
+
+    with pytest.raises(ConfigError, match=r"Hides.hidden_next_step hides slots .* cache.mode=overwrite cannot: set"):
+        generate(tiny("llama"), prompts_of(4, (30,)), Hides(), Budget(tokens=7))
+
+
+def test_a_slot_of_no_priority_goes_first_in_the_fast_step_too():
+    class NoNumber(Method):
+        @property
+        def sinks(self):
+            return 2
+
+        def priority(self, ctx):
+            return torch.where(ctx.positions % 3 == 0, torch.nan, ctx.positions.float())
+
+    def kept(mode):
+        decoding = GenerationParams(max_new_tokens=8, eos=None)
+        done = generate(tiny("llama"), prompts_of(4, (30,)), NoNumber(), Budget(tokens=9), decoding=decoding, mode=mode)
+        return [done.cache.kept_positions(layer) for layer in range(2)]
+
+    assert kept("overwrite") == kept("compact")
+
+
+DECLARED = {
+    "score_spec": (
+        "def score_spec(self): return None",
+        "Odd.score_spec must be a property .* that gives an AttentionScoreSpec or None",
+    ),
+    "sinks": ("def sinks(self): return 2", "Odd.sinks must be a property .* that gives a whole number, got <bound"),
+    "field": ("recent = 3", "Odd.recent must be a method recent.self, budget. .*, got 3; call the field otherwise"),
+    "recent": (
+        "def recent(self, budget): return 0.5 * budget",
+        "Odd.recent must return a whole number of tokens, got 3.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DECLARED)
+def test_a_declaration_of_another_kind_is_named(case):
+    line, said = DECLARED[case]
+    scope = {"Method": Method}
+    exec(f"class Odd(Method):\n    {line}\n", scope)
+    with pytest.raises(ConfigError, match=said):
+        generate(tiny("llama"), prompts_of(4, (30,)), scope["Odd"](), Budget(tokens=7))
+
+
+# -- lm-eval ------------------------------------------------------------------------------------------------------
+
+LM_EVAL = {  # as typed after --model_args: as lm-eval gets it
+    "pretrained=.,method=keydiff.py,kv_ratio=0.5": "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5",
+    "method=keydiff.py:KeyDiff,pretrained=.,kv_ratio=0.5": "method=keydiff.KeyDiff,pretrained=.,kv_ratio=0.5",
+    "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5": "pretrained=.,method=keydiff.KeyDiff,kv_ratio=0.5",
+    '{"pretrained": ".", "method": "keydiff.py", "kv_ratio": 0.5}': (
+        '{"pretrained": ".", "method": "keydiff.KeyDiff", "kv_ratio": 0.5}'
+    ),
+    "pretrained=.,method=h2o,kv_ratio=0.5": "pretrained=.,method=h2o,kv_ratio=0.5",
+}
+
+
+@pytest.mark.parametrize("typed", LM_EVAL)
+def test_lm_eval_takes_a_method_that_is_typed(typed, folder, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.run.lm_eval_model import ModelArguments, _check_model
+
+    monkeypatch.setattr("kvexp.run.lm_eval_model.check_source", lambda *_: None)
+    rest = ["--model_args", typed, "--output_path", "keydiff.py"]
+    assert _check_model([typed], rest) == ["--model_args", LM_EVAL[typed], "--output_path", "keydiff.py"]
+    if "keydiff" in typed:
+        cache = ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {"method.alpha": 0.4}).cache
+        assert (type(cache.method).__name__, cache.method.alpha, cache.budget.kv_ratio) == ("KeyDiff", 0.4, 0.5)
+
+
+def test_lm_eval_loads_no_method_that_nobody_typed(folder):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.run.lm_eval_model import ModelArguments
+
+    with pytest.raises(ConfigError, match=r"or a class of yours, named in --model_args .*, got 'keydiff.KeyDiff'"):
+        ModelArguments.of("keydiff.KeyDiff", 0.5, "prefill_then_step", {})
+    assert "keydiff" not in sys.modules
+
+
+def test_lm_eval_in_python_takes_a_method_object():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed; it comes with kvexp[eval]")
+    from kvexp.run.lm_eval_model import ModelArguments
+
+    class Newest(Method):
+        def priority(self, ctx):
+            return ctx.positions.float()
+
+    made = ModelArguments.of(Newest(), 0.5, "prefill_then_step", {})
+    assert made.cache.method == Newest()
+    with pytest.raises(ConfigError, match="method is a Newest already: give it its settings"):
+        ModelArguments.of(Newest(), 0.5, "prefill_then_step", {"method.alpha": 1})
+
+
+# -- nobody else names it -----------------------------------------------------------------------------------------
+
+EVIL = "import os\nos.makedirs(r'{marker}', exist_ok=True)\n" + KEYDIFF
+
+
+@pytest.fixture
+def planted(folder, monkeypatch):
+    """(marker, folder of configurations): evil.py lies where it can be imported, and leaves the marker if it is."""
+    marker = folder / "was_run"
+    (folder / "evil.py").write_text(EVIL.format(marker=marker))
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "conf" / "experiment").mkdir(parents=True)
+    (folder / "conf" / "method").mkdir()
+    (folder / "conf" / "method" / "mine.yaml").write_text("_target_: evil.KeyDiff\nalpha: 0.1\n")
+    return marker, folder / "conf"
+
+
+FILES = {  # what stands in an experiment's file: words of the refusal
+    "method: {_target_: evil.KeyDiff, alpha: 0.3, recent_ratio: null}": "method._target_ must name a class of kvexp",
+    "defaults: [{override /method: evil.KeyDiff}]": "there is no method=evil.KeyDiff",
+    "defaults: [{override /method: mine}]": "method._target_ must name a class of kvexp",
+    "defaults: [{override /method: keydiff_package}]": "there is no method=keydiff_package",
+    "method_file: evil.py": "there is no setting method_file",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {method: 'h2o,evil.KeyDiff'}}}": "there is no method=evil.KeyDiff",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {+method_file: evil.py}}}": "there is no setting method_file",
+    "hydra: {mode: MULTIRUN, sweeper: {params: {method._target_: evil.KeyDiff}}}": "method._target_ must name a class",
+    "method: {_target_: '${evil}'}\nevil: evil.KeyDiff": "there is no setting evil",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_no_file_loads_a_users_code(command, planted, folder, text):
+    marker, conf = planted
+    _package(folder, "evil:KeyDiff")
+    (conf / "experiment" / "evil.yaml").write_text(f"# @package _global_\n{text}\n")
+    code, out, err = command("--config-dir", str(conf), "experiment=evil")
+    assert code == 1 and FILES[text] in err and "Traceback" not in err, out + err
+    assert not marker.exists(), "planted code was run"
+    assert not list(runs(folder / "outputs")) if (folder / "outputs").exists() else True
+
+
+def test_an_option_of_a_file_is_not_typed_code(command, planted):
+    marker, conf = planted
+    for words in (("method=mine",), ("method._target_=evil.KeyDiff",), ("-m", "method=glob(m*)")):
+        code, _, err = command("--config-dir", str(conf), *words)
+        assert code == 1 and "if it is code of your own, say so on the command line: method=evil.KeyDiff" in err, err
+    assert not marker.exists()
+
+
+def test_another_method_that_was_typed_opens_no_door(command, planted):
+    marker, conf = planted
+    (conf / "experiment" / "evil.yaml").write_text("# @package _global_\nmethod: {_target_: evil.KeyDiff}\n")
+    code, _, err = command("--config-dir", str(conf), "method=keydiff.KeyDiff", "experiment=evil")
+    assert code == 1 and "method._target_ must name a class" in err and not marker.exists()
+
+
+def test_a_run_folder_loads_no_code(command, planted, folder, capsys):
+    marker, _ = planted
+    assert command("method=keydiff.KeyDiff")[0] == 0
+    REGISTRY._ADMITTED.clear()
+    ((name, run),) = of_method(folder).items()
+    words = ["show", f"outputs/{name}", "0"]
+    assert diagnose(words) == 2
+    assert "say so on the command line: method=keydiff.KeyDiff" in capsys.readouterr().err
+    assert diagnose([*words, "method=keydiff.KeyDiff"]) == 0, capsys.readouterr().err
+    asked = json.loads((run.path / "command.json").read_text())
+    assert asked["method_found_as"] == "keydiff.KeyDiff"
+    asked["config"]["method"]["_target_"] = "evil.KeyDiff"
+    asked["method_found_as"] = "evil.KeyDiff"
+    (run.path / "command.json").write_text(json.dumps(asked))
+    shutil.rmtree(run.path / "diagnose")
+    assert diagnose([*words, "method=keydiff.KeyDiff"]) == 2 and not marker.exists()
+
+
+def test_what_follows_where_names_no_method():
+    words = ["gap", "outputs", "method=keydiff.KeyDiff", "--where", "method=h2o", "kv_ratio=0.5"]
+    named, others = without_method_words(words)
+    assert named == ["method=keydiff.KeyDiff"]
+    assert parser().parse_args(others).where == ["method=h2o", "kv_ratio=0.5"]
+    assert without_method_words(["outputs", "-w", "method=h2o"]) == ([], ["outputs", "-w", "method=h2o"])
+
+
+# -- packages -----------------------------------------------------------------------------------------------------
+
+
+def _package(folder, value, name="keydiff_package"):
+    """An installed distribution whose entry point is `name`."""
+    place = folder / f"kvexp_{name}-0.1.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvexp-{name}\nVersion: 0.1\n")
+    (place / "entry_points.txt").write_text(f"[kvexp.methods]\n{name} = {value}\n")
+
+
+def listed(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["kvexp", "methods", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return (stopped.value.code, *capsys.readouterr())
+
+
+def test_a_package_offers_a_method_by_name(command, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder))
+    _package(folder, "keydiff:KeyDiff")
+    code, out, err = command("method=keydiff_package", "method.alpha=0.4")
+    assert code == 0, err
+    (run,) = of_method(folder).values()
+    assert run.labels["method"] == "keydiff_package" and run.config["method"]["alpha"] == 0.4
+    assert run.config["method"]["source"]["class"] == "keydiff.KeyDiff"
+    assert "did you mean keydiff_package" in command("method=keydiff_packag")[2]
+    code, out, _ = listed(monkeypatch, capsys)
+    assert code == 0 and "keydiff_package      keydiff:KeyDiff, from kvexp-keydiff_package 0.1" in out
+    code, out, _ = listed(monkeypatch, capsys, "keydiff_package", "keydiff.py")
+    assert code == 0 and out.count("# Keys unlike the mean key stay.\nalpha: 0.3\nrecent_tokens: 2\n") == 2
+    assert listed(monkeypatch, capsys, "keydiff.Nothing")[0] == 2
+
+
+def test_a_name_that_is_taken_is_an_error(command, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(folder))
+    _package(folder, "keydiff:KeyDiff", "h2o")
+    code, _, err = command("method=h2o")
+    assert code == 1 and "kvexp-h2o 0.1 offers a method called h2o, which is one of kvexp's own" in err
+    assert listed(monkeypatch, capsys)[0] == 2
+
+
+# -- kvexp's own methods ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "keyformer", "pqcache"])
+def test_the_identity_of_kvexps_own_methods_has_nothing_new(name):
+    path = CONF / "method" / f"{name}.yaml"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config", [f"method={path.stem}", *FEW]), resolve=True)
+    plain = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
+    settings = settings_of(plain, {"method": path.stem})
+    fields = set(OmegaConf.load(path)) - {"_target_"}
+    assert "source" not in settings.identity["method"] and fields <= set(settings.identity["method"])
+    if path.stem == "h2o":
+        own = {"name": "h2o", "recent_ratio": 0.5, "impl": "real_drop", "score_batch": "per_beam"}
+        assert settings.identity["method"] == own
+
+
+# -- a notebook's cell --------------------------------------------------------------------------------------------
+
+CELL = """from dataclasses import dataclass
+
+import torch
+
+from kvexp.core import Method
+
+SIGN = -1.0
+
+def unit(keys):
+    return torch.nn.functional.normalize(keys.float(), dim=-1)
+
+@dataclass(frozen=True)
+class MyMethod(Method):
+    alpha: float = 0.3
+
+    def initial_score(self, keys, positions, seeds, layer):
+        return SIGN * self.alpha * (unit(keys) * unit(keys).mean(2, keepdim=True)).sum(-1)
+"""
+
+
+def cell(text, scope=None):
+    """Run as IPython runs a cell: its source is kept for whoever asks."""
+    scope = {"__name__": "__main__"} if scope is None else scope
+    name = f"<cell {abs(hash(text))}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), scope)
+    return scope
+
+
+def test_a_class_of_a_cell_beside_h2o_in_one_call(folder):
+    mine = cell(CELL)["MyMethod"]
+    few = {"model": "tiny", "task": "sample", "limit": 1, "task__max_new_tokens": 2, "task__nll": False}
+    made = kvexp.compare([mine(), mine(alpha=0.5), "h2o"], kv_ratio=[0.3, 0.5], **few)
+    table = made.table
+    assert sorted(table["method"]) == ["MyMethod"] * 4 + ["full"] + ["h2o"] * 2
+    assert set(table["kv_ratio"].dropna()) == {0.3, 0.5} and (table["status"] == "done").all()
+    assert table["setting"].str.contains("method.alpha=0.5").sum() == 2
+    assert made._repr_html_().startswith("<table") and "MyMethod" in made._repr_html_()
+    with pytest.raises(ConfigError, match="a percentage of its baseline, which takes 20 examples or more"):
+        made.figure()
+    before = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
+    again = kvexp.compare([cell(CELL)["MyMethod"]], kv_ratio=0.3, **few).table
+    assert set(again["hash"]) <= set(table["hash"])
+    noted = cell(CELL.replace("    alpha: float = 0.3\n", "    alpha: float = 0.3  # mild\n\n"))["MyMethod"]
+    assert set(kvexp.compare([noted], kv_ratio=0.3, **few).table["hash"]) == set(again["hash"])
+    kvexp.compare([cell(CELL.replace("SIGN = -1.0", "SIGN = 1.0"))["MyMethod"]], kv_ratio=0.3, **few)
+    after = {path: path.stat().st_mtime_ns for path in (folder / "outputs").glob("*/examples.jsonl")}
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
+
+
+@pytest.mark.slow
+def test_a_curve_is_drawn_where_there_are_examples_enough(folder):
+    few = {"model": "testbed_rope", "task": "testbed_summary", "task__max_new_tokens": 3, "limit": 20}
+    made = kvexp.compare(["window", "keydiff.py"], 0.5, **few)
+    assert set(made.table["method"]) == {"full", "window", "keydiff.KeyDiff"}
+    _, labels = made.figure().axes[0].get_legend_handles_labels()
+    assert {"window", "keydiff.KeyDiff"} <= set(labels)
+    assert made._repr_html_().startswith("<img") and "<table" in made._repr_html_()
+
+
+def test_what_is_not_given_is_as_the_command_line_has_it(folder, monkeypatch):
+    seen = []
+
+    def taken(jobs, session):
+        seen.extend(jobs)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("kvexp.results.curves.run_jobs", taken)
+    with pytest.raises(ConfigError, match="enough"):
+        kvexp.compare(["h2o"], 0.5)
+    plain = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
+    defaults = {key: value for one in plain["defaults"] if isinstance(one, dict) for key, value in one.items()}
+    for group in ("model", "task", "generation", "budget", "prefill"):
+        assert seen[0].choices[group] == defaults[group]
+    assert all(seen[0].config[key] == plain[key] for key in ("limit", "seed", "questions", "keep"))
+
+
+DIGESTS = {  # an edit of the cell: whether it is another method
+    ("alpha: float = 0.3", "alpha: float = 0.4"): True,
+    ("dim=-1)", "dim=-1) * 1.0"): True,
+    ("SIGN = -1.0", "SIGN = -2.0"): True,
+    ("SIGN = -1.0", "SIGN = -1.0\nother = 3"): False,
+}
+
+
+@pytest.mark.parametrize(("old", "new"), DIGESTS)
+def test_a_cells_digest_is_of_all_that_the_class_uses(old, new):
+    one, other = (class_method(cell(text)["MyMethod"]).source for text in (CELL, CELL.replace(old, new)))
+    assert (one != other) == DIGESTS[old, new]
+
+
+def test_a_class_whose_source_cannot_be_had_is_refused():
+    scope = {"__name__": "__main__"}
+    exec(CELL, scope)
+    with pytest.raises(ConfigError, match=r"the source of MyMethod cannot be had .* put it into a file"):
+        kvexp.compare([scope["MyMethod"]])
+    with pytest.raises(ConfigError, match="MyMethod uses SIGN, a Tensor of the notebook"):
+        class_method(cell(CELL.replace("-1.0", "torch.ones(())"))["MyMethod"])
+    with pytest.raises(ConfigError, match=r"methods must be a list .* got 'h2o'"):
+        kvexp.compare("h2o")
+    with pytest.raises(ConfigError, match="methods holds a int"):
+        kvexp.compare([3])
+    with pytest.raises(ConfigError, match="there is no method 'h20'; did you mean h2o"):
+        kvexp.compare(["h20"])
+
+
+def test_an_imported_class_runs_as_its_file_is_now(folder, monkeypatch):
+    """What was imported before an edit would run old code under the new file's digest."""
+    monkeypatch.syspath_prepend(str(folder))
+    import keydiff
+
+    first = class_method(keydiff.KeyDiff)
+    assert first.source == load_method("keydiff.py").source and first.option == "keydiff.KeyDiff"
+    (folder / "keydiff.py").write_text(KEYDIFF.replace("alpha: float = 0.3", "alpha: float = 0.4"))
+    again = class_method(keydiff.KeyDiff)
+    assert again.cls().alpha == 0.4 and again.source == load_method("keydiff.py").source != first.source
+    inner = "    class Inner(KeyDiff):\n        def recent(self, budget):\n            return 1\n\n    return Inner\n"
+    (folder / "other.py").write_text(f"{KEYDIFF}\n\ndef made():\n{inner}")
+    import other
+
+    with pytest.raises(ConfigError, match=r"made\.<locals>\.Inner stands within something else; put it at the top"):
+        class_method(other.made())
+
+
+def test_what_a_cells_class_holds_of_a_function_around_it_counts():
+    around = CELL.replace("SIGN = -1.0\n", "").split("@dataclass")
+    inner = "".join(f"    {line}\n" if line else "\n" for line in ("@dataclass" + around[1]).splitlines())
+    text = f"{around[0]}\ndef made(SIGN):\n{inner}\n    return MyMethod\n"
+    one, other = (class_method(cell(text)["made"](sign)).source for sign in (1.0, -1.0))
+    assert one != other
+
+
+def test_a_class_without_a_name_is_called_as_its_class():
+    class Plain(Method):
+        @property
+        def score_spec(self):
+            return AttentionScoreSpec()
+
+    class Named(Plain):
+        name = "named"
+
+    assert Plain.name == "Plain" and Named.name == "named"
+    made = generate(tiny("llama"), prompts_of(4, (30,)), Plain(), Budget(tokens=7))
+    assert len(made.tokens) == 1

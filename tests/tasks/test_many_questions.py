@@ -1,0 +1,267 @@
+"""questions=all: a context is prefilled and evicted once, and its questions are asked of copies of that cache."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from test_conf import composed
+
+import kvexp.run.store
+from kvexp.hf.load import byte_tokenizer
+from kvexp.results.plots import draw_life as draw
+from kvexp.results.views import print_questions, read_questions
+from kvexp.run.batches import evaluate_run
+from kvexp.run.prompts import batches, tokenize
+from kvexp.run.settings import settings_of
+from kvexp.tasks import ContextQA, Example, GovReportSections, LongBench, NewsNeedle, NewsQA
+from kvexp.tasks.base import with_shared_context
+from kvexp.util import ConfigError, Console
+
+AFTER = "after_eviction"
+QA = ("model=testbed_rope", "task=testbed_qa", f"task.question={AFTER}", "task.per_document=10", "task.tokens=200")
+QA += (
+    "task.facts=10",
+    "task.marked=0",
+    "task.updated=0",
+    "task.max_new_tokens=4",
+    "kv_ratio=0.4",
+    "limit=12",
+    "batch_size=1",
+)
+
+
+def made(outputs, *words):
+    overrides = [*QA, f"outputs_dir={outputs}", *words]
+    config, choices = composed(*overrides)
+    return settings_of(config, choices, overrides)
+
+
+def rows_of(record, *without):
+    without = ("seconds", "context", *without)
+    return [{k: v for k, v in row.items() if k not in without} for row in record.rows()]
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """Counts the contexts that were prefilled."""
+    counted = Counter()
+    real = kvexp.generate.prefill
+
+    def counting(model, prompts, *rest, **options):
+        counted["contexts"] += len(prompts)
+        return real(model, prompts, *rest, **options)
+
+    monkeypatch.setattr(kvexp.generate, "prefill", counting)
+    return counted
+
+
+@pytest.mark.parametrize("method", [pytest.param("h2o", marks=pytest.mark.slow), "keyformer"])
+def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefills, monkeypatch, method) -> None:
+    import kvexp.run.batches as module
+
+    shared = evaluate_run(made(tmp_path / "all", f"method={method}", "questions=all"))
+    assert prefills["contexts"] == 4  # two documents, for the method and for the full cache
+    prefills.clear()
+    monkeypatch.setattr(module, "MAX_QUESTIONS_PER_CONTEXT", 1)
+    alone = evaluate_run(made(tmp_path / "each", f"method={method}"))
+    assert prefills["contexts"] == 24
+    assert rows_of(shared) == rows_of(alone)
+    assert any(row["receipt"]["first_eviction_step"] == 0 for row in shared.rows())
+    contexts = [row["context"] for row in shared.rows()]
+    assert [(one["question"], one["questions"]) for one in contexts] == [(n % 10, 10) for n in range(12)]
+    first, second = contexts[0]["digest"], contexts[11]["digest"]
+    assert [one["digest"] for one in contexts] == [first] * 10 + [second] * 2 and first != second
+    for row in shared.rows():
+        assert 0 < row["seconds"]["prefill"] < row["seconds"]["ttft"] and row["seconds"]["copy"] > 0
+    assert not any("context" in row or "prefill" in row["seconds"] for row in alone.rows())
+    _check_table(tmp_path / "all", shared)
+
+
+def _check_table(outputs, record) -> None:
+    """The table of a run of twelve questions, two of them about a second document, against sums made here."""
+    full = {run.hash: run for run in kvexp.run.store.runs(outputs)}[record.baseline]
+    frame = read_questions(outputs, {}).set_index("asked")
+    assert list(frame.index) == list(range(1, 11)) and set(frame["question"]) == {AFTER}
+    of_run = [run.rows() for run in (record, full)]
+    for asked, documents in ((1, 2), (2, 2), (3, 1), (10, 1)):
+        docs = [[row["index"] // 10 == n and row["index"] % 10 < asked for row in of_run[0]] for n in range(documents)]
+        pairs = [[(a, b) for a, b, in_it in zip(*of_run, doc, strict=True) if in_it] for doc in docs]
+        each = [[(a["metrics"]["f1"], b["metrics"]["f1"]) for a, b in pair] for pair in pairs]
+        assert frame.loc[asked, "contexts"] == documents and sum(map(len, each)) == asked * documents
+        assert frame.loc[asked, "score"] == pytest.approx(sum(a for one in each for a, _ in one) / asked / documents)
+        assert frame.loc[asked, "full"] == pytest.approx(sum(b for one in each for _, b in one) / asked / documents)
+        kept = [all(a >= b for a, b in one) for one in each]
+        assert frame.loc[asked, "none_lost"] == 100 * sum(kept) / documents
+    last = frame.loc[10]
+    assert frame.loc[1, "shared_s"] > frame.loc[1, "one_by_one_s"]  # a copy that nobody else needs
+    assert last["shared_s"] < last["one_by_one_s"]
+    console = Console(markup=False, width=200, record=True)
+    print_questions(read_questions(outputs, {}), console)
+    assert "by number of questions asked of one evicted cache, question after eviction" in console.export_text()
+    assert len(draw(outputs, {}, "questions").axes) == 2
+
+
+def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_path) -> None:
+    whole = evaluate_run(made(tmp_path / "whole", "questions=all", "batch_size=3"))
+    cut = evaluate_run(made(tmp_path / "cut", "questions=all", "limit=4"))
+    padding = ("receipt",)  # padding is memory too
+    assert rows_of(whole, *padding)[:4] == rows_of(cut, *padding)
+    assert {row["context"]["questions"] for row in cut.rows()} == {10}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["questions=some"], "questions must be one of each, all, got 'some'"),
+        (["questions=all", "task.question=in_prompt"], "got task.question=in_prompt: set task.question=after_eviction"),
+        (["questions=all", "budget.of=sequence"], "set budget.of=prompt, or questions=each"),
+        (["+task.shared_context=true"], "task.shared_context is set by questions=all, without task. in front"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_loads(tmp_path, words, message) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(tmp_path, *words).task.check()
+    assert message in str(caught.value)
+
+
+def test_a_task_of_one_question_per_context_is_refused() -> None:
+    with pytest.raises(ConfigError, match="task=news has one: take news_qa, news_needle"):
+        settings_of(*composed("task=news", "questions=all"))
+
+
+def test_only_questions_that_share_are_another_run(tmp_path) -> None:
+    each, also, shared = (made(tmp_path, *words).identity for words in ([], ["questions=each"], ["questions=all"]))
+    assert each == also != shared
+    assert shared["task"].pop("shared_context") is True
+    assert shared == each
+
+
+def test_a_context_too_long_is_cut_alike_for_all_of_its_questions() -> None:
+    text, tokenizer = "".join(f"Sentence {n} of many. " for n in range(40)), byte_tokenizer()
+    asked = ("\nWho?", "\nAnd what else did anybody say about it?", "\nWhere?")
+    each = [Example(str(n), text, "x", question=q, questions=asked, number=n) for n, q in enumerate(asked)]
+    for truncate in ("middle", "halves", "right"):
+        task = NewsQA(truncate=truncate)
+        cut = [tokenize(example, task, tokenizer, 300, chat=False) for example in each]
+        assert len({tuple(one.ids) for one in cut}) == 1 and all(one.truncated for one in cut)
+        assert 290 - 2 <= max(one.size for one in cut) <= 300
+        apart = [tokenize(replace(one, questions=(), number=0), task, tokenizer, 300, chat=False) for one in each]
+        assert len({tuple(one.ids) for one in apart}) > 1  # as they are where each has its own prefill
+
+
+def test_questions_that_share_are_never_parted() -> None:
+    asked = tuple(f"\nq{n}" for n in range(11))
+    some = [Example(f"a{n}", "A", "x", question=q, questions=asked, number=n) for n, q in enumerate(asked)]
+    apart = [Example(f"b{n}", "B", "x", question=q) for n, q in enumerate(asked)]
+    sizes = [[example.prompt for _, example in batch] for batch in batches(list(enumerate([*some, *apart])), 2, 4)]
+    assert sizes == [["A"] * 11, ["B"] * 4, ["B"] * 4, ["B"] * 3]
+
+
+def test_rows_about_one_text_are_brought_together(tmp_path) -> None:
+    """LongBench has several questions about some of its texts, rows apart from each other."""
+    rows = [(text, n) for n in range(2) for text in ("First text.", "Second text.")]
+    file = tmp_path / "qasper.jsonl"
+    lines = [
+        {"context": text, "input": f"Question {n}?", "answers": ["x"], "_id": f"{text[0]}{n}", "length": 2}
+        for text, n in rows
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = LongBench(subset="qasper", data_files=str(file), question=AFTER)
+    assert [example.id for example in task.examples()] == ["F0", "S0", "F1", "S1"]
+    together = list(with_shared_context(task, "longbench").examples())
+    assert [(one.id, one.number, len(one.questions)) for one in together] == [
+        *(("F0", 0, 2), ("F1", 1, 2), ("S0", 0, 2), ("S1", 1, 2))
+    ]
+    first = list(with_shared_context(replace(task, limit=1), "longbench").examples())
+    assert [one.questions for one in first] == [together[0].questions]
+
+
+def test_a_text_holds_the_needles_of_all_depths_and_each_is_asked_for() -> None:
+    task = with_shared_context(NewsNeedle(question=AFTER, lengths=(300,), repeats=2), "news_needle")
+
+    def count(words: str) -> int:
+        return len(words.split())
+
+    fitted = [task.fit(example, count, 10_000) for example in task.examples()]
+    texts = list(dict.fromkeys(one.prompt for one in fitted))
+    assert len(texts) == 2 and len(fitted) == 10
+    assert len({one.question for one in fitted}) == 10
+    for one in fitted:
+        assert one.reference in one.prompt
+        assert sum(other.reference in one.prompt for other in fitted) == 5
+    longest = [max(count(one.prompt + one.question) for one in fitted if one.prompt == text) for text in texts]
+    assert longest == [300, 300]
+    with pytest.raises(ConfigError, match="would hide a needle twice in one text"):
+        replace(task, depths=(0, 24)).check_options()
+
+
+QUESTIONS = [
+    {"question": "Where is Ann?", "answers": ["Rome", "the city of Rome"]},
+    {"question": "And Ben?", "answer": "Oslo"},
+]
+
+
+def test_a_file_of_texts_with_lists_of_questions(tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps([{"id": "a", "context": "Ann is in Rome, Ben in Oslo.", "questions": QUESTIONS}]))
+    task = with_shared_context(ContextQA(data_files=str(file)), "context_qa")
+    task.check()
+    one, two = task.examples()
+    assert (one.id, one.prompt, one.question) == ("a question 0", "Ann is in Rome, Ben in Oslo.", "\n\nWhere is Ann?")
+    assert (two.reference, two.number, two.questions) == ("Oslo", 1, (one.question, two.question))
+    assert task.score("She is in the city of Rome.", one.reference, one)["exact"] == 100
+    assert task.score("the city of rome", one.reference, one) == {"f1": 100, "exact": 100}
+    assert task.score("Oslo", one.reference, one) == {"f1": 0, "exact": 0}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"context": "T"}, "field 'questions' must be a list of objects"),
+        ({"context": "T", "questions": []}, "field 'questions' must be a list of objects"),
+        ({"questions": QUESTIONS}, "has no field 'context'"),
+        ({"context": "T", "questions": [{"question": "Q?"}]}, "field 'answers' must be a text or a list of texts"),
+        ({"context": "T", "questions": [{"question": "Q?", "answers": ["", "x"]}]}, "none of them empty, got"),
+        ({"context": "T", "questions": [{"answers": "x"}]}, "has no field 'question'"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, row, message: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(ConfigError) as caught:
+        ContextQA(data_files=str(file)).check()
+    assert message in str(caught.value) and "row 1 of" in str(caught.value)
+
+
+@pytest.mark.parametrize("task", [ContextQA(), GovReportSections()])
+def test_a_task_without_data_of_its_own_asks_for_a_file(task) -> None:
+    task.check_options()
+    with pytest.raises(ConfigError, match=r"task\.data_files=FILE: name a \.json"):
+        task.check()
+
+
+@pytest.mark.parametrize("as_lists", [False, True])
+def test_sections_of_a_summary_are_asked_for_by_their_titles(tmp_path, as_lists: bool) -> None:
+    def field(*each):
+        rows = [{"title": title, "paragraphs": words} for title, words in each]
+        return {name: [row[name] for row in rows] for name in ("title", "paragraphs")} if as_lists else rows
+
+    rows = [
+        {
+            "id": "GAO_1",
+            "document_sections": field(("Intro", "First.\nSecond."), ("", "Third.")),
+            "summary_sections": field(("Why", "Because."), ("", "Untitled."), ("What", "That.")),
+        },
+        {"id": "CRS_1", "document_sections": field(("A", "B.")), "summary_sections": field(("", "C."))},
+    ]
+    file = tmp_path / "gov.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = with_shared_context(GovReportSections(data_files=str(file)), "govreport_sections")
+    why, what = task.examples()
+    assert why.prompt == what.prompt == "Intro\nFirst.\nSecond.\n\nThird."
+    assert why.question == '\n\nWrite the section "Why" of a summary of the report.'
+    assert [one.reference for one in (why, what)] == ["Because.", "That."]
+    assert [one.id for one in (why, what)] == ["GAO_1 section 0", "GAO_1 section 1"]

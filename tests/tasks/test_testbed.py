@@ -1,0 +1,250 @@
+"""The synthetic language and its tasks."""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+
+import pytest
+
+from kvexp.tasks import TestbedChoice, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedSummary
+from kvexp.tasks.testbed import (
+    END,
+    LANGUAGE,
+    LONGEST,
+    ORDINALS,
+    SPLITS,
+    DocumentShape,
+    dialogue,
+    document,
+    needle_document,
+    split_of,
+    vocabulary,
+)
+from kvexp.util import ConfigError
+
+TASKS = (TestbedSummary, TestbedDialogue, TestbedNeedle, TestbedQA, TestbedChoice)
+
+
+def documents(split, count=30, shape=None):
+    return [document(Random(f"{split} {i}"), split, shape or DocumentShape()) for i in range(count)]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_fact_belongs_to_its_split(split):
+    for doc in documents(split):
+        for fact in doc.facts:
+            assert split_of(fact.name, fact.attribute, fact.value) == split
+
+
+def test_documents_speak_the_vocabulary_and_have_the_length_asked_for():
+    words = set(vocabulary())
+    for tokens in (64, 288, 1024):
+        for doc in documents("train", 10, DocumentShape(tokens, tokens // 30, tokens // 120, 1)):
+            assert set(doc.text.split()) <= words
+            assert tokens - 12 <= len(doc.text.split()) <= tokens
+
+
+def test_a_seed_is_a_document():
+    """A change here is another language: raise LANGUAGE, NUMERICS, and train again."""
+    text = "\n".join(doc.text for doc in documents("test", 5))
+    talk = "".join(dialogue(Random("talk"), "test", DocumentShape(), recalls=2))
+    assert LANGUAGE == 1
+    assert hashlib.sha256((text + talk).encode()).hexdigest()[:16] == "dc312f830e3c3d9e"
+
+
+def test_an_update_comes_later_and_wins():
+    seen = 0
+    for doc in documents("train"):
+        for update in (fact for fact in doc.facts if fact.update):
+            first = next(i for i, fact in enumerate(doc.facts) if fact.key == update.key)
+            assert first < doc.facts.index(update)
+            assert not doc.facts[first].mark
+            assert update in doc.current() and doc.facts[first] not in doc.current()
+            seen += update.value != doc.facts[first].value
+    assert seen > 30
+
+
+def test_marked_facts_are_strewn_over_the_whole_text():
+    places = []
+    for doc in documents("test", 60):
+        places += [i / len(doc.sentences) for i, s in enumerate(doc.sentences) if s.split()[0] in ORDINALS]
+    assert min(places) < 0.05 and max(places) > 0.93
+    assert 0.45 < sum(places) / len(places) < 0.55
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_needle_stands_at_its_depth(depth):
+    doc, fact = needle_document(Random("n"), "test", 256, depth)
+    place = doc.sentences.index(fact.sentence())
+    assert place == round(depth * (len(doc.sentences) - 1)) or abs(place - depth * (len(doc.sentences) - 1)) <= 1
+    assert fact.attribute == "code" and len(fact.value.split()) == 3
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_are_repeatable_and_extend(task):
+    few, many = list(task(limit=3).examples()), list(task(limit=9).examples())
+    assert few == many[:3]
+    assert len({example.id for example in many}) == 9
+    words = set(vocabulary())
+    for example in many:
+        assert set((example.prompt + example.question + "".join(example.choices)).split()) <= words
+        assert example.prompt.startswith("<s> ")
+        assert example.reference and not example.reference.endswith(END)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_right_answers_score_full_marks_and_wrong_ones_do_not(task):
+    made = task(limit=6)
+    for example in made.examples():
+        if example.choices:
+            right = example.choices.index(f" {example.reference}")
+            logprobs = [-9.0] * len(example.choices)
+            logprobs[right] = -1.0
+            assert made.score_choices(logprobs, [2] * len(logprobs), example) == {"acc": 100.0}
+            logprobs[right] = -10.0
+            assert made.score_choices(logprobs, [2] * len(logprobs), example) == {"acc": 0.0}
+        else:
+            assert set(made.score(example.reference, example.reference, example).values()) == {100.0}
+            wrong = made.score("the river moved", example.reference, example)
+            assert set(wrong) == set(made.metrics) and max(wrong.values()) < 5
+
+
+@pytest.mark.parametrize("task", [TestbedNeedle, TestbedQA, TestbedChoice])
+def test_the_question_comes_in_the_prompt_or_after(task):
+    before, after = (list(task(limit=4, question=q).examples()) for q in ("in_prompt", "after_eviction"))
+    for one, other in zip(before, after, strict=True):
+        assert one.prompt == other.prompt + other.question and other.question.startswith(" ask ")
+        assert not one.question and one.choices == other.choices
+
+
+def test_choices_hold_the_answer_once_and_a_near_miss():
+    near = 0
+    for example in TestbedChoice(limit=40).examples():
+        assert len(set(example.choices)) == 4 and f" {example.reference}" in example.choices
+        first = example.reference.split()[0]
+        near += any(c.split()[0] == first and c.strip() != example.reference for c in example.choices)
+        assert all(len(c.split()) > 1 for c in example.choices)
+    assert near > 30
+
+
+def test_questions_of_a_document_share_its_context():
+    examples = list(TestbedQA(limit=8, question="after_eviction").examples())
+    assert len({example.prompt for example in examples}) == 2
+    assert len({example.question for example in examples[:4]}) == 4
+
+
+def test_shots_stand_before_the_question():
+    (example,) = TestbedChoice(limit=1, num_fewshot=5).examples()
+    assert example.prompt.count(" ask ") == 6 and example.prompt.count(f" {END}") == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        (TestbedSummary, {"marked": 0}, "task.marked must be at least 1"),
+        (TestbedSummary, {"marked": 13}, "task.facts=14 must be at least task.marked=13"),
+        (TestbedSummary, {"facts": 4000}, "at most 40"),
+        (TestbedSummary, {"split": "dev"}, "task.split must be one of train, validation, test"),
+        (TestbedSummary, {"data_files": "x.json"}, "makes its own rows"),
+        (TestbedSummary, {"sample": "shuffled", "limit": 3}, "task.sample must be first"),
+        (TestbedDialogue, {"per_recall": 9}, "task.per_recall must be at most 4"),
+        (TestbedNeedle, {"depths": (120,)}, "task.depths must be percent"),
+        (TestbedNeedle, {"lengths": ()}, "task.lengths must be numbers"),
+        (TestbedQA, {"question": "never"}, "task.question must be one of"),
+        (TestbedQA, {"per_document": 20}, "task.facts must be at least 20"),
+        (TestbedChoice, {"options": 7}, "task.options must be between 2 and 4"),
+        (TestbedChoice, {"num_fewshot": 14}, "task.num_fewshot=14 needs"),
+        (TestbedChoice, {"num_fewshot": 16, "facts": 20}, "task.num_fewshot must be at most 15, as the models were"),
+        (TestbedQA, {"facts": 20, "marked": 11}, "task.marked must be at most 10, as the models were trained"),
+        (TestbedSummary, {"tokens": 64}, "task.tokens must be at least 112 to hold task.facts=14"),
+        (TestbedDialogue, {"recalls": 5}, "task.recalls must be at most 4"),
+        (TestbedSummary, {"tokens": 1 << 61}, "task.tokens must be at most 1000000, got 2305843009213693952"),
+        (TestbedNeedle, {"lengths": [300, 1 << 61]}, "task.lengths must be at most 1000000 tokens, got 230584"),
+        (TestbedNeedle, {"tokens": 512}, "task.tokens has no meaning for testbed_needle: set task.lengths"),
+        (TestbedNeedle, {"marked": 2}, "task.marked has no meaning"),
+    ],
+)
+def test_bad_options(task, options, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        task(**options).check()
+
+
+def test_needles_too_short_for_their_facts_are_refused():
+    with pytest.raises(ConfigError, match=r"task\.lengths"):
+        TestbedNeedle(lengths=(20,)).check()
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 1024])
+@pytest.mark.parametrize("task", [task for task in TASKS if task is not TestbedNeedle])
+def test_documents_of_64_to_1024_tokens_have_the_length_asked_for(task, tokens):
+    made = task(limit=3, tokens=tokens, facts=8, updated=1, marked=2)
+    made.check()
+    for example in made.examples():
+        text = example.prompt.removeprefix("<s> text : ").split(" summary :")[0].split(" ask ")[0]
+        if task is TestbedDialogue:
+            assert len(text.split()) >= tokens - 12
+        else:
+            assert tokens - 12 <= len(text.split()) <= tokens
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: document(Random("d"), s, DocumentShape()), lambda s: needle_document(Random("n"), s, 99, 0.5)]
+)
+def test_an_unknown_split_is_an_error_and_no_endless_search(make):
+    with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'valid'"):
+        make("valid")
+
+
+def test_more_facts_than_there_are_is_an_error_and_no_endless_search():
+    with pytest.raises(ValueError, match=r"have no more than these .* facts in split test"):
+        document(Random("d"), "test", DocumentShape(facts=60, marked=1, updated=0), attribute="color")
+
+
+def test_the_longest_fact_is_as_long_as_said():
+    longest = max(len(fact.sentence().split()) for doc in documents("train", 60) for fact in doc.facts)
+    assert longest == LONGEST
+
+
+def test_no_two_splits_share_a_generator():
+    """The seeds are texts: of training "seed step", of a task "split seed row"."""
+    tasks = [TestbedSummary(split=split).random(n).random() for split in SPLITS for n in range(200)]
+    training = [Random(f"{seed} {step}").random() for seed in (0, 12345) for step in range(200)]
+    assert len({*tasks, *training}) == len(tasks) + len(training)
+
+
+def test_every_word_that_is_asked_for_was_trained():
+    """The numbers go to the tenth in training, whatever a Shape may hold."""
+    from experiments.studies.testbed import CURRICULUM
+    from kvexp.tasks.testbed import MOST_MARKED
+
+    most = max(stage.shape(Random(f"{i}")).marked for stage in CURRICULUM for i in range(400))
+    assert most == MOST_MARKED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--facts", "3"], "--facts must be between 4 and 30, got 3"),
+        (["--facts", "1000"], "--facts must be between 4 and 30, got 1000"),
+        (["--tokens", "1"], "--tokens must be at least 70 to hold --facts 9, got 1"),
+        (["--split", "valid"], "invalid choice: 'valid'"),
+    ],
+)
+def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
+    from kvexp.tasks.testbed import main
+
+    with pytest.raises(SystemExit):
+        main(["sample", *arguments])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--facts", "30", "--tokens", "1024"], ["--facts", "4", "--tokens", "64"]])
+def test_sample_prints_a_document_and_answers(arguments, capsys):
+    from kvexp.tasks.testbed import main
+
+    main(["sample", "--seed", "3", *arguments])
+    shown = capsys.readouterr().out
+    for task in ("testbed_summary", "testbed_qa", "testbed_needle", "testbed_dialogue"):
+        assert task in shown
+    assert shown.count("->") == 7
