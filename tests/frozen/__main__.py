@@ -1,7 +1,8 @@
 """`make frozen`: run the command lines of commands.py and compare what they write with the recording, digest by digest.
 
     python tests/frozen record FILE     write a recording of this tree
-    python tests/frozen compare         hold this tree against frozen.json; exit code 1 and the names where it differs
+    python tests/frozen compare [NAME]  hold this tree against frozen.json; exit code 1 and the names where it differs;
+                                        NAME...: only of commands.py's entries whose names begin so
 
 Floating-point sums depend on the processor and its libraries: on a machine unlike the recording's, the commit that the
 recording was made at is recorded first, in a worktree beside this one.
@@ -35,6 +36,10 @@ ENV = {
     **{"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"},
     **{"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"},
 }
+PARTS = {
+    **{"exits": commands.RUNS, "runs": commands.RUNS},
+    **{"tables": commands.TABLES, "identities": commands.IDENTITIES},
+}
 LOADED = ("torch", "pandas", "datasets", "hydra", "rich.table", "safetensors.torch", "lm_eval", "transformers", "scipy")
 NOT_A_NUMBER_OF_THE_RUN = ("seconds", "batch_size", "revision", "numerics", "threads", "load")
 TIMED_COLUMNS = (
@@ -53,7 +58,10 @@ def main(words: list[str]) -> int:
     if words[:1] == ["record"] and len(words) == 2:
         Path(words[1]).write_text(json.dumps(record(), indent=0, sort_keys=True) + "\n")
         return 0
-    if words == ["compare"]:
+    if words[:1] == ["compare"]:
+        for table in (commands.RUNS, commands.TABLES, commands.IDENTITIES):
+            for name in [name for name in table if words[1:] and not name.startswith(tuple(words[1:]))]:
+                del table[name]
         return compare()
     print(__doc__)
     return 2
@@ -67,6 +75,8 @@ def compare() -> int:
             f"recorded on {known['machine']}, this is {machine()}: recording commit {known['commit'][:10]} here first"
         )
         known = record_of(known["commit"])
+    for part, table in PARTS.items():
+        known[part] = {name: value for name, value in known[part].items() if name in table}
     wrong = differences(known, record())
     for line in wrong:
         print(line)
