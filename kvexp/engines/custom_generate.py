@@ -146,13 +146,13 @@ def requirements() -> str:
 
 
 CUSTOM_GENERATE_DOC = (
-    """kvexp custom-generate FOLDER: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
+    """kvexp export transformers FOLDER: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
 )
 
 
 README = """# KV-cache eviction for `generate`
 
-Made by kvexp {version} (NUMERICS {numerics}) with `kvexp custom-generate`, from its own modules.
+Made by kvexp {version} (NUMERICS {numerics}) with `kvexp export transformers`, from its own modules.
 Do not edit it: make it again.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,7 +169,7 @@ Pad on the left. The model is left as it was; the cache holds no more than its b
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where the folder cannot be made."""
-    parser = argparse.ArgumentParser(prog="kvexp custom-generate", description=CUSTOM_GENERATE_DOC)
+    parser = argparse.ArgumentParser(prog="kvexp export transformers", description=CUSTOM_GENERATE_DOC)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""Runs and the report's panels in Weights & Biases."""
+"""Runs in Weights & Biases: a run each, a run per sweep with charts, and the report's panels as a saved view."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from urllib.parse import urlsplit
 
 import pandas as pd
 
-from kvexp.results.divergence import divergence_frames
+from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
-from kvexp.results.read import add_choice, chosen, chosen_by, folders, titled, unmatched
-from kvexp.results.table import absent, parts, table, with_n
+from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
+from kvexp.results.table import absent, parts, quality_table, records, with_n
 from kvexp.run.store import Run
 from kvexp.util import ConfigError, say
-
-# Where and how to publish: what wandb can take, said before anything runs.
-
 
 PROJECT = "kvexp"
 MODES = ("online", "offline", "disabled")
@@ -67,9 +64,6 @@ def has_account() -> bool:
     return False
 
 
-# Run folders to wandb runs, and each group of them to one more run with a table and charts.
-
-
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it
 MARKS = (99.0, 99.9)
@@ -95,12 +89,12 @@ def publish(
     written: list[Path] = []
     for outputs, paths in _by_parent(run_paths).items():
         loaded = {run.hash: run for run in map(Run.load, paths)}
-        df = table(outputs, {"hash": list(loaded)})
-        divergence, _ = divergence_frames(outputs, {"hash": list(loaded)})
+        runs = read_runs(outputs, {"hash": list(loaded)})
+        df, divergence = quality_table(runs), frame_of(runs)
         place = Path(directory) if directory is not None else outputs
         place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
-        groups = [[experiment] if experiment else _groups(row) for row in _records(df)]
-        for row, names in zip(_records(df), groups, strict=True):
+        groups = [[experiment] if experiment else _groups(row) for row in records(df)]
+        for row, names in zip(records(df), groups, strict=True):
             row |= summary_of(divergence, row["hash"])
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
         for name in dict.fromkeys(name for names in groups for name in names):
@@ -149,7 +143,7 @@ def _publish_run(
 def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
     """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
     found: dict[str, Any] = {}
-    for row in _records(divergence[divergence["hash"] == key]) if len(divergence) else ():
+    for row in records(divergence[divergence["hash"] == key]) if len(divergence) else ():
         found |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
     return found
 
@@ -163,7 +157,7 @@ def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: st
         **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
-        whole = [_plain(row, keep_missing=True) for row in _records(df)]
+        whole = [_plain(row, keep_missing=True) for row in records(df)]
         columns = list(df.columns)
         cells: list[Iterable[Any]] = [[row[name] for name in columns] for row in whole]
         published.log({"runs": wandb.Table(columns, cells)})
@@ -191,7 +185,7 @@ def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
     if df.empty:
         return found
     for title, _, part in parts(df):
-        rows = _records(
+        rows = records(
             with_n(part.assign(setting=part["setting"].fillna("")) if "setting" in part else part.assign(setting=""))
         )
         kept = [
@@ -208,7 +202,7 @@ def divergence_charts(divergence: DataFrame) -> dict[str, list[dict[str, Any]]]:
         return found
     for title, labels, part in parts(divergence, "text"):
         filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
-        if kept := [row for row in _records(with_n(filled)) if row["kl"] > 0]:
+        if kept := [row for row in records(with_n(filled)) if row["kl"] > 0]:
             found[f"{title}, {labels['text']}"] = kept
     return found
 
@@ -276,10 +270,6 @@ def _started(**settings: Any) -> Iterator[Any]:
         yield run
 
 
-def _records(df: DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
-
-
 def _plain(row: Mapping[str, Any], keep_missing: bool = False) -> dict[str, Any]:
     """Python values; what is missing is left out, or None."""
     values = {
@@ -292,16 +282,14 @@ def _missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and not math.isfinite(value))
 
 
-# kvexp log outputs/: publish whatever has been run.
-
-
 DESCRIPTION = """Replays recorded runs into Weights & Biases: kvexp log outputs/ [--project P] [--online].
 
 Everything comes from the run folders, so publishing can wait, fail or be repeated without touching a number. A run's id
 is its hash: published again, it is the same run there."""
 
 
-def log_main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, 1 where no run was chosen, 2 where the request cannot work."""
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -311,9 +299,7 @@ def log_main(argv: Sequence[str] | None = None) -> int:
     how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
     args = parser.parse_args(argv)
     try:
-        if not Path(args.outputs).is_dir():
-            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
-        paths = [folder.run.path for folder in chosen(folders(args.outputs), chosen_by(args)) if not folder.refused]
+        paths = [folder.run.path for folder in read_runs(args.outputs, chosen_by(args)).ran]
         if not paths:
             say(unmatched(args.outputs, chosen_by(args)))
             return 1
@@ -326,10 +312,6 @@ def log_main(argv: Sequence[str] | None = None) -> int:
     if mode == "offline" and written:
         say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
     return 0
-
-
-# Which panels, over which keys of what `kvexp.results.wandb_log` publishes: plain data, made from the runs, without
-# network.
 
 
 MEMORY = ("kv_bytes", "peak_kv_bytes")
@@ -391,9 +373,6 @@ def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...])
     ]
 
 
-# A spec as the objects of wandb's public API; nothing is sent before they are saved.
-
-
 NAME = "kvexp"
 
 
@@ -448,29 +427,26 @@ def panel(described: dict[str, str], place: int = 0) -> Any:
     )
 
 
-# kvexp dashboards outputs/: make the saved view and the report in Weights & Biases.
-
-
 DASHBOARDS_DESCRIPTION = """The report's panels in Weights & Biases, as a saved view of a project and as a report there.
 
-kvexp dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
+kvexp log dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
 were logged, is plain data (`spec`), printed by --print; wandb's public API (wandb_workspaces) makes them. Needle
 heat-maps are not among them: what kvexp.results.wandb_log publishes has no such table."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def dashboards(argv: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why not."""
-    parser = argparse.ArgumentParser(prog="kvexp dashboards", description=DASHBOARDS_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
     parser.add_argument("--entity", help="user or team (default: WANDB_ENTITY, else the account's own)")
     parser.add_argument("--print", action="store_true", help="print the spec as JSON; needs no account and no network")
     args = parser.parse_args(argv)
     try:
-        frame = table(args.outputs)
-        if frame.empty:
+        runs = read_runs(args.outputs)
+        if not runs.shown:
             raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
-        described = spec(frame, divergence_frames(args.outputs, {})[0])
+        described = spec(quality_table(runs), frame_of(runs))
         if args.print:
             say(json.dumps(described, indent=2))
             return 0

@@ -1048,8 +1048,8 @@ def _texts(settings: Settings, work: Workload) -> dict[str, int]:
     return {kind: max(0, left - sum(text == kind for _, text in measured)) for kind in settings.divergence.texts}
 
 
-BITS_AND_TOKENS_DOC = """kvexp bytes [bytes_ratio=R,...] [model=NAME]: which numbers of tokens and of bits fit into a
-share of bytes.
+BITS_AND_TOKENS_DOC = """kvexp models bytes [bytes_ratio=R,...] [model=NAME]: which numbers of tokens and of bits fit
+into a share of bytes.
 
 The share is of the keys and values of a prompt's full cache at 16 bits per number. For each number of bits the command
 prints how many slots a kv head gets, what share of the prompt's tokens that is, and what the slots take, with scales,
@@ -1137,7 +1137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        prog="kvexp bytes",
+        prog="kvexp models bytes",
         usage="%(prog)s [bytes_ratio=R,...] [prompt_tokens=N] [cache.bits=N,...] [cache.SETTING=VALUE] [model=NAME]",
         description=BITS_AND_TOKENS_DOC,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -1155,7 +1155,7 @@ def parted(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         elif key.lstrip("+").partition(".")[0] == "model" and equals:
             model_words.append(word)
         else:
-            raise ConfigError(f"{word}: kvexp bytes takes model=NAME, model.SETTING=…, {', '.join(own)}")
+            raise ConfigError(f"{word}: kvexp models bytes takes model=NAME, model.SETTING=…, {', '.join(own)}")
     return model_words, own
 
 

@@ -313,7 +313,7 @@ def test_the_lists_command(capsys: pytest.CaptureFixture[str]) -> None:
         .endswith("cache.key_bits=4 cache.value_bits=2,4 cache.group=8 model=tiny")
     )
     for words, told in (
-        (["bits=4"], "bits=4: kvexp bytes takes model=NAME"),
+        (["bits=4"], "bits=4: kvexp models bytes takes model=NAME"),
         (["model=tiny", "bytes_ratio=2"], "bytes_ratio must be in (0, 1], got '2'"),
         (["model=tiny", "prompt_tokens=1.5"], "prompt_tokens must be a whole number of at least 1, got '1.5'"),
         (["model=tiny", "cache.bits=3"], "must be one of 16, 8, 4, 2"),
