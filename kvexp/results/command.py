@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
 from kvexp.results.table import X_AXES, markdown_of, print_blocks
 from kvexp.results.views import VIEWS
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
-from kvexp.util import ConfigError, Console, say
+from kvexp.util import ConfigError, Console, say, tells_errors
 
 DESCRIPTION = (
     """Tables of recorded runs, with intervals and verdicts: kvexp results OUTPUTS [--view NAME] [--plot FILE]."""
@@ -23,26 +22,15 @@ DESCRIPTION = (
 MEASURED = ("measure", "compare", "alike", "epsilon", "epsilon_top1")  # options of --view divergence alone
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
-        warnings.simplefilter("always")
-        try:
-            methods, words = _methods_of(words) if "--measure" in words else ([], words)
-            args = parser().parse_args(words)
-            return results(args, methods)
-        except ConfigError as error:
-            say(f"error: {error}", file=sys.stderr)
-            return 2
+    methods, words = [], list(sys.argv[1:] if argv is None else argv)
+    if "--measure" in words:  # which may need the code of a method of the user's own
+        from kvexp.run.compose import without_method_words
 
-
-def _methods_of(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words that name methods of the user's own, all others): what is measured may need their code."""
-    from kvexp.run.compose import without_method_words
-
-    return without_method_words(words)
+        methods, words = without_method_words(words)
+    return results(parser().parse_args(words), methods)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -23,8 +23,6 @@ import hashlib
 import json
 import math
 import re
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ from kvexp.results.table import Block, Column, absent, called, few, groups, note
 from kvexp.results.views import VIEWS, Line, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
 from kvexp.run.store import TEXTS
-from kvexp.util import ConfigError, say, visible
+from kvexp.util import ConfigError, say, tells_errors, visible
 
 
 def plain(value: Any) -> Any:
@@ -634,6 +632,7 @@ def asset(name: str) -> str:
 REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where there is nothing to show or no place to put it."""
     parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)
@@ -643,16 +642,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=20, help="sample outputs per run (default: 20)")
     args = parser.parse_args(argv)
     file = args.file or args.outputs / "report.html"
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
-        warnings.simplefilter("always")
-        try:
-            source = read(args.outputs, chosen_by(args), args.samples)
-            text = page(source)
-            write(file, text)
-        except ConfigError as error:
-            say(f"error: {error}", file=sys.stderr)
-            return 2
+    source = read(args.outputs, chosen_by(args), args.samples)
+    text = page(source)
+    write(file, text)
     runs = int(source.frame["status"].ne("refused").sum())
     say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
     return 0

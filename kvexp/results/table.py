@@ -553,6 +553,7 @@ def _tells(name: str, rows: Sequence[Row]) -> bool:
 
 
 def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
+    """What is said of a run behind what names it; columns without anything to say are left out."""
     metrics = [
         name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
     ]
@@ -568,28 +569,43 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
             Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
         ]
-    columns += [
+    # A chat model's turn has an end: that none came is worth a column.
+    ended = any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows)
+    moved = any(not absent(row["moved_bytes"]) for row in rows)
+    return [
+        *([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []),
+        *columns,
         Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
-        Column("n to\ndecide", lambda row: _needed(row)),
+        Column("n to\ndecide", _needed),
         *([] if _n_differs(rows) else [_N]),
-        *_questions(rows),
-        Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
-        *_columns_counted("skip-\nped", "skipped", rows),
-        *_columns_counted("prompt\ncut", "prompt_cut", rows),
-        *_columns_counted("cut while\nthinking", "thinking_cut", rows),
-        *_columns_counted("letters\ndropped", "dropped_letters", rows),
-        *_columns_counted("hal-\nved", "halved", rows),
-        *_ended(rows),
-        Column("status", lambda row: str(row["status"]), right=False),
-        Column("slots", lambda row: fixed(row["slots"], 1)),
+        *_telling(rows, plain("questions", "of asked")),
+        plain("paired", "paired"),
+        *_telling(
+            rows,
+            plain("skipped", "skip-\nped"),
+            plain("prompt_cut", "prompt\ncut"),
+            plain("thinking_cut", "cut while\nthinking"),
+            plain("dropped_letters", "letters\ndropped"),
+            plain("halved", "hal-\nved"),
+        ),
+        *([numeric("ended\n%", "ended", 0)] if ended else []),
+        plain("status", "status", right=False),
+        numeric("slots", "slots", 1),
         *ratio_reached(rows),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
-        *_times(rows),
-        *_moving(rows),
+        *_telling(
+            rows,
+            Column("TTFT", lambda row: seconds(row["ttft_s"])),
+            Column("TPOT", lambda row: seconds(row["tpot_s"])),
+            numeric("tokens/s", "tokens_per_s", 1),
+        ),
+        *([plain("timed", "timed")] if any(map(partly_timed, rows)) else []),
+        *(_telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
+        *([Column("moved", lambda row: size(row["moved_bytes"]))] if moved else []),
+        *([numeric("cache\nhits", "cache_hit_rate", 2)] if moved else []),
         *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
     ]
-    return [*([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
 
 
 _N = Column("n", lambda row: str(row["n"]))
@@ -600,9 +616,9 @@ def _n_differs(rows: Sequence[Row]) -> bool:
     return len({row["n"] for row in rows if row["n"]}) > 1
 
 
-def _columns_counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
-    """A column of counts, where there is anything to count."""
-    return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+def _telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
+    """The columns in which a row has something else than a dash or 0."""
+    return [column for column in columns if any(column.cell(row) not in ("-", "0") for row in rows)]
 
 
 def ratio_reached(rows: Sequence[Row]) -> list[Column]:
@@ -610,49 +626,12 @@ def ratio_reached(rows: Sequence[Row]) -> list[Column]:
     open_ended = [absent(row["kv_ratio"]) and absent(row.get("tokens")) for row in rows]
     if not any(free and row["verdict99"] != "baseline" for free, row in zip(open_ended, rows, strict=True)):
         return []
-    return [Column("ratio\nreached", lambda row: fixed(row["kv_ratio_reached"], 3))]
-
-
-def _questions(rows: Sequence[Row]) -> list[Column]:
-    """Column "of asked": number of questions asked, for tasks whose n counts only questions the full cache answered."""
-    if all(absent(row["questions"]) for row in rows):
-        return []
-    return [Column("of asked", lambda row: "-" if absent(row["questions"]) else str(row["questions"]))]
-
-
-def _ended(rows: Sequence[Row]) -> list[Column]:
-    """Where any answer ended before max_new_tokens ended it, or should have: a chat model's turn has an end."""
-    if not any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows):
-        return []
-    return [Column("ended\n%", lambda row: fixed(row["ended"], 0))]
-
-
-def _times(rows: Sequence[Row]) -> list[Column]:
-    """Where any run was timed by itself."""
-    each = {
-        "ttft_s": Column("TTFT", lambda row: seconds(row["ttft_s"])),
-        "tpot_s": Column("TPOT", lambda row: seconds(row["tpot_s"])),
-        "tokens_per_s": Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
-    }
-    columns = [column for name, column in each.items() if not all(absent(row[name]) for row in rows)]
-    some = any(partly_timed(row) for row in rows)
-    return [*columns, *([Column("timed", lambda row: str(row["timed"]))] if some else [])]
+    return [numeric("ratio\nreached", "kv_ratio_reached", 3)]
 
 
 def partly_timed(row: Row) -> bool:
     """Whether its times are of some of its examples alone."""
     return bool(0 < row["timed"] < row["n"])
-
-
-def _moving(rows: Sequence[Row]) -> list[Column]:
-    """Columns of offloading methods: bytes moved, cache hit rate, time to second token (the index included)."""
-    if all(absent(row["moved_bytes"]) for row in rows):
-        return []
-    return [
-        *([] if all(absent(row["tt2t_s"]) for row in rows) else [Column("TT2T", lambda row: seconds(row["tt2t_s"]))]),
-        Column("moved", lambda row: size(row["moved_bytes"])),
-        Column("cache\nhits", lambda row: fixed(row["cache_hit_rate"], 2)),
-    ]
 
 
 def _batch(row: Row) -> str:
