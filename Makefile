@@ -32,7 +32,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -81,6 +81,9 @@ test-real: $(VENV)/.stamp ## only the tests of the fetched real model; they skip
 
 frozen: $(VENV)/.stamp ## hold rows, kept sets, divergences, tables and identities of small runs against a recording (about 15 minutes)
 	@$(BIN)/python tests/frozen compare
+
+mutations: $(VENV)/.stamp ## break one mechanism at a time in a copy: tests of `make test` must notice each (half an hour; ARGS=how names begin)
+	@$(BIN)/python tests/mutations.py $(ARGS)
 
 test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
 	@$(PYTEST) --timeout=0 $(ARGS)
