@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from kvexp.tasks.base import QUESTIONS, SAMPLES, TRUNCATIONS, Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
-from kvexp.tasks.gsm8k import GSM8K
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle, NewsNeedle
-from kvexp.tasks.perplexity import Perplexity
-from kvexp.tasks.qa import ContextQA, NewsQA
+from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
     GovReport,
     GovReportSections,
     News,
+    Perplexity,
     Soda,
     Stories,
     Summarization,

@@ -1,4 +1,8 @@
-"""Rows of data sets: files, archives, hub."""
+"""Rows of data sets: local files, archives, the hub. Sets nothing global, changes no cache.
+
+JSON is read without `datasets`, as it is written: its reader guesses a type for every column from the first rows (a
+text that looks like a date becomes one) and, on some lines that hold no object, takes the process down with it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kvexp.util import ConfigError, file_digest, forbidden, path_of, unreachable
-
-# Rows of .json and .jsonl files, as they are written there: no type is inferred, no field filled in or renamed.
-#
-# Read without `datasets`: its reader guesses a type for every column from the first rows (a text that looks like a date
-# becomes one) and, on some lines that hold no object, takes the process down with it.
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -91,9 +90,6 @@ def _row(value: Any, where: str) -> Row:
 
 def _constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON number")
-
-
-# Rows of a data set, from local files or from the hub, through `datasets`. Sets nothing global, changes no cache.
 
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -278,9 +274,6 @@ def _check_copy(builder: Any, source: DataSource) -> None:
         )
 
 
-# One member of a .zip, read as a stream: what it unpacks to is bounded, and never in memory as a whole.
-
-
 MEMBER = 1 << 30  # bytes; the largest of LongBench has 40 MB
 LINE = 64 << 20  # bytes; the longest of LongBench has 1 MB
 METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks others a block at a time, however large it gets
@@ -290,7 +283,10 @@ NAMES = {9: "deflate64", zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma", 9
 
 @dataclass(frozen=True)
 class Archive:
-    """A .zip of which the file NAME.jsonl is wanted, at whatever depth."""
+    """A .zip of which the file NAME.jsonl is wanted, at whatever depth.
+
+    Read as a stream: what it unpacks to is bounded, and never in memory as a whole.
+    """
 
     path: Path
     name: str
@@ -365,9 +361,6 @@ class Archive:
 
 def _size(number: int) -> str:
     return f"{number / (1 << 20):,.0f} MiB" if number >= 1 << 20 else f"{number:,} bytes"
-
-
-# Data sets that come as one file per subset: in a folder, in a .zip, or in a .zip on the hub.
 
 
 @dataclass(frozen=True, kw_only=True)

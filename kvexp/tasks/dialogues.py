@@ -1,4 +1,4 @@
-"""Turns, instructions and long answers."""
+"""Tasks of more than one answer: the turns of a dialogue, several instructions at once, long answers that may loop."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ from kvexp.tasks.needle import related
 from kvexp.tasks.summaries import list_of
 from kvexp.util import ConfigError
 
-# Dialogues: several turns in one cache, in which the model's own answers stay and age.
-
-
 HISTORIES = ("own", "full", "reference")
 
 
@@ -53,6 +50,7 @@ class DialogueTask(Task):
     """
 
     has_turns: ClassVar[bool] = True
+    uncut: ClassVar[str] = "a shortened first message may have lost what is asked for later"
 
     history: str = "own"
     truncate: str = "skip"
@@ -67,11 +65,6 @@ class DialogueTask(Task):
     def check_options(self) -> None:
         super().check_options()
         self.choice("history", HISTORIES)
-        if self.truncate != "skip":
-            raise ConfigError(
-                f"task.truncate must be skip for {self.name}, got {self.truncate!r}: a shortened first message may "
-                "have lost what is asked for later"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +79,7 @@ class Dialogue(DialogueTask):
     """
 
     name: ClassVar[str] = "dialogue"
+    ordered: ClassVar[str] = "turns"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("exact", "f1")
     only_answered: ClassVar[bool] = True
@@ -116,11 +110,6 @@ class Dialogue(DialogueTask):
 
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()} needles:{needles_digest()}"
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for dialogue, got {self.sample!r}: its turns have an order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +176,6 @@ def _answered(row: dict[str, Any], where: str) -> tuple[Turn, ...]:
     return tuple(Turn(said[i], said[i + 1], i // 2) for i in range(0, len(said) - 1, 2))
 
 
-# Instructions: a system prompt with a rule and a secret, a text to read, and several things to do at once.
-
-
 LEAST_FOLLOWED = 2  # parts that the full cache has to say for an example to count
 
 # The rule of a system prompt, and whether an answer follows it; `{name}` is the assistant's.
@@ -213,6 +199,7 @@ class AssistantTask(QuestionTask):
     """
 
     generated: ClassVar[bool] = True
+    ordered: ClassVar[str] = "rows"
 
     note_words: int = 250
     max_new_tokens: int = 96
@@ -256,10 +243,7 @@ class AssistantTask(QuestionTask):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.note_words < 1:
-            raise ConfigError(f"task.note_words must be at least 1, got {self.note_words}")
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: its rows have an order")
+        self.at_least(1, "note_words")
 
     def fingerprint(self) -> str:
         return f"assistants:{assistants_digest()}:{articles_digest()}"
@@ -334,9 +318,6 @@ def _note(number: int, words: int) -> str:
     return "\n".join(paragraphs)
 
 
-# Long answers: a story to go on with and facts to list, as long as the model likes, to see what becomes of them.
-
-
 KINDS = ("story", "facts")
 
 
@@ -352,6 +333,7 @@ class LongAnswers(Task):
     """
 
     name: ClassVar[str] = "long_answers"
+    ordered: ClassVar[str] = "rows"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("not_repeated", "loop_free")
 
@@ -389,10 +371,6 @@ class LongAnswers(Task):
         super().check_options()
         if not self.kinds or len(set(self.kinds)) < len(self.kinds) or not set(self.kinds) <= set(KINDS):
             raise ConfigError(f"task.kinds must be one or both of {', '.join(KINDS)}, got {list(self.kinds)}")
-        if self.sample != "first":
-            raise ConfigError(
-                f"task.sample must be first for long_answers, got {self.sample!r}: its rows have an order"
-            )
 
 
 def _story(article: Article) -> tuple[str, str, str]:

@@ -1,4 +1,9 @@
-"""LongBench: subsets, prompts, metrics."""
+"""LongBench (arXiv:2308.14508): its data sets with their prompts, its metrics, and the task.
+
+The metrics equal those of its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
+packages that eval.py uses only jieba is still needed, and only for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are
+computed here, with the peculiarities that move their numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,6 @@ from kvexp.tasks.data import Members, text
 from kvexp.tasks.metrics import f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
 from kvexp.util import ConfigError
-
-# LongBench's own metrics (arXiv:2308.14508), equal to those of its eval.py to the digit. Fractions, 0 to 1.
-#
-# Every metric takes (answer, reference, classes). Of the packages eval.py uses, only jieba is still needed, and only
-# for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are computed here, with the peculiarities that move their numbers.
-
 
 # eval.py removes these from Chinese tokens besides string.punctuation.
 _CHINESE = (
@@ -166,12 +165,6 @@ def _walk(table: list[list[int]], reference: list[str], answer: list[str]) -> se
     return words
 
 
-# LongBench's 21 data sets (Bai et al., arXiv:2308.14508, MIT): prompt, answer length and metric of each.
-#
-# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench, to the letter: "asconcisely", the
-# spaces at line ends and the missing newline before "Next line of code" are theirs.
-
-
 Metric = Callable[[str, str, Sequence[str]], float]
 
 
@@ -213,6 +206,8 @@ _ABSTRACT = (
     'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 )
 
+# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
+# the spaces at line ends and the missing newline before "Next line of code" are theirs.
 SUBSETS: dict[str, Subset] = {
     "narrativeqa": Subset(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
@@ -337,9 +332,6 @@ SUBSETS: dict[str, Subset] = {
     ),
 }
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
-
-
-# LongBench: long questions, summaries, few-shot lessons, counting and code, in English and Chinese.
 
 
 WRAPS = ("official", "always", "never")
