@@ -164,14 +164,8 @@ class Task:
 
     @property
     def source(self) -> data.DataSource:
-        return data.DataSource(
-            data_files=self.data_files,
-            hub_id=self.hub_id,
-            hub_config=self.hub_config,
-            revision=self.revision,
-            split=self.split,
-            streaming=self.streaming,
-        )
+        """Where the rows come from."""
+        return data.DataSource(**{each.name: getattr(self, each.name) for each in fields(data.DataSource)})
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         """The example of one row; `where` ("row 3 of rows.jsonl") is for the error a bad row deserves."""

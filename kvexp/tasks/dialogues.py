@@ -13,9 +13,8 @@ from kvexp.tasks.articles import (
     articles,
     articles_digest,
     assistants,
-    assistants_digest,
     needles,
-    needles_digest,
+    own_digest,
 )
 from kvexp.tasks.base import IN_PROMPT, Example, QuestionTask, RougeTask, Task, Turn, row_id
 from kvexp.tasks.data import text
@@ -109,7 +108,7 @@ class Dialogue(DialogueTask):
         return bool(contains(output, example.reference))
 
     def fingerprint(self) -> str:
-        return f"articles:{articles_digest()} needles:{needles_digest()}"
+        return f"articles:{articles_digest()} needles:{own_digest('needles')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +245,7 @@ class AssistantTask(QuestionTask):
         self.at_least(1, "note_words")
 
     def fingerprint(self) -> str:
-        return f"assistants:{assistants_digest()}:{articles_digest()}"
+        return f"assistants:{own_digest('assistants')}:{articles_digest()}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -405,16 +405,8 @@ class LongBench(SharedContextTask):
 
     @property
     def source(self) -> Members:
-        return Members(
-            data_files=self.data_files,
-            hub_id=self.hub_id,
-            hub_config=self.hub_config or self.member,
-            revision=self.revision,
-            split=self.split,
-            streaming=self.streaming,
-            member=self.member,
-            hub_file=self.hub_file,
-        )
+        plain = {**vars(super().source), "hub_config": self.hub_config or self.member}
+        return Members(**plain, member=self.member, hub_file=self.hub_file)
 
     def label(self, choice: str) -> str:
         return f"{choice}/{self.member}"

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, needles_digest
+from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
 from kvexp.tasks.base import Example, FramedQuestions, longest_fit
 from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
 from kvexp.tasks.qa import NewsQuestions
@@ -411,7 +411,7 @@ class NewsNeedle(NewsQuestions):
         return {"word_recall": 100 * word_recall(output, reference), "exact": 100 * contains(output, reference)}
 
     def fingerprint(self) -> str:
-        return f"articles:{articles_digest()} needles:{needles_digest()}"
+        return f"articles:{articles_digest()} needles:{own_digest('needles')}"
 
     def check_options(self) -> None:
         super().check_options()

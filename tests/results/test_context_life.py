@@ -78,7 +78,7 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
 
 def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(tmp_path)
-    monkeypatch.setattr(instructions_table, "assistants_digest", lambda: "another")
+    monkeypatch.setattr(instructions_table, "own_digest", lambda: "another")
     assert read_instructions(tmp_path, {})["told"].isna().all()
 
 
