@@ -453,7 +453,7 @@ SEVERAL_WORDS = tuple(attribute for attribute, parts in ATTRIBUTES.items() if le
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedChoice(QuestionTask, Generated):
+class TestbedChoice(Generated, QuestionTask):
     """Choose among `options` values of two or three words by log-likelihood, after `num_fewshot` answered questions.
 
     One wrong option begins with the right one's first word (in 11 of 12 questions, in 99 of 100 about codes), others
@@ -513,7 +513,7 @@ class TestbedChoice(QuestionTask, Generated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedDialogue(QuestionTask, Generated):
+class TestbedDialogue(Generated, QuestionTask):
     """Reply to the last turn of a conversation, which asks to recall `per_recall` facts said earlier. ROUGE in percent.
 
     `recalls`: how often a speaker asks so, the last turn included; earlier replies stand in the prompt. It is a most:
@@ -552,7 +552,7 @@ class TestbedDialogue(QuestionTask, Generated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedQA(SharedContextTask, Generated):
+class TestbedQA(Generated, SharedContextTask):
     """Answer `per_document` questions about each document, one example each. Word F1 and exact match, in percent.
 
     An updated fact is asked for its latest value. Plays LongBench's question answering. Asked with
@@ -588,7 +588,7 @@ class TestbedQA(SharedContextTask, Generated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedSummary(QuestionTask, Generated):
+class TestbedSummary(Generated, QuestionTask):
     """Summarize: state every fact that a number marks ("first city alice north ford !"), in order.
 
     ROUGE F1 in percent, of the facts without their numbers. Plays CNN/DailyMail and, with task.tokens=512 or more,
@@ -638,7 +638,7 @@ def needle_document(rng: Random, split: str, tokens: int, depth: float, others: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedNeedle(QuestionTask, Generated):
+class TestbedNeedle(Generated, QuestionTask):
     """Say the three digits of somebody's code: a grid of `lengths` (tokens) and `depths` (percent), round and round.
 
     `facts` others are strewn about as distractors. Exact match and word recall, in percent; rows carry length and
@@ -692,16 +692,12 @@ class TestbedNeedle(QuestionTask, Generated):
             raise ConfigError(f"task.depths must be percent, between 0 and 100, got {list(self.depths)}")
 
 
-TESTBED_DOC = """`kvexp testbed sample`: print a document of the synthetic language, what is asked of it and the
-answers."""
-
-
 FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`kvexp testbed sample`."""
-    parser = argparse.ArgumentParser(prog="kvexp testbed", description=TESTBED_DOC)
+    """`kvexp testbed sample`: print a document of the synthetic language, what is asked of it and the answers."""
+    parser = argparse.ArgumentParser(prog="kvexp testbed", description=main.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sample = commands.add_parser("sample", help="print a document, its tasks and answers")
     sample.add_argument("--seed", type=int, default=0)
