@@ -22,8 +22,6 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from kvexp.util import ConfigError, file_digest, forbidden, path_of, unreachable
 
 
@@ -159,7 +157,7 @@ class DataSource:
         total = sum(1 for _ in source.rows())
         if total == 0:
             return
-        draws = np.random.RandomState(seed)
+        draws = random_state(seed)
         if sample == "with_replacement":
             order = draws.randint(total, size=limit).tolist()
         else:
@@ -180,6 +178,13 @@ class DataSource:
             except OSError as error:
                 raise _unreadable(path, error) from error
         return f"files:{digest.hexdigest()[:16]}"
+
+
+def random_state(seed: int | list[int]) -> Any:
+    """numpy's legacy generator, whose stream is the same in all of its versions."""
+    import numpy as np  # late: a command line that is only composed waits for no numpy
+
+    return np.random.RandomState(seed)
 
 
 def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> str:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any, ClassVar
 
-import numpy as np
-
 from kvexp.tasks.base import Example, SharedContextTask, row_id
 from kvexp.tasks.data import Members, text
 from kvexp.tasks.metrics import f1
@@ -134,6 +132,8 @@ def _common(reference: list[str], answers: list[list[str]]) -> set[str]:
     The table of all answer sentences is filled at once, row by row: they stand side by side, each with a column of
     zeros in front of it. Adding a larger number to each later sentence keeps the running maximum from crossing over.
     """
+    import numpy as np  # late, as in `random_state`
+
     numbers = {word: number for number, word in enumerate(reference)}
     flat = np.array([n for sentence in answers for n in (-1, *(numbers.get(word, -1) for word in sentence))])
     starts = np.cumsum([0] + [len(sentence) + 1 for sentence in answers])

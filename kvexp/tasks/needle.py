@@ -14,10 +14,9 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
 from kvexp.tasks.base import Example, FramedQuestions, longest_fit
+from kvexp.tasks.data import random_state
 from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
 from kvexp.tasks.qa import NewsQuestions
 from kvexp.util import ConfigError, Stamp, path_of, stamp
@@ -280,7 +279,7 @@ class Needle(FramedQuestions):
     def _made(self, row: Any, characters: int) -> Example:
         """The example of a cell with so many characters of the haystack."""
         length, depth, repeat, asked = (row[name] for name in ("length", "depth", "repeat", "question"))
-        draws = np.random.RandomState([self.seed, length, round(1000 * depth), repeat])
+        draws = random_state([self.seed, length, round(1000 * depth), repeat])
         keys = [str(draws.randint(10000, 100000)) for _ in self.needles]
         start = draws.random_sample() if repeat else 0.0
         hidden = [needle.replace("{key}", key) for needle, key in zip(self.needles, keys, strict=True)]
@@ -387,7 +386,7 @@ class NewsNeedle(NewsQuestions):
     def _needle(self, row: Mapping[str, Any]) -> NeedleSentence:
         """The needle of a cell."""
         # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
-        first = np.random.RandomState([self.seed, row["length"]]).randint(len(needles()))
+        first = random_state([self.seed, row["length"]]).randint(len(needles()))
         needle: NeedleSentence = needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
         return needle
 
@@ -429,7 +428,7 @@ def _shuffled(hidden: tuple[NeedleSentence, ...], seeds: tuple[int, ...]) -> lis
     """The words of all articles that may hide these needles, in an order drawn by the seeds."""
     unfit = frozenset().union(*map(related, hidden))
     fitting = [article for article in articles() if article.id not in unfit]
-    order = np.random.RandomState(list(seeds)).permutation(len(fitting))
+    order = random_state(list(seeds)).permutation(len(fitting))
     return re.findall(r"\S+\s*", "\n\n".join(fitting[place].text for place in order))
 
 
