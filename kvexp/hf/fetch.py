@@ -406,9 +406,10 @@ def _watched(line: list[str], parts: Path, bar: tqdm) -> subprocess.CompletedPro
 def _bytes_in(folder: Path) -> int:
     """Bytes of all files under a folder."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files meanwhile
-            total += file.stat().st_size
+    for place, _, names in os.walk(folder):  # unlike rglob, it passes over what vanishes
+        for name in names:
+            with contextlib.suppress(OSError):  # pip moves its files meanwhile
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 
