@@ -112,7 +112,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Rows of a data set, asked one by one. Fields are the options of `conf/task`; nothing is read until `check()`.
+    """Rows of a data set, asked one by one. Fields are its options; nothing is read until `check()`.
 
     Data: `data_files` (a .json, .jsonl or .parquet file or a glob, in the hub's schema) or, without it, `hub_id` at
     the pinned `revision`. `streaming` reads no more of the hub than `limit` asks for and leaves no copy; false

@@ -350,7 +350,7 @@ class LongBench(SharedContextTask):
     (`truncate=halves`, before the template goes around it), a chat model's template goes around the prompts of QA,
     summaries and synthetic tasks but not around few-shot lessons and code (`chat_wrap`), a line end also ends an
     answer of samsum, which is not to be empty; of trec, triviaqa, samsum and lsht the first line is scored. How many
-    prompt tokens the models get is theirs: 3500 for Llama-2's 4096, set by conf/model_task. `chat_frame`: a text with
+    prompt tokens the models get is theirs: 3500 for Llama-2's 4096, set by conf/pairs.yaml. `chat_frame`: a text with
     {prompt} in place of the tokenizer's chat template, such as the script's "[INST]{prompt}[/INST]".
 
     `score` is the best over all references of the subset's metric; the published number is its mean over the rows,
