@@ -15,7 +15,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -206,6 +206,20 @@ def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> 
     return value
 
 
+def texts(row: Mapping[str, Any], field: str, where: str, least: int = 1) -> list[str]:
+    """The texts in a field of a row, at least so many; ConfigError otherwise."""
+    found = row.get(field)
+    if not isinstance(found, list | tuple) or len(found) < least or not all(isinstance(each, str) for each in found):
+        raise misshapen(row, field, where, "a list of texts" if least == 1 else f"a list of at least {least} texts")
+    return list(found)
+
+
+def misshapen(row: Mapping[str, Any], field: str, where: str, wanted: str) -> ConfigError:
+    """The error of a field that is not what is wanted: what it holds, or what the row has instead."""
+    shown = f"got {row[field]!r:.80}" if field in row else f"it has: {', '.join(row)}"
+    return ConfigError(f"{where}: field {field!r} must be {wanted}, {shown}")
+
+
 def _file_rows(path: Path) -> Iterator[Row]:
     return json_rows(path) if KINDS[path.suffix] == "json" else _parquet_rows(path)
 
@@ -393,8 +407,11 @@ class Members(DataSource):
             return super().files()
         found = sorted(path for ending in KINDS for path in folder.rglob(f"{self.member}{ending}"))
         if not found:
-            names = {path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}
-            raise self._missing(f"the folder {folder}", names)
+            held = ", ".join(sorted({path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}))
+            raise ConfigError(
+                f"task.data_files: {self.member}.jsonl is not in the folder {folder}, which holds "
+                f"{held or 'no .jsonl file'}"
+            )
         if len(found) > 1:
             each = ", ".join(str(path.relative_to(folder)) for path in found)
             raise ConfigError(
@@ -454,7 +471,3 @@ class Members(DataSource):
                 f"(network, no HF_HUB_OFFLINE=1), or {local}"
             ) from error
         return Path(named)
-
-    def _missing(self, where: str, names: set[str]) -> ConfigError:
-        listed = ", ".join(sorted(names)) or "no .jsonl file"
-        return ConfigError(f"task.data_files: {self.member}.jsonl is not in {where}, which holds {listed}")

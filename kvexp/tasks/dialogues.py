@@ -17,7 +17,7 @@ from kvexp.tasks.articles import (
     own_digest,
 )
 from kvexp.tasks.base import IN_PROMPT, Example, QuestionTask, RougeTask, Task, Turn, row_id
-from kvexp.tasks.data import text
+from kvexp.tasks.data import text, texts
 from kvexp.tasks.metrics import (
     at_most_words,
     contains,
@@ -31,7 +31,6 @@ from kvexp.tasks.metrics import (
     unspaced_letters,
 )
 from kvexp.tasks.needle import related
-from kvexp.tasks.summaries import list_of
 from kvexp.util import ConfigError
 
 HISTORIES = ("own", "full", "reference")
@@ -133,7 +132,7 @@ class SodaTurns(DialogueTask, RougeTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative, turns = text(row, "narrative", where, "data_files"), _answered(row, where)
-        speakers = list_of(row, "speakers", where)
+        speakers = texts(row, "speakers", where, 2)
         name = row_id(row, "original_index", narrative, *(turn.message for turn in turns))
         first = f"{narrative}\n\nYou are {speakers[1]}. Answer {speakers[0]} in one or two sentences.\n\n"
         return _turn(f"{name} turn {row['turn']}", first + turns[0].message, turns, row["turn"])
@@ -171,7 +170,7 @@ def _turns_about(article: Article, place: int) -> tuple[Turn, ...]:
 
 def _answered(row: dict[str, Any], where: str) -> tuple[Turn, ...]:
     """The turns of a row of SODA: each second one answers the one before it."""
-    said = [" ".join(each.split()) for each in list_of(row, "dialogue", where)]
+    said = [" ".join(each.split()) for each in texts(row, "dialogue", where, 2)]
     return tuple(Turn(said[i], said[i + 1], i // 2) for i in range(0, len(said) - 1, 2))
 
 

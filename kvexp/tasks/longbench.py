@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from typing import Any, ClassVar
 
 from kvexp.tasks.base import Example, SharedContextTask, row_id
-from kvexp.tasks.data import Members, text
+from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.metrics import f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
 from kvexp.util import ConfigError
@@ -454,12 +454,3 @@ def score(subset: Subset, output: str, info: Mapping[str, Any]) -> float:
     if subset.first_line:
         output = output.lstrip("\n").split("\n")[0]
     return max(subset.metric(output, answer, info["all_classes"] or ()) for answer in info["answers"])
-
-
-def texts(row: dict[str, Any], field: str, where: str) -> list[str]:
-    """A field that holds a list of texts, at least one."""
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(item, str) for item in found):
-        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be a list of texts, {shown}")
-    return list(found)

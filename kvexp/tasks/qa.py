@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from kvexp.tasks.articles import articles, articles_digest
 from kvexp.tasks.base import Example, FramedQuestions, QuestionTask, row_id
-from kvexp.tasks.data import text
+from kvexp.tasks.data import misshapen, text
 from kvexp.tasks.metrics import beyond_ascii, contains, qa_f1
 from kvexp.util import ConfigError, path_of
 
@@ -72,11 +72,8 @@ def entries(row: Mapping[str, Any], field: str, where: str) -> list[Mapping[str,
     """The questions of a row: a list of objects, at least one."""
     found = row.get(field)
     if not isinstance(found, list | tuple) or not found or not all(isinstance(each, Mapping) for each in found):
-        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(
-            f'{where}: field {field!r} must be a list of objects {{"question", "answers"}}, {shown}; correct the row, '
-            "or name the field that holds them with task.questions_field"
-        )
+        wrong = misshapen(row, field, where, 'a list of objects {"question", "answers"}')
+        raise ConfigError(f"{wrong}; correct the row, or name the field that holds them with task.questions_field")
     return list(found)
 
 

@@ -20,7 +20,7 @@ from kvexp.tasks.base import (
     row_id,
     word_ends,
 )
-from kvexp.tasks.data import Members, text
+from kvexp.tasks.data import Members, misshapen, text, texts
 from kvexp.util import ConfigError
 
 # name -> the text around {instruction}, or {instruction_after}, and {input}; task.template may also be such a text.
@@ -280,8 +280,7 @@ def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, 
         if isinstance(titles, list | tuple) and isinstance(words, list | tuple) and len(titles) == len(words):
             found = [{"title": title, "paragraphs": each} for title, each in zip(titles, words, strict=True)]
     if not isinstance(found, list | tuple) or not all(isinstance(each, Mapping) for each in found):
-        shown = f"got {row[field]!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be sections with a title and paragraphs, {shown}")
+        raise misshapen(row, field, where, "sections with a title and paragraphs")
     return [(_words(each, "title", where), _words(each, "paragraphs", where)) for each in found]
 
 
@@ -353,7 +352,7 @@ class Soda(QuestionTask, RougeTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative = text(row, "narrative", where, "data_files")
-        speakers, turns = list_of(row, "speakers", where), list_of(row, "dialogue", where)
+        speakers, turns = texts(row, "speakers", where, 2), texts(row, "dialogue", where, 2)
         between = f" <sep> Generate a dialogue between {speakers[0]} and {speakers[1]} given above narrative. <sep> "
         rest = self.turn_separator.join("".join(turn.splitlines()) for turn in turns[1:])
         name = row_id(row, "original_index", narrative, *turns)
@@ -364,15 +363,6 @@ class Soda(QuestionTask, RougeTask):
         if self.join_lines:
             output = "".join(output.splitlines())
         return self.rouge(output, reference)
-
-
-def list_of(row: dict[str, Any], field: str, where: str) -> list[str]:
-    """The turns or their speakers: at least two texts."""
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or len(found) < 2 or not all(isinstance(each, str) for each in found):
-        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be a list of at least 2 texts, {shown}")
-    return list(found)
 
 
 @dataclass(frozen=True, kw_only=True)
