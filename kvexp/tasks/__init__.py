@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvexp.tasks.base import QUESTIONS, SAMPLES, TRUNCATIONS, Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
 from kvexp.tasks.lm_eval import LMEval
@@ -56,4 +58,11 @@ __all__ = [
     "TestbedQA",
     "TestbedSummary",
     "XSum",
+    "defaults_of",
 ]
+
+
+def defaults_of(target: str) -> dict[str, Any]:
+    """Option -> default of the task that `_target_` names, such as kvexp.tasks.XSum."""
+    defaults: dict[str, Any] = globals()[target.removeprefix(f"{__name__}.")].defaults()
+    return defaults

@@ -162,6 +162,17 @@ class Task:
     truncate: str = "middle"
     pad_to: int | None = None
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Option -> default, of what a command line may set of the task.
+
+        Without what the run says (`limit`, questions=all), and without where rows come from of a task that makes them.
+        """
+        plain = {each.name: each.default for each in fields(Task)}
+        found = {each.name: each.default for each in fields(cls) if each.name not in ("limit", "shared_context")}
+        rows = [each.name for each in fields(data.DataSource) if cls.generated]
+        return {name: value for name, value in found.items() if name not in rows or value != plain[name]}
+
     @property
     def source(self) -> data.DataSource:
         """Where the rows come from."""
