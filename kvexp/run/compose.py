@@ -101,7 +101,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
     for group in ("task", *PAIRS):
-        package = "_global_" if group in PAIRS else "_group_"
+        package = "_global_" if group in PAIRS else None
         for name, node in listed(group).items():
             ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
 
