@@ -95,12 +95,16 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
         from kvexp.tasks import defaults_of
 
         return {name: defaults_of(node["_target_"]) | node for name, node in _read(CONF / "tasks.yaml").items()}
+    if group == "model":
+        found = _read(CONF / "models.yaml")
+        pretrained = found.pop("_pretrained")
+        return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
     return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
 
 
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
-    for group in ("task", *PAIRS):
+    for group in ("model", "task", *PAIRS):
         package = "_global_" if group in PAIRS else None
         for name, node in listed(group).items():
             ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
