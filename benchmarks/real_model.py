@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-NAME = "smollm2_135m"  # as in conf/model
+NAME = "smollm2_135m"  # as in conf/models.yaml
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # the file that `kvexp fetch` converts, as its manifest names it
 
 

@@ -29,7 +29,7 @@ from kvexp.util import watch_pipes
 
 METHODS = "h2o,keyformer,a2sf,window,tova"
 RATIOS = "0.2,0.5,0.7,0.9"
-INSTRUCTION = "Summarize the following news article in three sentences:"  # as conf/task/news.yaml
+INSTRUCTION = "Summarize the following news article in three sentences:"  # as task=news
 BASIC = "hydra/launcher=basic"
 SWEEPS = {"sweep": "false", "sweep with divergence": "true"}
 

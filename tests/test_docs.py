@@ -50,6 +50,7 @@ from kvexp.core.config import CacheSettings
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build, typed
+from kvexp.run.compose import listed, options
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -256,7 +257,8 @@ CONF = ROOT_of_pages / "conf"
 METHODS = (ROOT_of_pages / "docs" / "methods.md").read_text("utf-8")
 PROTOCOLS = (ROOT_of_pages / "docs" / "protocols.md").read_text("utf-8")
 RESULTS = (ROOT_of_pages / "docs" / "results.md").read_text("utf-8")
-PRESETS = sorted([*(CONF / "protocol").glob("*.yaml"), *(CONF / "protocol_task").glob("*.yaml")])
+PAPERS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "protocol").glob("*.yaml")}
+PRESETS = {**PAPERS, **listed("protocol_task")}
 MADE = ("benchmarks/results",)  # there once something was measured
 CLASSES = [getattr(package, name) for package in (kvexp.methods, kvexp.retrieval) for name in package.__all__]
 
@@ -340,21 +342,21 @@ def _plain(value: str) -> object:
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.rstrip('.')}"]))["value"]
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "task").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_task_is_in_the_table(path):
-    assert re.search(rf"^\|.*`{path.stem}`", PROTOCOLS, re.MULTILINE)
+@pytest.mark.parametrize("task", options("task"))
+def test_every_task_is_in_the_table(task):
+    assert re.search(rf"^\|.*`{task}`", PROTOCOLS, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_all_that_a_protocol_sets_is_told(path):
-    node = OmegaConf.to_container(OmegaConf.load(path))
-    paper = next(each.stem for each in (CONF / "protocol").glob("*.yaml") if path.stem.startswith(each.stem))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_all_that_a_protocol_sets_is_told(preset):
+    node = PRESETS[preset]
+    paper = next(name for name in PAPERS if preset.startswith(name))
     rows = PROTOCOLS.partition(f"| `{paper}` (arXiv")[2]
     section = re.split(r"\n\| `\w+` \(arXiv|\n\n", rows)[0]
     keys = {key for value in node.values() if isinstance(value, dict) for key in value}
     keys |= {key for key, value in node.items() if not isinstance(value, dict)}
     for key in keys - {"defaults", "paper", "tasks"}:
-        assert named(key, section) or (key == "limit" and "all rows" in section), f"{path.stem} sets {key}"
+        assert named(key, section) or (key == "limit" and "all rows" in section), f"{preset} sets {key}"
     for task in node.get("protocol", {}).get("tasks", []):
         assert f"`{task}`" in section, task
 

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -58,7 +59,7 @@ from kvexp.generate.kl import compare
 from kvexp.generate.prefill import new_cache
 from kvexp.hf import MultiMethodCache
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer, texts_of
-from kvexp.hf.patch import KnownLayers, output_factors
+from kvexp.hf.patch import num_layers, output_factors
 from kvexp.results import stats
 from kvexp.results import stats as intervals
 from kvexp.results.read import question_of, titled
@@ -456,6 +457,59 @@ class ForcedAnswer:
         )
         logits: Tensor = output.logits
         return logits.float()
+
+
+class KnownLayers:
+    """What each layer of a model gave in one forward of one row of tokens: `noted`, then `beginning_at`.
+
+    outputs: of each layer, as it returned them: a tensor [1, Q, n], or a tuple that begins with one; n: the model's
+    width. A layer that is passed over sees none of its hooks called and its cache not touched.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = blocks_of(model)
+        self.outputs: list[Any] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the layers give in the forward inside the block."""
+        self.outputs = []
+        hooks = [block.register_forward_hook(lambda _, __, made: self.outputs.append(made)) for block in self.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def beginning_at(self, layer: int, rows: int) -> Iterator[None]:
+        """Compute no layer below `layer` in forwards inside the block, of `rows` rows of the tokens that were noted."""
+        passed = self.blocks[:layer]
+        for block, made in zip(passed, self.outputs, strict=False):
+            vars(block)["forward"] = _giving(made, rows)
+        try:
+            yield
+        finally:
+            for block in passed:
+                vars(block).pop("forward", None)
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model, from the first on; ConfigError where no module lists them."""
+    count = num_layers(model.config)
+    found = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    blocks = next(found, None)
+    if blocks is None:
+        raise ConfigError(f"{type(model).__name__} has no list of its {count} layers: its forwards begin at the first")
+    return blocks
+
+
+def _giving(made: Any, rows: int) -> Any:
+    """A forward of a layer that gives what it gave before, to every row."""
+    first = made if isinstance(made, Tensor) else made[0]
+    wide = first.expand(rows, *first.shape[1:])
+    given = wide if isinstance(made, Tensor) else (wide, *made[1:])
+    return lambda *_, **__: given
 
 
 # What a causal measurement says example by example: scores beside each other, and what goes with a divergence.

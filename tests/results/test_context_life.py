@@ -77,7 +77,7 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
 
 def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(tmp_path)
-    monkeypatch.setattr("kvexp.tasks.articles.assistants_digest", lambda: "another")
+    monkeypatch.setattr("kvexp.tasks.articles.own_digest", lambda _: "another")
     assert read_instructions(tmp_path, {})["told"].isna().all()
 
 

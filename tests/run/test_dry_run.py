@@ -23,6 +23,7 @@ from kvexp.methods import A2SF, H2O, TOVA, Keyformer, KVzip, KVzipPlus, Window
 from kvexp.run import batches as prefill_groups
 from kvexp.run import limits
 from kvexp.run import speed as speed_files
+from kvexp.run.compose import listed
 from kvexp.run.model_spec import ModelSpec
 from kvexp.run.plan import DATA, MODELS, GroupPlan, HeldCaches, RunWork, second_passes, tokens
 from kvexp.run.rows import environment
@@ -66,7 +67,7 @@ def test_published_shapes_have_the_models_parameters(name):
 def test_every_model_and_subset_of_the_configurations_is_published():
     from kvexp.tasks.longbench import SUBSETS
 
-    paths = {OmegaConf.to_container(OmegaConf.load(file)).get("path") for file in (CONF / "model").glob("*.yaml")}
+    paths = {node.get("path") for node in listed("model").values()}
     assert {path for path in paths if path and "/" in path and not path.startswith("kvexp/")} <= set(MODELS)
     assert {f"longbench {name}" for name in SUBSETS} <= set(DATA)
 

@@ -1,4 +1,11 @@
-"""Requests of lm-eval answered with a cache that evicts."""
+"""lm-eval's requests answered with a cache that evicts: log-likelihoods and texts, under one of two protocols.
+
+`prefill_then_step`: a context is prefilled and evicted once, then forked for what follows it. `row_mask`: one forward
+over context and continuation, each row under its own mask (the papers' lm-eval). Importing this module imports no
+lm-eval.
+
+`kvexp lm-eval` is lm-eval's command line with the model kvexp; task=lm_eval writes the same numbers as rows.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +37,7 @@ from kvexp.generate import (
     score_tokens,
 )
 from kvexp.generate.inputs import rows_that_fit
+from kvexp.generate.loglikelihood import score_step
 from kvexp.hf import RowMaskCache
 from kvexp.hf.chat_template import Thinking
 from kvexp.hf.moving_rope import MovingRope
@@ -38,8 +46,6 @@ from kvexp.hf.second_pass import check_second_pass
 from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
 from kvexp.tasks.lm_eval import Protocol
 from kvexp.util import ConfigError
-
-# What is to be measured, in token ids, and what was.
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,13 @@ class Ask:
 
     @property
     def ids(self) -> tuple[int, ...]:
+        """Context, question and continuation."""
         return (*self.context, *self.question, *self.continuation)
 
 
 @dataclass(frozen=True)
 class Judged:
-    """tokens of the continuation; what eviction did; seconds of its prefill."""
+    """A measured `Ask`: tokens of the continuation; what eviction did; seconds of its prefill."""
 
     tokens: list[Token]
     receipt: EvictionStats
@@ -111,18 +118,16 @@ def padded(asks: Sequence[Ask], batch: int, whole_text: bool) -> list[Ask]:
     return made
 
 
-# Texts to token ids exactly as lm-eval makes them of Hugging Face models.
-
-
 Ids = list[int]
 
 
 class Encoder:
-    """tokenizer, and whether a start token goes in front (None: as the tokenizer does by itself).
+    """Texts to token ids, exactly as lm-eval makes them of Hugging Face models.
 
-    Facts of lm-eval 0.4.13: white space at a context's end moves to the continuation; the continuation's ids are what
-    the whole text has beyond the context's number of ids; an empty context is the start (or else the end) token; a
-    text that already begins with the start token gets no second one.
+    add_bos: whether a start token goes in front (None: as the tokenizer does by itself). Facts of lm-eval 0.4.13: white
+    space at a context's end moves to the continuation; the continuation's ids are what the whole text has beyond the
+    context's number of ids; an empty context is the start (or else the end) token; a text that already begins with the
+    start token gets no second one.
     """
 
     def __init__(self, tokenizer: Any, add_bos: bool | None = None) -> None:
@@ -180,12 +185,9 @@ class Encoder:
         return self.prefix
 
 
-# The protocol prefill_then_step: a context is prefilled and evicted once, then forked for what follows it.
-
-
 @dataclass(frozen=True)
 class Stepwise:
-    """A model and what its caches do; at most `batch_size` rows in a forward. tokenizer: the model's."""
+    """The protocol prefill_then_step: a model and its tokenizer, what its caches do, and the most rows of a forward."""
 
     model: Any
     cache: CacheConfig
@@ -278,9 +280,8 @@ def _ahead(asks: Sequence[Ask]) -> list[int]:
     return [longest[group] for group in groups]
 
 
-# The protocol row_mask: one forward over context and continuation, each row under its own mask (the papers' lm-eval).
-#
-# Which mask a method stands for, and how a kv_ratio becomes its two numbers, follows each paper's own script.
+# The protocol row_mask. Which mask a method stands for, and how a kv_ratio becomes its two numbers, follows each
+# paper's own script.
 
 
 KNOWN = (Full, Window, H2O, KeyAttention, Keyformer, KeyformerA2SF, A2SF, Ideal)
@@ -385,12 +386,9 @@ def _floor_each(budget: Budget, recent_ratio: float, length: int) -> tuple[int, 
     return floor_share(ratio * (1 - recent_ratio), length), floor_share(ratio * recent_ratio, length)
 
 
-# Requests measured under the row mask: one forward each, and what the mask did to the last row.
-
-
 @dataclass(frozen=True)
 class Masked:
-    """A model, method and budget, and the row mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
+    """The protocol row_mask: a model, method and budget, and the mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
 
     model: Any
     cache: CacheConfig
@@ -418,14 +416,9 @@ class Masked:
         start = time.perf_counter()
         logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
         first = len(ask.ids) - len(ask.continuation) - 1
-        tokens = judge(logits[first : len(ask.ids) - 1], ask.continuation)
+        following = torch.tensor([ask.continuation], device=logits.device)
+        tokens = [Token(*pair) for pair in score_step(logits[None, first : len(ask.ids) - 1], following)[0]]
         return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
-
-
-def judge(logits: Tensor, continuation: Sequence[int]) -> list[Token]:
-    """logits [N, V] of the N tokens they predict."""
-    chosen = logits.float().log_softmax(-1)[range(len(continuation)), list(continuation)].tolist()
-    return [Token(p, t == best) for p, t, best in zip(chosen, continuation, logits.argmax(-1).tolist(), strict=True)]
 
 
 def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
@@ -452,14 +445,12 @@ def _hides(state: MaskedLayer) -> bool:
     return int(state.mask.sum()) < state.mask[..., 0, 0].numel() * n * (n + 1) // 2
 
 
-# A model, a method and a protocol: log-likelihoods and texts as lm-eval asks for them.
-
-
 @dataclass(frozen=True)
 class Bench:
-    """What measures; numbers do not depend on what is asked together, nor on batch_size (rows in a forward).
+    """A model, a method and a protocol, which answer what lm-eval asks.
 
-    thinking: tags of what generated texts are returned without.
+    Numbers do not depend on what is asked together, nor on batch_size (rows in a forward). thinking: tags of what
+    generated texts are returned without.
     """
 
     model: Any
@@ -594,17 +585,13 @@ def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[G
             f"generation_kwargs {sorted(known)[0]} is not offered; there are until, max_gen_toks, do_sample, "
             "temperature, top_k and top_p"
         )
-    ends = {tokenizer.eos_token_id, *_ends(model)} - {None}
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     options = {"temperature": float(temperature), **picked} if sample else {}
     decoding = GenerationParams(
         max_new_tokens=most, sample=sample, eos=sorted(ends), stop_strings=tuple(until), **options
     )
     return decoding, [*until, *([tokenizer.eos_token] if tokenizer.eos_token else [])]
-
-
-def _ends(model: Any) -> list[int]:
-    own = model.generation_config.eos_token_id
-    return [] if own is None else own if isinstance(own, list) else [own]
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:
