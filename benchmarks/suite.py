@@ -147,7 +147,6 @@ REAL = (
         for prompt, repeats in ((1024, 3), (4096, 2), (7168, 1))
     ),
     Run("real_sweep", "real_sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
-    Run("real_dry_run", "dry_run_check", "--repeats 1", "", more=True),
     Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3", more=True),
     Run("real_head_budgets", "head_budgets", f"{_REAL} --repeats 3", "--prompt 40 --batches 1 2 --new 4", more=True),
     Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4", more=True),

@@ -361,7 +361,7 @@ def test_options_say_what_a_shape_may_be(capsys) -> None:
 # Every command of both suites in its tiny form: it runs on a CPU, resumes, and its tables have their lines.
 
 
-COMMANDS = ("startup", "sweep", "real_sweep", "dry_run_check")  # modules that run whole commands: too slow here
+COMMANDS = ("startup", "sweep", "real_sweep")  # modules that run whole commands: too slow here
 HERE = [run for run in (*CPU, *GPU, *REAL) if run.python != str(PEERS) and run.module not in COMMANDS]
 
 
