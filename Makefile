@@ -143,7 +143,7 @@ gpu-first: ## the first run on a GPU: tests and three benchmarks in order, and o
 # Triton compiles for GPUs that are not there. Its gigabyte lies beside .venv, not in it: with it the kernels' tests would run
 # (interpreted, minutes) in every `make test`.
 gpu-compile: $(VENV)/.stamp $(TRITON)/.stamp ## the Triton kernels: interpreted against the truth, and as machine code of three GPU generations (no GPU needed)
-	@PYTHONPATH=$(TRITON) $(PYTEST) tests/core/test_triton.py tests/core/test_triton.py
+	@PYTHONPATH=$(TRITON) $(PYTEST) tests/core/test_triton.py
 	@PYTHONPATH=$(TRITON) TRITON_CACHE_DIR=build/triton-cache $(BIN)/python -m benchmarks.machine_code --workers $(WORKERS) $(ARGS)
 
 triton: $(TRITON)/.stamp ## fetch the pinned Triton into build/ (gpu-compile does it by itself)
