@@ -66,16 +66,38 @@ def settings() -> dict[str, tuple[str, ...]]:
 def settings_of_group(group: str) -> dict[str, tuple[str, ...]]:
     """Dotted key -> the options of this group that have it."""
     found: dict[str, tuple[str, ...]] = {}
-    for path in sorted((CONF / group).glob("*.yaml")):
-        if not path.read_text(encoding="utf-8").startswith(GLOBAL):
-            for key in _leaves(_read(path)):
-                found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), path.stem)
+    for name in options(group):
+        for key in _leaves(option(group, name)):
+            found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), name)
     return found
 
 
-def is_option(group: str, name: str) -> bool:
-    """Whether the group has an option of this name."""
-    return "/" not in name and (CONF / group / f"{name}.yaml").is_file()
+def options(group: str) -> list[str]:
+    """The names of a group's options, without those of users' methods."""
+    files = {path.stem for path in (CONF / group).glob("*.yaml")}
+    return sorted(files | methods().keys() if group == "method" else files)
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
+    file = CONF / group / f"{name}.yaml"
+    if group == "method" and name in methods():
+        return dict(methods()[name])
+    if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
+        return {}
+    return _read(file)
+
+
+@functools.cache
+def methods() -> dict[str, dict[str, Any]]:
+    """Name -> class and defaults of kvexp's methods, as conf/methods.yaml has them, which is made of the classes."""
+    return _read(CONF / "methods.yaml")
+
+
+def _store_methods() -> None:
+    """Make each of kvexp's methods an option of the group `method`, as a user's becomes one when it is named."""
+    for name, node in methods().items():
+        ConfigStore.instance().store(group="method", name=name, node=node, provider="kvexp")
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -199,11 +221,11 @@ def _no_option(error: MissingConfigException) -> str:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return _first_line(error)
-    options = [option for option in error.options or () if not option.endswith("/")]
+    there = [option for option in error.options or () if not option.endswith("/")]
     if group == "method":
-        options += sorted(installed_methods())
+        there += sorted(installed_methods())
     wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
-    return f"{wrong}{meant(name, options)}\n{group} may be {', '.join(options)}"
+    return f"{wrong}{meant(name, there)}\n{group} may be {', '.join(there)}"
 
 
 def _several(key: str, values: str) -> str:
@@ -217,7 +239,7 @@ def _unreadable(override: str) -> str:
     """A word that is no KEY=VALUE, or one whose value Hydra's grammar does not take."""
     key, equals, value = override.partition("=")
     if not equals:
-        groups = [f"{group}={key}" for group in defaults() if is_option(group, key)]
+        groups = [f"{group}={key}" for group in defaults() if key in options(group)]
         known = [f"{key}=VALUE"] if key in roots() else groups
         hint = f"; did you mean {' or '.join(known)}?" if known else meant(key, list(roots()))
         return f"expected KEY=VALUE without spaces, got {override}{hint}"
@@ -571,8 +593,8 @@ def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
             raise ConfigError(f"{word}: {wrong[0] or 'nothing'} is no file FILE.py or FILE.py:CLASS")
         return f"method={','.join(_option(name, known) for name in names)}"
     for name in _typed_names(word):
-        if is_option("method", name):
-            installed_methods()  # a package that offers a method of this name too is told
+        if name in options("method"):
+            installed_methods(options("method"))  # a package that offers a method of this name too is told
         elif (option := _option(name, known)) != name:
             value = value.replace(name, option)
     return f"{key}={value}"
@@ -601,3 +623,6 @@ def _typed_names(word: str) -> Iterator[str]:
         name = each.text if isinstance(each, QuotedString) else each
         if isinstance(name, str) and name:
             yield name
+
+
+_store_methods()
