@@ -5,10 +5,11 @@ Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -33,7 +34,6 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
 }
 PARTS = {  # the same, of commands under one of the above
     "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
-    "models bytes": ("kvexp.run.plan:main", "which numbers of tokens and of bits fit into a share of bytes"),
     "log dashboards": ("kvexp.results.wandb_log:dashboards", "the report's panels in Weights & Biases"),
     "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
     "export transformers": (
@@ -104,35 +104,46 @@ def run() -> NoReturn:
 
 
 def tasks(names: list[str]) -> int:
-    """Print what each task is, or for each of `names` every setting with its default: its file in conf/task."""
-    return _options("task", names)
+    """Print what each task is, or for each of `names` every setting with its default."""
+    return _listed("task", names)
 
 
 def models(names: list[str]) -> int:
-    """Print what each model is, or for each of `names` every setting with its default: its file in conf/model."""
-    return _options("model", names)
+    """Print what each model is, or for each of `names` every setting with its default."""
+    return _listed("model", names)
 
 
-def _options(group: str, names: list[str]) -> int:
-    files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / group).glob("*.yaml"))}
+def _listed(group: str, names: list[str]) -> int:
+    """The options of a group that stand in conf/GROUPs.yaml, each below the comment that says what it is."""
     if names[:1] in (["-h"], ["--help"]):
         print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
         return 0
+    known, said = dict[str, str](), list[str]()
+    for line in (CONF / f"{group}s.yaml").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            said.append(line.lstrip("# "))
+        elif name := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
+            known[name[1]] = " ".join([f"{name[2]}:" if name[2] else "", *said]).strip()
+        elif not line:
+            said = []
+    if wrong := [name for name in names if name not in known]:
+        near = difflib.get_close_matches(wrong[0], known, n=1)
+        asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+        say(f"error: no {group} {wrong[0]!r}; {asked}", file=sys.stderr)
+        return 2
+    for name, text in known.items() if not names else ():
+        say(f"{name:<26} {text}")
     for name in names:
-        if name not in files:
-            near = difflib.get_close_matches(name, files, n=1)
-            asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(files)}"
-            say(f"error: no {group} {name!r}; {asked}", file=sys.stderr)
-            return 2
-        say(f"{group}={name}\n{files[name]}")
-    if not names:
-        for name, text in files.items():
-            say(f"{name:<26} {text.partition(chr(10))[0].lstrip('# ')}")
+        from omegaconf import OmegaConf
+
+        from kvexp.run.compose import option
+
+        say(f"# {known[name]}\n{group}={name}\n{OmegaConf.to_yaml(OmegaConf.create(option(group, name)))}")
     return 0
 
 
 def methods(names: list[str]) -> int:
-    """Print what each method is, or for each of `names` every setting with its default: its file in conf/method.
+    """Print what each method is, or for each of `names` every setting with its default.
 
     Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
     named.
@@ -140,21 +151,31 @@ def methods(names: list[str]) -> int:
     from kvexp.run.user_methods import installed_methods, package_of
     from kvexp.util import ConfigError
 
-    files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
+    known = _method_options()
     try:
-        installed = installed_methods()
+        installed = installed_methods(known)
         if not names:
-            for name, text in files.items():
-                say(f"{name:<20} {_title(name, text)}")
+            for name, text in known.items():
+                say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
             for name, point in installed.items():
                 say(f"{name:<20} {point.value}, from {package_of(point)}")
         for name in names:
-            text = files.get(name) or _settings_of_user_method(name, [*files, *installed])
+            text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
             say(f"method={name}\n{text}")
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _method_options() -> dict[str, str]:
+    """Option of `method` -> what it is, in a comment, and its settings; without importing a method."""
+    found = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
+    for part in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        head, _, settings = part.partition("\n")
+        name, _, title = head.partition(": ")
+        found[name] = f"{title}\n{textwrap.dedent(settings)}"
+    return dict(sorted(found.items()))
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
@@ -174,15 +195,6 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
     title = own.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
     return f"# {title}\n{settings}"
-
-
-def _title(name: str, options: str) -> str:
-    """A method's title: its module's first line, or the first comment of options that vary another method."""
-    for package in ("methods", "retrieval"):
-        source = CONF.parent / package / f"{name}.py"
-        if source.exists():
-            return (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
-    return options.partition("\n")[0].lstrip("# ")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from kvexp.core.config import CacheSettings
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build, typed
+from kvexp.run.compose import listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -256,7 +257,8 @@ CONF = ROOT_of_pages / "conf"
 METHODS = (ROOT_of_pages / "docs" / "methods.md").read_text("utf-8")
 PROTOCOLS = (ROOT_of_pages / "docs" / "protocols.md").read_text("utf-8")
 RESULTS = (ROOT_of_pages / "docs" / "results.md").read_text("utf-8")
-PRESETS = sorted([*(CONF / "protocol").glob("*.yaml"), *(CONF / "protocol_task").glob("*.yaml")])
+PAPERS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "protocol").glob("*.yaml")}
+PRESETS = {**PAPERS, **listed("protocol_task")}
 MADE = ("benchmarks/results",)  # there once something was measured
 CLASSES = [getattr(package, name) for package in (kvexp.methods, kvexp.retrieval) for name in package.__all__]
 
@@ -271,6 +273,15 @@ PAGE = runpy.run_path(str(ROOT_of_pages / "docs" / "methods.py"))
 
 def test_the_page_of_methods_is_current():
     assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
+
+
+def test_the_options_of_methods_are_what_the_classes_say():
+    written = (CONF / "methods.yaml").read_text("utf-8")
+    assert written == PAGE["options"](PAGE["entries"]()), "run: python docs/methods.py"
+    for cls in CLASSES:
+        node = option("method", cls.name)
+        made = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
+        assert made == cls() and set(node) == {"_target_", *(field.name for field in dataclasses.fields(cls))}
 
 
 def test_what_methods_were_compared_with_is_what_the_recordings_hold():
@@ -288,7 +299,7 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
     assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
 
-    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    methods = set(options("method"))
     exported = {}
     for path in sorted((ROOT_of_pages / "tests" / "peers").glob("export_*.py")):
         presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
@@ -303,7 +314,7 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
 
 def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
-    told = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    told = set(options("method"))
     oracles = "".join(
         (ROOT_of_pages / "tests" / f"{name}.py").read_text("utf-8")
         for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
@@ -313,12 +324,12 @@ def test_every_method_has_an_oracle_as_the_page_says():
             assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_method_and_each_of_its_settings_is_told(path):
-    assert f"](#{path.stem})" in METHODS
-    section = METHODS.partition(f"\n### {path.stem}\n")[2].partition("\n### ")[0]
+@pytest.mark.parametrize("name", options("method"))
+def test_every_method_and_each_of_its_settings_is_told(name):
+    assert f"](#{name})" in METHODS
+    section = METHODS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert section
-    for key in set(OmegaConf.load(path)) - {"_target_"}:
+    for key in set(option("method", name)) - {"_target_"}:
         assert f"`method.{key}`" in section, key
 
 
@@ -340,21 +351,21 @@ def _plain(value: str) -> object:
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.rstrip('.')}"]))["value"]
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "task").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_task_is_in_the_table(path):
-    assert re.search(rf"^\|.*`{path.stem}`", PROTOCOLS, re.MULTILINE)
+@pytest.mark.parametrize("task", options("task"))
+def test_every_task_is_in_the_table(task):
+    assert re.search(rf"^\|.*`{task}`", PROTOCOLS, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_all_that_a_protocol_sets_is_told(path):
-    node = OmegaConf.to_container(OmegaConf.load(path))
-    paper = next(each.stem for each in (CONF / "protocol").glob("*.yaml") if path.stem.startswith(each.stem))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_all_that_a_protocol_sets_is_told(preset):
+    node = PRESETS[preset]
+    paper = next(name for name in PAPERS if preset.startswith(name))
     rows = PROTOCOLS.partition(f"| `{paper}` (arXiv")[2]
     section = re.split(r"\n\| `\w+` \(arXiv|\n\n", rows)[0]
     keys = {key for value in node.values() if isinstance(value, dict) for key in value}
     keys |= {key for key, value in node.items() if not isinstance(value, dict)}
     for key in keys - {"defaults", "paper", "tasks"}:
-        assert named(key, section) or (key == "limit" and "all rows" in section), f"{path.stem} sets {key}"
+        assert named(key, section) or (key == "limit" and "all rows" in section), f"{preset} sets {key}"
     for task in node.get("protocol", {}).get("tasks", []):
         assert f"`{task}`" in section, task
 

@@ -394,9 +394,9 @@ def _told(folder: Folder) -> dict[str, float]:
 
     NaN of runs whose system prompts were others than those that come with this kvexp.
     """
-    from kvexp.tasks.articles import assistants, assistants_digest  # late: other tables wait for no task
+    from kvexp.tasks.articles import assistants, own_digest  # late: other tables wait for no task
 
-    if assistants_digest() not in str(folder.run.config.get("data")):
+    if own_digest("assistants") not in str(folder.run.config.get("data")):
         return {"answers": math.nan, "told": math.nan}
     codes = {one.id: one.code.lower() for one in assistants()}
     told = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]

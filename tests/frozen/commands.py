@@ -8,10 +8,12 @@
 
 from pathlib import Path
 
+import adapter
+
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 
-METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+METHODS = sorted(adapter.options("method"))
 EVICT_BY_ATTENTION = "h2o,keyformer,snapkv"
 SUMMARY = ["task=testbed_summary", "limit=3"]
 NEEDS_KEYS_WITH_ROPE = ("qfilters", "triattention")  # refused on ALiBi
@@ -115,9 +117,6 @@ IDENTITIES = {
         for number, path in enumerate(sorted(_CONF.rglob("*.yaml")))
         if path.parent.name != "paper" or number % 4 == 0  # the papers' own scale: mostly other data
     },
-    **{
-        f"task={path.stem}": ["-m", f"task={path.stem}", "method=full,h2o"]
-        for path in (ROOT / "conf" / "task").glob("*.yaml")
-    },
+    **{f"task={name}": ["-m", f"task={name}", "method=full,h2o"] for name in adapter.options("task")},
     **{f"method={name}": ["-m", f"method={name}", "model=testbed_rope,testbed_gqa", *SUMMARY] for name in METHODS},
 }

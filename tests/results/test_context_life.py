@@ -16,7 +16,6 @@ from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
 from kvexp.results.table import print_blocks
 from kvexp.results.views import RUNS, VIEWS, View, chart_of, shown
-from kvexp.tasks import articles
 from kvexp.util import ConfigError, Console
 
 
@@ -89,7 +88,7 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
 
 def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(tmp_path)
-    monkeypatch.setattr(articles, "assistants_digest", lambda: "another")
+    monkeypatch.setattr("kvexp.tasks.articles.own_digest", lambda _: "another")
     assert framed(VIEWS["instructions"], tmp_path)["told"].isna().all()
 
 
