@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 import re
 import sys
 import textwrap
@@ -134,11 +135,10 @@ def _listed(group: str, names: list[str]) -> int:
     for name, text in known.items() if not names else ():
         say(f"{name:<26} {text}")
     for name in names:
-        from omegaconf import OmegaConf
-
         from kvexp.run.compose import option
 
-        say(f"# {known[name]}\n{group}={name}\n{OmegaConf.to_yaml(OmegaConf.create(option(group, name)))}")
+        settings = "".join(f"{key}: {json.dumps(value)}\n" for key, value in option(group, name).items())
+        say(f"# {known[name]}\n{group}={name}\n{settings}")
     return 0
 
 
