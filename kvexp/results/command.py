@@ -25,7 +25,8 @@ MEASURED = ("measure", "compare", "alike", "epsilon", "epsilon_top1")  # options
 @tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
-    methods, words = [], list(sys.argv[1:] if argv is None else argv)
+    methods: list[str] = []
+    words = list(sys.argv[1:] if argv is None else argv)
     if "--measure" in words:  # which may need the code of a method of the user's own
         from kvexp.run.compose import without_method_words
 

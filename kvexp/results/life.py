@@ -45,7 +45,9 @@ OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 
 
 @dataclass(frozen=True)
 class Point:
-    """place: on the axis, in words; order: what orders the places; hash: of the run; values: one for each side."""
+    """What a chart has of a row. place: on the axis, in words; order: what orders the places; hash: of the run; values:
+    one for each side of the view.
+    """
 
     place: str
     order: float
@@ -54,10 +56,12 @@ class Point:
 
 
 def metric_of(row: Row) -> str:
+    """The row's metric as titles call it."""
     return short(str(row["metric"]), row.get("task"))
 
 
 def task_of(folder: Folder) -> str | None:
+    """The name of a run's task, by its configuration."""
     task = folder.run.config.get("task")
     return str(task.get("name")) if isinstance(task, Mapping) else None
 

@@ -180,7 +180,7 @@ class Chart:
     title: str
     x: str
     y: str
-    points: list[Iterable[Any]]
+    points: Sequence[Iterable[Any]]
 
 
 AXES = ("kv_ratio", "kv_bytes")
