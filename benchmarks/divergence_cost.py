@@ -47,7 +47,7 @@ def texts_of(shape: Shape, count: int, new: int) -> tuple[list[list[int]], list[
 def measure(options: Any) -> list[dict[str, Any]]:
     """The four passes, in turns, from forks of the same prefilled contexts."""
     from kvexp.core import CacheConfig
-    from kvexp.generate import ForcedBatch, GenerationParams, decode_batches, divergence_of_batches
+    from kvexp.generate import Forcing, GenerationParams, decode_batches, divergence_of_batches
     from kvexp.generate.prefill import prefill_together
     from kvexp.methods import Full
 
@@ -76,13 +76,13 @@ def measure(options: Any) -> list[dict[str, Any]]:
     def forced(texts: Sequence[list[int]]) -> Sample:
         def run() -> Any:
             return divergence_of_batches(
-                model, [ForcedBatch(b[0], b[1:], [text]) for b, text in zip(forks(), texts, strict=True)]
+                model, [Forcing(b[0], b[1:], [text]) for b, text in zip(forks(), texts, strict=True)]
             )
 
         return _timed(run, options.device)
 
     def only() -> Sample:
-        contexts = [ForcedBatch(batch[0], batch[1:]) for batch in forks()]
+        contexts = [Forcing(batch[0], batch[1:]) for batch in forks()]
         return _timed(lambda: divergence_of_batches(model, contexts, max_new_tokens=options.new), options.device)
 
     tasks: dict[str, Callable[[], Sample]] = {

@@ -11,7 +11,7 @@ from tiny import prompts_of, stock, tiny, tokens
 from kvexp.core import Budget
 from kvexp.generate import (
     CacheConfig,
-    ForcedBatch,
+    Forcing,
     GenerationParams,
     divergence_from_full,
     divergence_of_batches,
@@ -120,7 +120,7 @@ def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
 
     def batches():
         made = [prefill_together(model, some, specs, max_new_tokens=12, seeds=SEEDS[: len(some)]) for some in prompts]
-        return [ForcedBatch(full, others, text) for (full, *others), text in zip(made, texts, strict=True)]
+        return [Forcing(full, others, text) for (full, *others), text in zip(made, texts, strict=True)]
 
     together = divergence_of_batches(model, batches(), max_new_tokens=12, eos=eos)
     alone = [divergence_of_batches(model, [batch], max_new_tokens=12, eos=eos)[0] for batch in batches()]

@@ -98,7 +98,7 @@ def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
 def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
     import kvexp.run.batches as module
 
-    good = module._generate
+    good = module.outputs_of_batches
     calls = []
 
     def breaks(*arguments):
@@ -107,7 +107,7 @@ def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
             raise RuntimeError("out of luck")
         return good(*arguments)
 
-    monkeypatch.setattr(module, "_generate", breaks)
+    monkeypatch.setattr(module, "outputs_of_batches", breaks)
     with pytest.raises(RuntimeError, match="out of luck"):
         evaluate_run(settings(tmp_path))
     failed = next(r for r in runs(tmp_path) if r.labels["method"] == "h2o")
