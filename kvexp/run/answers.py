@@ -196,14 +196,13 @@ def _prefilled(
         return generation.prefill_together(
             model, prompts, configs, max_new_tokens=ahead, tokenizer=tokenizer, seeds=seeds, spans=spans
         )
-    chunk = runs[0].decoding.prefill_chunk
     context = generation.prefill(
         model,
         prompts,
         configs[0],
         max_new_tokens=ahead,
         num_beams=num_beams,
-        chunk=chunk,
+        chunk=runs[0].decoding.prefill_chunk,
         tokenizer=tokenizer,
         seeds=seeds,
         spans=spans,
@@ -223,6 +222,15 @@ class _Prefilled:
     contexts: dict[int, PrefilledContext]
     copies: list[dict[int, PrefilledContext]]
 
+    @classmethod
+    def of(cls, model: Model, tokenizer: Tokenizer, place: int, batch: PromptBatch) -> _Prefilled:
+        lead, prompts = batch.runs[0], [prompt for _, prompt in batch.prompts]
+        ids, spans = [prompt.ids for prompt in prompts], [prompt.spans for prompt in prompts]
+        seeds, ahead = _sampling_seeds(lead, batch.prompts), lead.decoding.max_new_tokens
+        contexts = _prefilled(batch.runs, model, tokenizer, ids, seeds, spans, ahead)
+        copies = _copies(batch, contexts, range(len(prompts)), keep=False)
+        return cls(place, batch, {run: contexts[run] for run in batch.answering}, copies)
+
 
 def _outputs_decoded_together(
     model: Model, tokenizer: Tokenizer, batches: Sequence[tuple[int, PromptBatch]], pace: Pace
@@ -232,19 +240,7 @@ def _outputs_decoded_together(
         pace.written()
         some: list[_Prefilled] = []
         while pace.may_prefill(len(some), len(left)):
-            place, batch = left.pop(0)
-            prompts = [prompt for _, prompt in batch.prompts]
-            contexts = _prefilled(
-                batch.runs,
-                model,
-                tokenizer,
-                [prompt.ids for prompt in prompts],
-                _sampling_seeds(batch.runs[0], batch.prompts),
-                [prompt.spans for prompt in prompts],
-                batch.runs[0].decoding.max_new_tokens,
-            )
-            copies = _copies(batch, contexts, range(len(prompts)), keep=False)
-            some.append(_Prefilled(place, batch, {run: contexts[run] for run in batch.answering}, copies))
+            some.append(_Prefilled.of(model, tokenizer, *left.pop(0)))
         full: dict[int, dict[int, ModelOutput]] = {}
         for made in _decoded(model, tokenizer, some, pace):
             if made.run == next(one.batch.full for one in some if one.place == made.batch):
@@ -253,7 +249,7 @@ def _outputs_decoded_together(
         texts: list[_Text] = []
         for one in some:
             texts += _texts(model, tokenizer, one.place, one.batch, one.copies, full.get(one.place, {}))
-        del some, one, contexts, copies  # the texts hold what of the contexts they need
+        del some, one  # the texts hold what of the contexts they need
         yield from _forced(batches[0][1].runs[0], model, texts, pace)
 
 
@@ -456,7 +452,7 @@ def continuation_logprobs(
 
     One row by itself: a tau schedule goes by the length of the row's own continuation, not by its neighbours'.
     """
-    words = continuation(prompt, tokenizer, chat=settings.model.chat)
+    words = prompt.following
     ahead = len(prompt.question_ids) + len(words)
     context = generation.prefill(
         model,

@@ -40,8 +40,8 @@ class TokenizedExample:
 
     question_text, question_ids: what is fed after the eviction; an answer follows text + question_text. truncated:
     whether something was left out; tokens: the count before that, question included. choices: ids of the example's
-    choices where they stand. chat_templated: the text came out of a chat template, start token and all. spans: of the
-    marked texts, as of `token_spans`.
+    choices where they stand; following: of its continuation, where the task measures that. chat_templated: the text
+    came out of a chat template, start token and all. spans: of the marked texts, as of `token_spans`.
     """
 
     example: Example
@@ -53,6 +53,7 @@ class TokenizedExample:
     question_text: str = ""
     question_ids: list[int] = field(default_factory=list)
     choices: list[list[int]] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
     chat_templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
     spans: list[tuple[int, int]] = field(default_factory=list)
 
@@ -352,7 +353,7 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
     if settings.budget is None or isinstance(settings.task, LMEval):
         return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
     try:
-        size, fed = len(prompt.ids), _fed(settings, tokenizer, prompt)
+        size, fed = len(prompt.ids), _fed(settings, prompt)
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
         for new in fed:
@@ -372,12 +373,11 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
         check_budget(cache, [size], size, new, num_layers(config))
 
 
-def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
+def _fed(settings: Settings, prompt: TokenizedExample) -> list[int]:
     """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
     given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
     if settings.task.needs_nll:
-        words = continuation(prompt, tokenizer, chat=settings.model.chat)
-        given.append(len(prompt.question_ids) + len(words))
+        given.append(len(prompt.question_ids) + len(prompt.following))
     return given
 
 
@@ -649,13 +649,11 @@ def prompt_of(
 
     model: its configuration is all that is looked at.
     """
-    from kvexp.hf import patch as families
-
     if example.skipped:
         return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
-    most = 1 << 40 if settings.cache.beyond_context else families.max_positions(model.config)
+    most = 1 << 40 if settings.cache.beyond_context else positions_of(model.config)
     alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
     new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
     room = most - max(alone, default=new) + 1
@@ -666,14 +664,16 @@ def prompt_of(
         return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
     spans = token_spans(example, prompt.text, len(prompt.ids), tokenizer, templated=settings.templated)
     prompt = dataclasses.replace(prompt, spans=spans)
-    given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
-    if not given:
+    chat, needs_nll = settings.model.chat, settings.task.needs_nll
+    following = continuation(prompt, tokenizer, chat=chat) if needs_nll else []
+    choices = [continuation(prompt, tokenizer, chat=chat, words=words) for words in example.choices]
+    after = choices or ([following] if needs_nll else [])
+    if not after:
         return prompt
-    after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
     if not all(after):
         why = "a choice has no tokens" if example.choices else "its continuation has no tokens"
         return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
     if prompt.size + max(map(len, after)) > most + 1:  # a choice may have more tokens where it stands than alone
         why = "too long" if example.choices else "too long with its continuation"
         return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
-    return dataclasses.replace(prompt, choices=after) if example.choices else prompt
+    return dataclasses.replace(prompt, choices=choices, following=following)

@@ -19,7 +19,7 @@ from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
 from kvexp.run.limits import TIME
 from kvexp.run.model_spec import ModelSpec, load
-from kvexp.run.prompts import ItemPrompt, Prompts, TokenizedExample, continuation, turn_ids
+from kvexp.run.prompts import ItemPrompt, Prompts, TokenizedExample, turn_ids
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, sent_otherwise
 from kvexp.tasks.lm_eval import Item, LMEval
@@ -184,7 +184,7 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
     if isinstance(prompt, ItemPrompt):
         fed += [[each.context, each.question, each.continuation] for each in prompt.asks]
     if prompt.ids and settings.task.needs_nll:
-        fed.append(continuation(prompt, tokenizer, chat=chat))
+        fed.append(prompt.following)
     turns = example.turns[1 : example.number + 1] if prompt.ids else ()
     fed += [turn_ids(prompt, tokenizer, turn.message, chat=chat) for turn in turns]
     if not fed:

@@ -77,6 +77,18 @@ def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path, caps
     assert len(more.rows()) == 3
 
 
+def test_an_example_is_tokenised_once(tmp_path, monkeypatch):
+    """For what is checked before weights load, for the baseline and for the run."""
+    import kvexp.run.prompts as module
+
+    made, good = [], module.prompt_of
+    monkeypatch.setattr(module, "prompt_of", lambda *given: made.append(given[-1].id) or good(*given))
+    evaluate_run(settings(tmp_path))
+    assert made == ["sample-0", "sample-1"]
+    evaluate_run(settings(tmp_path, "limit=3"))
+    assert made[2:] == ["sample-0", "sample-1", "sample-2"], "rows that are there: whether their prompts are the same"
+
+
 def without_times(rows):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
