@@ -165,17 +165,15 @@ def _remember(place: Path, found: Stamp, digest: str) -> None:
             raise
 
 
-# Text from models, data and file names on its way to a person: control characters are shown, never obeyed.
-#
-# A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to write
-# over lines that are there, to send keys. Whatever a command prints goes through `say` or `kvexp.util.Console`.
-
-
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, DEL, C1
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay."""
+    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay.
+
+    A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to
+    write over lines that are there, to send keys. Whatever a command prints goes through `say` or `Console`.
+    """
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -204,14 +202,13 @@ def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
     return told
 
 
-# Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.
-
-
 UNREAD = 141  # 128 + SIGPIPE, what a shell shows for other tools
 
 
 def watch_pipes() -> None:
-    """From now on the process ends quietly where its output goes to a pipe whose reader has left."""
+    """From now on the process ends quietly where its output goes to a pipe whose reader has left, as in
+    `kvexp results | head -3`.
+    """
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, _end_if_unread)
         atexit.register(_flush)  # what is still buffered is written after the last statement
@@ -328,14 +325,13 @@ def keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
-# rich's console and progress bars for text from models, data and file names: only our own colours reach a terminal.
-
-
 EVERY_S = 10.0  # between plain lines
 
 
 class Console(rich.console.Console):
-    """rich.console.Console; control characters of whatever is printed are shown (`kvexp.util.visible`)."""
+    """rich.console.Console; control characters of whatever is printed are shown (`visible`), so that only kvexp's own
+    colours reach a terminal.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Cells of a table come through here before the table sets their widths, so columns stay straight."""
