@@ -16,9 +16,7 @@ from kvexp.results.views import VIEWS
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
 from kvexp.util import ConfigError, Console, say, tells_errors
 
-DESCRIPTION = (
-    """Tables of recorded runs, with intervals and verdicts: kvexp results OUTPUTS [--view NAME] [--plot FILE]."""
-)
+DESCRIPTION = "Tables of recorded runs, with intervals and verdicts: kvexp results OUTPUTS [--view NAME] [--plot FILE]."
 OF = {  # option: the views that have it
     "x": (views.RUNS, views.DIVERGENCE),
     "metric": (views.RUNS, views.DIVERGENCE, "bytes", "needle"),
@@ -78,14 +76,14 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
     given = {name: value for name in VIEWS[args.view].options if (value := asked[name]) is not None}
     order = args.metric if far else args.x
     frame, blocks, below = views.shown(runs, args.view, order, given)
-    if frame.empty:
+    if not blocks:
         nothing = unmatched(args.outputs, chosen_by(args))
         say(nothing if not runs.shown else f"no run under {args.outputs} {VIEWS[args.view].missing or nothing}")
     else:
         write(args.csv, lambda path: frame.to_csv(path, index=False))
         write(args.parquet, lambda path: frame.to_parquet(path, index=False))
         write(args.markdown, lambda path: path.write_text(markdown_of(blocks, below), encoding="utf-8"))
-        if args.compare or args.alike:
+        if "text" in frame and (args.compare or args.alike):  # else of choices
             print_compared(runs, frame, args.alike, console)
         else:
             print_blocks(blocks, below, console)
@@ -96,7 +94,7 @@ def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
         write(args.plot, lambda path: write_figure(path, runs, args.view, args.metric, args.x, text))
     for name, why in unmeasured.items():
         say(f"{name}: {why}")
-    return 1 if frame.empty else 0
+    return 0 if blocks else 1
 
 
 def measured(runs: Runs, methods: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
