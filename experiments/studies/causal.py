@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,8 @@ from transformers.cache_utils import Cache
 
 from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
-from kvexp.core.backends import EvictionBackend
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.slots import Slots
+from kvexp.core.backends import RecordingBackend, SlotsBefore
 from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title
-from kvexp.diagnose.log import held_slots, still_held
 from kvexp.diagnose.options import check
 from kvexp.diagnose.replay import (
     CLASSES,
@@ -830,42 +828,6 @@ class PromptScores:
     kept: Tensor
 
 
-class ScoredEviction(EvictionBackend):
-    """The backend `inner` of one layer and row, with its first eviction noted: priority, protected, kept [H, S]."""
-
-    def __init__(self, inner: EvictionBackend, tokens: int) -> None:
-        self.inner, self.tokens = inner, tokens
-        self.noted: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def next_slot(self) -> Tensor | None:
-        return self.inner.next_slot()
-
-    def reset_layout(self) -> None:
-        self.inner.reset_layout()
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.inner.select_rows(rows)
-
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        held = held_slots(slots)
-        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
-        self.inner.evict(slots, priority, protected, resolved, hidden_next_step)
-        if self.noted is None:
-            kept = still_held(slots, positions)
-            self.noted = (
-                _by_position(priority, positions, self.tokens),
-                _by_position(protected, positions, self.tokens),
-                _by_position(kept, positions, self.tokens),
-            )
-
-
 def _by_position(values: Tensor, positions: Tensor, tokens: int) -> Tensor:
     """[H, S] by position, of one row's values [1, H, C] by slot; slots at position -1 are left out."""
     made = values.new_zeros(*values.shape[1:2], tokens + 1)
@@ -892,6 +854,7 @@ def _scores(case: Case, methods: Mapping[str, CacheConfig]) -> dict[str, PromptS
     model, prompt = case.model, case.prompt
     ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
     caches: dict[str, EvictionCache] = {}
+    first: dict[tuple[str, int], SlotsBefore] = {}  # of each cache and layer: its first eviction
     for name, config in methods.items():
         caches[name] = new_cache(
             model,
@@ -905,18 +868,26 @@ def _scores(case: Case, methods: Mapping[str, CacheConfig]) -> dict[str, PromptS
         )
         for state in caches[name].layer_states:
             if isinstance(state, EvictionLayer):
-                state.backend = ScoredEviction(state.backend, len(prompt))
+                state.backend = RecordingBackend(state.backend, partial(first.setdefault, (name, state.index)))
     forward_last(model, ids, torch.ones_like(ids), MultiMethodCache(list(caches.values()), 1))
-    return {name: _noted(cache, len(prompt)) for name, cache in caches.items()}
+    return {
+        name: _prompt_scores([first.get((name, layer)) for layer in range(len(cache.layers))], cache, len(prompt))
+        for name, cache in caches.items()
+    }
 
 
-def _noted(cache: EvictionCache, tokens: int) -> PromptScores:
+def _prompt_scores(evictions: Sequence[SlotsBefore | None], cache: EvictionCache, tokens: int) -> PromptScores:
+    """The scores of one method from every layer's first eviction; None: the layer evicted nothing."""
     layers = []
-    for state in cache.layer_states:
-        assert isinstance(state, EvictionLayer) and isinstance(state.backend, ScoredEviction)
+    for eviction, state in zip(evictions, cache.layer_states, strict=True):
+        assert isinstance(state, EvictionLayer)
         heads = state.require_slots().positions.shape[1]
-        nothing = (torch.zeros(heads, tokens), torch.zeros(heads, tokens, dtype=torch.bool))
-        layers.append(state.backend.noted or (*nothing, ~nothing[1]))
+        if eviction is None:
+            nothing = torch.zeros(heads, tokens, dtype=torch.bool)
+            layers.append((nothing.float(), nothing, ~nothing))
+        else:
+            columns = (eviction.priority, eviction.protected, eviction.kept)
+            layers.append(tuple(_by_position(each, eviction.positions, tokens) for each in columns))
     priority, protected, kept = (torch.stack(each) for each in zip(*layers, strict=True))
     return PromptScores(priority.float(), protected, kept)
 
