@@ -5,10 +5,11 @@ Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -128,7 +129,7 @@ def run() -> NoReturn:
 
 
 def methods(names: list[str]) -> int:
-    """Print what each method is, or for each of `names` every setting with its default: its file in conf/method.
+    """Print what each method is, or for each of `names` every setting with its default.
 
     Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
     named.
@@ -136,21 +137,31 @@ def methods(names: list[str]) -> int:
     from kvexp.run.user_methods import installed_methods, package_of
     from kvexp.util import ConfigError
 
-    files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
+    known = _method_options()
     try:
-        installed = installed_methods()
+        installed = installed_methods(known)
         if not names:
-            for name, text in files.items():
-                say(f"{name:<20} {_title(name, text)}")
+            for name, text in known.items():
+                say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
             for name, point in installed.items():
                 say(f"{name:<20} {point.value}, from {package_of(point)}")
         for name in names:
-            text = files.get(name) or _settings_of_user_method(name, [*files, *installed])
+            text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
             say(f"method={name}\n{text}")
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _method_options() -> dict[str, str]:
+    """Option of `method` -> what it is, in a comment, and its settings; without importing a method."""
+    found = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
+    for part in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        head, _, settings = part.partition("\n")
+        name, _, title = head.partition(": ")
+        found[name] = f"{title}\n{textwrap.dedent(settings)}"
+    return dict(sorted(found.items()))
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
@@ -170,15 +181,6 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
     title = own.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
     return f"# {title}\n{settings}"
-
-
-def _title(name: str, options: str) -> str:
-    """A method's title: its module's first line, or the first comment of options that vary another method."""
-    for package in ("methods", "retrieval"):
-        source = CONF.parent / package / f"{name}.py"
-        if source.exists():
-            return (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
-    return options.partition("\n")[0].lstrip("# ")
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from kvexp.core.config import CacheSettings
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build, typed
-from kvexp.run.compose import listed, options
+from kvexp.run.compose import listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -275,6 +275,15 @@ def test_the_page_of_methods_is_current():
     assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
 
 
+def test_the_options_of_methods_are_what_the_classes_say():
+    written = (CONF / "methods.yaml").read_text("utf-8")
+    assert written == PAGE["options"](PAGE["entries"]()), "run: python docs/methods.py"
+    for cls in CLASSES:
+        node = option("method", cls.name)
+        made = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
+        assert made == cls() and set(node) == {"_target_", *(field.name for field in dataclasses.fields(cls))}
+
+
 def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     """The table's last column claims each recording and export that there is, and no other."""
     computed = {make.__name__ for make in MADE_RECORDINGS}
@@ -290,7 +299,7 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
     assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
 
-    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    methods = set(options("method"))
     exported = {}
     for path in sorted((ROOT_of_pages / "tests" / "peers").glob("export_*.py")):
         presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
@@ -305,7 +314,7 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
 
 def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
-    told = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    told = set(options("method"))
     oracles = "".join(
         (ROOT_of_pages / "tests" / f"{name}.py").read_text("utf-8")
         for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
@@ -315,12 +324,12 @@ def test_every_method_has_an_oracle_as_the_page_says():
             assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_method_and_each_of_its_settings_is_told(path):
-    assert f"](#{path.stem})" in METHODS
-    section = METHODS.partition(f"\n### {path.stem}\n")[2].partition("\n### ")[0]
+@pytest.mark.parametrize("name", options("method"))
+def test_every_method_and_each_of_its_settings_is_told(name):
+    assert f"](#{name})" in METHODS
+    section = METHODS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert section
-    for key in set(OmegaConf.load(path)) - {"_target_"}:
+    for key in set(option("method", name)) - {"_target_"}:
         assert f"`method.{key}`" in section, key
 
 

@@ -23,7 +23,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -64,9 +63,10 @@ from kvexp.results.read import question_of, titled
 from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns
 from kvexp.run.batches import Row as Row_of_batches
 from kvexp.run.batches import settings_at, waiting_notice
+from kvexp.run.compose import option, options
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
-from kvexp.util import CONF, CacheError, ConfigError, Console, Progress, say, watch_pipes
+from kvexp.util import CacheError, ConfigError, Console, Progress, say, watch_pipes
 
 # How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens; plain arrays.
 #
@@ -1052,7 +1052,7 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
 
     ConfigError for a name that is no method, and where no method is left.
     """
-    known = [name for name in sorted(path.stem for path in (CONF / "method").glob("*.yaml")) if name != "full"]
+    known = [name for name in options("method") if name != "full"]
     for name in names:
         if name not in (*known, ALL):
             raise ConfigError(f"--methods: no method {name!r}; one of {', '.join(known)}, or {ALL}")
@@ -1081,10 +1081,13 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
 def _with_method(settings: Settings, name: str) -> Settings:
     """The run's settings with another method at its own defaults."""
     asked = settings.command
-    node = OmegaConf.to_container(OmegaConf.load(CONF / "method" / f"{name}.yaml"), resolve=True)
     cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
     words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(_OWN_OPTIONS)]
-    return settings_of({**asked["config"], "method": node, "cache": cache}, {**asked["choices"], "method": name}, words)
+    return settings_of(
+        {**asked["config"], "method": option("method", name), "cache": cache},
+        {**asked["choices"], "method": name},
+        words,
+    )
 
 
 def _no_score(settings: Settings) -> str | None:

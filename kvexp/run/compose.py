@@ -99,12 +99,14 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
         found = _read(CONF / "models.yaml")
         pretrained = found.pop("_pretrained")
         return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
+    if group == "method":  # made of the classes
+        return _read(CONF / "methods.yaml")
     return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
 
 
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
-    for group in ("model", "task", *PAIRS):
+    for group in ("model", "task", "method", *PAIRS):
         package = "_global_" if group in PAIRS else None
         for name, node in listed(group).items():
             ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
@@ -604,7 +606,7 @@ def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
         return f"method={','.join(_option(name, known) for name in names)}"
     for name in _typed_names(word):
         if name in options("method"):
-            installed_methods()  # a package that offers a method of this name too is told
+            installed_methods(options("method"))  # a package that offers a method of this name too is told
         elif (option := _option(name, known)) != name:
             value = value.replace(name, option)
     return f"{key}={value}"

@@ -13,7 +13,7 @@ import adapter
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 
-METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+METHODS = sorted(adapter.options("method"))
 EVICT_BY_ATTENTION = "h2o,keyformer,snapkv"
 SUMMARY = ["task=testbed_summary", "limit=3"]
 NEEDS_KEYS_WITH_ROPE = ("qfilters", "triattention")  # refused on ALiBi

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from commands import run_py
-from omegaconf import OmegaConf
 from small import small
 from tiny import tiny
 
 from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, KVzip, KVzipPlus
+from kvexp.run.compose import listed
 from kvexp.run.plan import DATA, MODELS, second_passes, tokens
 from kvexp.run.store import runs
 
