@@ -29,6 +29,7 @@ from kvexp.util import CONF, ConfigError, current, say
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
 PAIRS = ("model_task", "protocol_task")  # groups whose options are of two others, and whose keys are the root's
+LISTED = ("method", "model", "task", *PAIRS)  # groups whose options stand together in one file
 MOST = 4  # suggestions
 
 
@@ -106,7 +107,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
-    for group in ("model", "task", "method", *PAIRS):
+    for group in LISTED:
         package = "_global_" if group in PAIRS else None
         for name, node in listed(group).items():
             ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
