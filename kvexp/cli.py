@@ -57,7 +57,6 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
     "log": ("kvexp.results.wandb_log:log_main", "publish finished runs to Weights & Biases"),
     "dashboards": ("kvexp.results.wandb_log:main", "the report's panels in Weights & Biases"),
     "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
-    "testbed": ("kvexp.tasks.testbed:main", "show a document of the synthetic language"),
 }
 PLOTS = {
     "quality": "kvexp.results.plots:plot_quality",
