@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import operator
 import os
 import re
 import sys
@@ -86,7 +87,9 @@ def option(group: str, name: str) -> dict[str, Any]:
         return {} if group in PAIRS else dict(listed(group)[name])
     if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
         return {}
-    return _read(file)
+    node = _read(file)
+    bases = [option(group, base) for base in node.pop("defaults", []) if base != "_self_"]
+    return functools.reduce(operator.or_, [*bases, node])
 
 
 @functools.cache
