@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +37,6 @@ from kvexp.tasks.testbed import (
     END,
     GRAMMAR,
     LANGUAGE,
-    LONGEST,
     PAD,
     SPLITS,
     START,
@@ -54,7 +52,6 @@ from kvexp.tasks.testbed import (
     document,
     draw_fact,
     filler_for,
-    needle_document,
     opening,
     summary,
     vocabulary,
@@ -819,51 +816,9 @@ def export_main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
-
-
-def sample_main(arguments: list[str] | None = None) -> int:
-    """`python -m experiments.studies.testbed sample`: print a document, what is asked of it and the answers."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.studies.testbed sample", description=sample_main.__doc__
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--tokens", type=int, default=160, help="length of the document")
-    parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
-    asked = parser.parse_args(arguments)
-    if asked.facts not in FACTS:
-        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")
-    least = LONGEST * (asked.facts + 1)
-    if asked.tokens < least:
-        parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
-    show(asked.seed, asked.split, asked.tokens, asked.facts)
-    return 0
-
-
-def show(seed: int, split: str, tokens: int, facts: int) -> None:
-    """Print one document and what every testbed task asks of such a text."""
-    rng = Random(f"sample {split} {seed}")
-    doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
-    print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
-    print(textwrap.fill(opening(doc.text), 118))
-    print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
-    print("\ntestbed_qa, testbed_choice: questions and answers (an update counts, not what it replaced)")
-    for fact in rng.sample(doc.current(), 4):
-        print(f"  {ask(fact).strip()}  ->  {fact.value}")
-    text, needle = needle_document(rng, split, tokens, 0.5)
-    print("\ntestbed_needle: a code in the middle of a text\n")
-    print(textwrap.fill(opening(text.text), 118))
-    print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
-    pieces = dialogue(rng, split, DocumentShape(tokens, facts, 0, 1), recalls=2)
-    print("\ntestbed_dialogue: the last turn is to be said\n")
-    print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
-    print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
-
-
 def main(words: list[str]) -> int:
     """The study's commands, the first word of `words`."""
-    commands = {"sample": sample_main, "train": train, "export": export_main}
+    commands = {"train": train, "export": export_main}
     if not words or words[0] not in commands:
         print(
             f"usage: python -m {(__spec__ or sys).name if __spec__ else 'study'} {' | '.join(commands)} ...",

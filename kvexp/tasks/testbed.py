@@ -1,7 +1,8 @@
 """A small synthetic language, so that every experiment runs anywhere: its words, documents and prompt forms.
 
-    python -m experiments.studies.testbed sample   a document, what is asked about it, and the answers
-    python -m experiments.studies.testbed train    train the models that come with kvexp (make testbed)
+    kvexp tasks testbed          a document, what is asked about it, and the answers
+    python -m experiments.studies.testbed train                train the models that come with kvexp (make testbed)
+    python -m experiments.testbed           are they good enough to measure with?
 
 A document is a list of sentences about one topic. Among filler stand facts, "city alice north ford .": some numbered
 ("first city alice north ford !"), which is what a summary has to tell, some stated anew later with another value ("now
@@ -25,6 +26,7 @@ What carries over to real models, and what does not:
 
 from __future__ import annotations
 
+import argparse
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -688,3 +690,49 @@ class TestbedNeedle(Generated, QuestionTask):
             raise ConfigError(f"task.lengths must be at most {MOST_TOKENS} tokens, got {max(self.lengths)}")
         if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
             raise ConfigError(f"task.depths must be percent, between 0 and 100, got {list(self.depths)}")
+
+
+FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """`kvexp tasks testbed`: print a document of the synthetic language, what is asked of it and the answers."""
+    parser = argparse.ArgumentParser(prog="kvexp tasks testbed", description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--tokens", type=int, default=160, help="length of the document")
+    parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
+    asked = parser.parse_args(arguments)
+    if asked.facts not in FACTS:
+        parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")
+    least = LONGEST * (asked.facts + 1)
+    if asked.tokens < least:
+        parser.error(f"--tokens must be at least {least} to hold --facts {asked.facts}, got {asked.tokens}")
+    show(asked.seed, asked.split, asked.tokens, asked.facts)
+    return 0
+
+
+def show(seed: int, split: str, tokens: int, facts: int) -> None:
+    """Print one document and what every testbed task asks of such a text."""
+    rng = Random(f"sample {split} {seed}")
+    doc = document(rng, split, DocumentShape(tokens, facts, marked=facts // 3, updated=1))
+    print(f"The language has {len(vocabulary())} words. A document, split {split}, seed {seed}:\n")
+    print(_wrapped(opening(doc.text)))
+    print(f"\ntestbed_summary: the prompt ends in {SUMMARY!r}\n  -> {summary(doc.marked)}")
+    print("\ntestbed_qa, testbed_choice: questions and answers (an update counts, not what it replaced)")
+    for fact in rng.sample(doc.current(), 4):
+        print(f"  {ask(fact).strip()}  ->  {fact.value}")
+    text, needle = needle_document(rng, split, tokens, 0.5)
+    print("\ntestbed_needle: a code in the middle of a text\n")
+    print(_wrapped(opening(text.text)))
+    print(f"\n  {ask(needle).strip()}  ->  {needle.value}")
+    pieces = dialogue(rng, split, DocumentShape(tokens, facts, 0, 1), recalls=2)
+    print("\ntestbed_dialogue: the last turn is to be said\n")
+    print("".join(pieces[:-1]).replace(" ann :", "\nann :").replace(" ben :", "\nben :"))
+    print(f"  -> {pieces[-1].strip().removesuffix(' ;')}")
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return textwrap.fill(text, 118)

@@ -232,18 +232,18 @@ def test_every_word_that_is_asked_for_was_trained():
     ],
 )
 def test_sample_refuses_what_it_cannot_show(arguments, words, capsys):
-    from experiments.studies.testbed import sample_main
+    from kvexp.tasks.testbed import main
 
     with pytest.raises(SystemExit):
-        sample_main(arguments)
+        main(["sample", *arguments])
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--facts", "30", "--tokens", "1024"], ["--facts", "4", "--tokens", "64"]])
 def test_sample_prints_a_document_and_answers(arguments, capsys):
-    from experiments.studies.testbed import sample_main
+    from kvexp.tasks.testbed import main
 
-    sample_main(["--seed", "3", *arguments])
+    main(["sample", "--seed", "3", *arguments])
     shown = capsys.readouterr().out
     for task in ("testbed_summary", "testbed_qa", "testbed_needle", "testbed_dialogue"):
         assert task in shown
