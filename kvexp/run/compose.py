@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import operator
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ from kvexp.util import CONF, ConfigError, current, say
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
 PAIRS = ("model_task", "protocol_task")  # groups whose options are of two others, and whose keys are the root's
+LISTED = ("method", "model", "task", *PAIRS)  # groups whose options stand together in one file
 MOST = 4  # suggestions
 
 
@@ -85,7 +87,9 @@ def option(group: str, name: str) -> dict[str, Any]:
         return {} if group in PAIRS else dict(listed(group)[name])
     if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
         return {}
-    return _read(file)
+    node = _read(file)
+    bases = [option(group, base) for base in node.pop("defaults", []) if base != "_self_"]
+    return functools.reduce(operator.or_, [*bases, node])
 
 
 @functools.cache
@@ -106,7 +110,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
-    for group in ("model", "task", "method", *PAIRS):
+    for group in LISTED:
         package = "_global_" if group in PAIRS else None
         for name, node in listed(group).items():
             ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
