@@ -33,7 +33,7 @@ from kvexp.run.answers import (
     outputs_from_context_shared,
     shares_score_across_batch,
 )
-from kvexp.run.compose import check_stored
+from kvexp.run.guard import check_stored
 from kvexp.run.labels import DivergenceOptions, Shard, generates, refusal
 from kvexp.run.limits import (
     EXIT_HUNG,
