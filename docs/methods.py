@@ -46,23 +46,21 @@ Every method is compared, slot by slot, with an independent slow version of it (
 `tests/methods/test_kept_sets.py`, `tests/retrieval/test_retrieval_oracles.py`). What it was compared with from outside:
 
 - *authors' code*: numbers recorded by running a release (`tests/golden`, `tests/fixtures/authors_2025.npz`): its
-  authors', but for StreamingLLM Keyformer's, and for SparQ, InfLLM, Oracle and H2O(C) PQCache's. With a star: the
-  recording is not in this repository (`python tests/reference_check.py` compares it where it is at hand).
+  authors', but for StreamingLLM Keyformer's, and for SparQ, InfLLM, Oracle and H2O(C) PQCache's.
 - *kvpress*: the sets that NVIDIA's kvpress 0.5.5 keeps, which `make peers` computes (`tests/peers`).
 - *paper alone*: nothing; the slow version was written from the paper. *own oracle*: there is no paper either.
 """
-# What numbers from outside methods were compared with: the file that holds or makes them -> methods.
+# What methods were compared with: the file of numbers from outside, or how its name begins -> methods.
 AUTHORS = {
-    "tests/golden/h2o_llama_realdrop.npz": ("h2o",),
-    "tests/golden/keyformer_gptj_paperfix_gumbel.npz": ("keyformer",),
-    "tests/golden/keyformer_mpt_streamingllm_b2.npz": ("streaming_llm",),
+    "tests/golden/h2o_llama_": ("h2o",),
+    "tests/golden/keyformer_gptj_": ("keyformer",),
+    "tests/golden/keyformer_mpt_newbias_": ("keyformer",),
+    "tests/golden/keyformer_mpt_streamingllm_": ("streaming_llm",),
+    "tests/golden/a2sf_": ("a2sf", "ideal"),
+    "tests/golden/pqcache_baselines_": ("h2o_c", "oracle", "sparq"),
+    "tests/golden/pqcache_infllm_": ("infllm",),
+    **dict.fromkeys((f"tests/golden/pqcache_{what}" for what in ("pq_", "adaptive_iters", "lfu")), ("pqcache",)),
     "tests/fixtures/authors_2025.npz": ("cake", "rkv", "triattention", "vatp"),
-}
-NOT_CARRIED = {  # beginnings of the names of recordings that are not in this repository
-    "a2sf_": ("a2sf", "ideal"),
-    "pqcache_pq_": ("pqcache",),
-    "pqcache_baselines_": ("h2o_c", "oracle", "sparq"),
-    "pqcache_infllm_": ("infllm",),
 }
 KVPRESS = {
     "tests/peers/export_kvpress.py": (
@@ -189,7 +187,7 @@ def compared(entry: Entry) -> str:
     name = entry.cls.name  # type: ignore[attr-defined]
     found = [
         words
-        for words, files in (("authors' code", AUTHORS), ("authors' code*", NOT_CARRIED), ("kvpress", KVPRESS))
+        for words, files in (("authors' code", AUTHORS), ("kvpress", KVPRESS))
         if any(name in methods for methods in files.values())
     ]
     return ", ".join(found) or ("paper alone" if sources(entry) else "own oracle")

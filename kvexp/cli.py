@@ -39,7 +39,6 @@ COMMANDS = {  # name: the function that does it, of its words; what it does
         "the folder for generate(custom_generate=FOLDER) of transformers",
     ),
     "longbench": ("kvexp.results.views:longbench_main", "LongBench's averages over its data sets"),
-    "bytes": ("kvexp.run.plan:main", "which numbers of tokens and of bits fit into a share of bytes"),
     "instructions": (
         "kvexp.results.views:instructions_main",
         "what is followed and told of a system prompt, by remedy",

@@ -25,7 +25,7 @@ from kvexp.generate import prefill
 from kvexp.generate.kl import compare
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import unpack_linear
-from kvexp.hf.rounded_weights import round_linear_layers
+from kvexp.hf.cpu_linear import round_linear_layers
 from kvexp.methods import Keyformer
 from kvexp.results import stats
 from kvexp.results.divergence import (

@@ -635,10 +635,10 @@ def _told(folder: Folder) -> dict[str, float]:
     """
     from kvexp.tasks.articles import (
         assistants,
-        assistants_digest,  # late: other tables wait for no task
+        own_digest,  # late: other tables wait for no task
     )
 
-    if assistants_digest() not in str(folder.run.config.get("data")):
+    if own_digest("assistants") not in str(folder.run.config.get("data")):
         return {"answers": np.nan, "told": np.nan}
     codes = {one.id: one.code.lower() for one in assistants()}
     told = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]

@@ -25,6 +25,8 @@ from kvexp.util import CONF, ConfigError, say
 # -- the settings there are: conf/ -------------------------------------------------------------------------------------
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
+PAIRS = ("model_task", "protocol_task")  # groups whose options are of two others, and whose keys are the root's
+LISTED = ("model", "task", "method", *PAIRS)  # groups whose options stand together in one file
 SUGGESTIONS = 4
 
 
@@ -49,31 +51,42 @@ def roots() -> set[str]:
 
 def options(group: str) -> list[str]:
     """The names of a group's options, without those of users' methods."""
-    files = {path.stem for path in (CONF / group).glob("*.yaml")}
-    return sorted(files | methods().keys() if group == "method" else files)
+    return sorted({path.stem for path in (CONF / group).glob("*.yaml")} | listed(group).keys())
 
 
 @functools.cache
 def option(group: str, name: str) -> dict[str, Any]:
     """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
     file = CONF / group / f"{name}.yaml"
-    if group == "method" and name in methods():
-        return methods()[name]
+    if name in listed(group):
+        return {} if group in PAIRS else listed(group)[name]
     if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
         return {}
     return _read(file)
 
 
 @functools.cache
-def methods() -> dict[str, dict[str, Any]]:
-    """Name -> class and defaults of kvexp's methods, as conf/methods.yaml has them, which is made of the classes."""
-    return _read(CONF / "methods.yaml")
+def listed(group: str) -> dict[str, dict[str, Any]]:
+    """Name -> what it sets, of a group's options that stand together in one file of conf/."""
+    if group == "task":
+        from kvexp.tasks import defaults_of
+
+        return {name: defaults_of(node["_target_"]) | node for name, node in _read(CONF / "tasks.yaml").items()}
+    if group == "model":
+        found = _read(CONF / "models.yaml")
+        pretrained = found.pop("_pretrained")
+        return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
+    if group == "method":  # made of the classes
+        return _read(CONF / "methods.yaml")
+    return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
 
 
-def _store_methods() -> None:
-    """Make each of kvexp's methods an option of the group `method`, as a user's becomes one when it is named."""
-    for name, node in methods().items():
-        ConfigStore.instance().store(group="method", name=name, node=node, provider="kvexp")
+def _store_listed() -> None:
+    """Make what is listed options of their groups, as a user's method becomes one when it is named."""
+    for group in LISTED:
+        package = "_global_" if group in PAIRS else None
+        for name, node in listed(group).items():
+            ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
 
 
 def settings() -> dict[str, tuple[str, ...]]:
@@ -293,4 +306,4 @@ def _typed_names(word: str) -> Iterator[str]:
             yield name
 
 
-_store_methods()
+_store_listed()

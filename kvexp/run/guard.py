@@ -22,7 +22,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from kvexp.run.compose import methods, stop
+from kvexp.run.compose import LISTED, listed, stop
 from kvexp.util import CONF, ConfigError, current
 
 MADE = ("method", "budget", "task", "generation", "diagnose")  # by kvexp.run.build, within their own packages
@@ -139,12 +139,12 @@ def check_targets(config: Mapping[str, Any]) -> None:
 
 def check_source(path: str) -> None:
     """ConfigError for a place of configurations that would have to be imported (pkg://NAME runs NAME/__init__.py), or
-    that has an option called as one of kvexp's methods, under whose name its rows would be shown.
+    that has an option called as one of kvexp's own, under whose name its rows would be shown.
     """
     scheme, _, name = path.rpartition("://")
-    for method in methods() if scheme in ("file", "") else ():
-        if (file := Path(name) / "method" / f"{method}.yaml").exists():
-            raise ConfigError(f"{file} is called as one of kvexp's own methods; rename it")
+    for file in Path(name).glob("*/*.yaml") if scheme in ("file", "") else ():
+        if file.parent.name in LISTED and file.stem in listed(file.parent.name):
+            raise ConfigError(f"{file} is called as an option of kvexp's own; rename it")
     if scheme == "pkg" and name.replace("/", ".").split(".")[0] not in ("hydra", "hydra_plugins"):
         raise ConfigError(
             f"{path}: kvexp imports no package to read configurations from it; name its folder, as in --config-dir "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -20,6 +20,9 @@ from kvexp.run.compose import mistaken_option, stop, told, with_user_methods
 from kvexp.run.guard import CheckedLoader, guard
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
+
+if TYPE_CHECKING:
+    from kvexp.run.plan import TimeOf
 
 
 def compose_and_run() -> None:
@@ -86,8 +89,11 @@ def own_launchers() -> None:
         known.pop(file.name, None)
 
 
-def main(session: Session | None = None) -> NoReturn:
-    """The whole command, from sys.argv; the exit code is 1 where a job failed. session: to look at afterwards."""
+def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoReturn:
+    """The whole command, from sys.argv; the exit code is 1 where a job failed.
+
+    session: to look at afterwards; time_of: how long a group of runs takes, for --dry-run (`kvexp.run.plan.show_plan`).
+    """
     watch_pipes()
     session = session or Session()
     try:
@@ -99,7 +105,7 @@ def main(session: Session | None = None) -> NoReturn:
             if planning:
                 from kvexp.run.plan import dry_run
 
-                sys.exit(dry_run(compose_and_run, planning[-1], session))
+                sys.exit(dry_run(compose_and_run, planning[-1], session, time_of))
             compose_and_run()
     except ConfigError as error:
         stop(str(error))

@@ -14,8 +14,8 @@ from test_sweep_divergence import ONE_BY_ONE, group
 from tiny import CONFIGS
 
 from kvexp.core import CacheConfig
+from kvexp.core.backends import held_slots
 from kvexp.diagnose.case import Case, cases, rows_of
-from kvexp.diagnose.log import held_slots
 from kvexp.diagnose.replay import (
     Cause,
     ForcedReplay,

@@ -25,7 +25,7 @@ from experiments.studies.kl_scale import (
     with_rounded_weights,
 )
 from kvexp.core import Budget, CacheConfig
-from kvexp.hf.rounded_weights import rounded
+from kvexp.hf.cpu_linear import rounded
 from kvexp.methods import Full, Keyformer
 from kvexp.results.divergence import NAME, read_scale, scale_of, write_scale
 from kvexp.results.read import folders

@@ -117,9 +117,6 @@ IDENTITIES = {
         for number, path in enumerate(sorted(_CONF.rglob("*.yaml")))
         if path.parent.name != "paper" or number % 4 == 0  # the papers' own scale: mostly other data
     },
-    **{
-        f"task={path.stem}": ["-m", f"task={path.stem}", "method=full,h2o"]
-        for path in (ROOT / "conf" / "task").glob("*.yaml")
-    },
+    **{f"task={name}": ["-m", f"task={name}", "method=full,h2o"] for name in adapter.options("task")},
     **{f"method={name}": ["-m", f"method={name}", "model=testbed_rope,testbed_gqa", *SUMMARY] for name in METHODS},
 }

@@ -602,4 +602,4 @@ def test_no_file_takes_the_name_of_a_method(command, place, tmp_path):
     marker, conf, _ = place
     (conf / "method").mkdir()
     (conf / "method" / "h2o.yaml").write_text("_target_: kvexp.methods.H2O\nrecent_ratio: 0.9\n")
-    refused(command("--config-dir", str(conf), "seed=1"), marker, tmp_path, "method/h2o.yaml is called as one of")
+    refused(command("--config-dir", str(conf), "seed=1"), marker, tmp_path, "method/h2o.yaml is called as an option of")

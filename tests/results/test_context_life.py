@@ -10,7 +10,6 @@ import pytest
 from life_runs import EVIL, instructions, opened, outputs
 
 from kvexp.results import report as life_section
-from kvexp.results import views as instructions_table
 from kvexp.results.plots import draw_life as draw
 from kvexp.results.plots import plot_life as main
 from kvexp.results.read import folders, in_order
@@ -78,7 +77,7 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
 
 def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(tmp_path)
-    monkeypatch.setattr(instructions_table, "assistants_digest", lambda: "another")
+    monkeypatch.setattr("kvexp.tasks.articles.own_digest", lambda _: "another")
     assert read_instructions(tmp_path, {})["told"].isna().all()
 
 
