@@ -746,7 +746,7 @@ def test_a_class_whose_source_cannot_be_had_is_refused():
         kvexp.compare([scope["MyMethod"]])
     for used in ("SIGN = 1.0", "def SIGN(): return 1.0"):
         text = CELL.replace("class Base", f"{used}\n\nclass Base").replace("-1.0", "SIGN")
-        with pytest.raises(ConfigError, match="MyMethod uses SIGN of the notebook, .* put it into the class, or both"):
+        with pytest.raises(ConfigError, match=r"MyMethod uses SIGN of the notebook, .* put it into the class, or both"):
             class_method(cell(text)["MyMethod"])
     with pytest.raises(ConfigError, match=r"methods must be a list .* got 'h2o'"):
         kvexp.compare("h2o")
