@@ -54,8 +54,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables and figures (outputs/demo/demo.png, kl.png)
 	@$(BIN)/kvexp fetch smollm2_135m
 	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
-	@$(BIN)/kvexp plot quality outputs/demo outputs/demo/demo.png --metric rouge1
-	@$(BIN)/kvexp plot divergence outputs/demo outputs/demo/kl.png --x kv_ratio
+	@$(BIN)/kvexp results outputs/demo --plot outputs/demo/demo.png --metric rouge1
+	@$(BIN)/kvexp results outputs/demo --view divergence --plot outputs/demo/kl.png
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m experiments.studies.testbed train

@@ -35,7 +35,7 @@ from kvexp import NUMERICS
 from kvexp.core import AttentionScoreSpec, Budget, CacheConfig
 from kvexp.core.backends import stackable_width
 from kvexp.generate import (
-    ForcedBatch,
+    Forcing,
     GenerationParams,
     PrefilledContext,
     decode_batches,
@@ -490,7 +490,7 @@ class _Measurement:
         for tokens in (2, STEPS + 2):  # the last is not fed
             reference, *others = (one.fork([0]) for one in (full, *variants[: FORCED_ROWS - 1]))
             start = time.perf_counter()
-            divergence_of_batches(self.model, [ForcedBatch(reference, others, [[1] * tokens])])
+            divergence_of_batches(self.model, [Forcing(reference, others, [[1] * tokens])])
             taken.append(time.perf_counter() - start)
         return (taken[1] - taken[0]) / STEPS
 

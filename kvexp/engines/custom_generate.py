@@ -140,7 +140,7 @@ def requirements() -> str:
 
 README = """# KV-cache eviction for `generate`
 
-Made by kvexp {version} (NUMERICS {numerics}) with `kvexp custom-generate`, from its own modules.
+Made by kvexp {version} (NUMERICS {numerics}) with `kvexp export transformers`, from its own modules.
 Do not edit it: make it again.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -156,8 +156,8 @@ Pad on the left. The model is left as it was; the cache holds no more than its b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`kvexp custom-generate FOLDER`: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
-    parser = argparse.ArgumentParser(prog="kvexp custom-generate", description=main.__doc__)
+    """`kvexp export transformers FOLDER`: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
+    parser = argparse.ArgumentParser(prog="kvexp export transformers", description=main.__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there")
     args = parser.parse_args(argv)
     try:

@@ -21,7 +21,7 @@ from kvexp.run.jobs import HydraJob, duration, report_failure, runs_of
 from kvexp.run.labels import refusal
 from kvexp.run.limits import head_slot_bytes, slots_held
 from kvexp.run.model_spec import ModelSpec, check_cache_fits_model, config_of_spec, tokenizer_of
-from kvexp.run.prompts import check_beforehand, check_length, fit_examples, tokenize
+from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, tokenize
 from kvexp.run.rows import environment
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, identity, runs
@@ -183,10 +183,10 @@ def check_workload(settings: Settings, work: Workload) -> None:
             check_length(settings, settings.budget, config, int(work.prompt_tokens), [int(work.new_tokens)])
         return
     try:
-        tokenizer, _ = tokenizer_of(settings.model), config_of_spec(settings.model)
+        _ = tokenizer_of(settings.model), config_of_spec(settings.model)
     except ConfigError:  # not at hand: the run will load it, and look then
         return
-    check_beforehand(settings, tokenizer, work.asked)
+    check_beforehand(settings, Prompts(settings, work.asked))
 
 
 def _workload(settings: Settings) -> Workload:

@@ -1,6 +1,6 @@
 """A small synthetic language, so that every experiment runs anywhere: its words, documents and prompt forms.
 
-    kvexp testbed sample          a document, what is asked about it, and the answers
+    kvexp tasks testbed          a document, what is asked about it, and the answers
     python -m experiments.studies.testbed train                train the models that come with kvexp (make testbed)
     python -m experiments.testbed           are they good enough to measure with?
 
@@ -696,14 +696,12 @@ FACTS = range(4, 31)  # as many as there are questions below, and the numbers up
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`kvexp testbed sample`: print a document of the synthetic language, what is asked of it and the answers."""
-    parser = argparse.ArgumentParser(prog="kvexp testbed", description=main.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    sample = commands.add_parser("sample", help="print a document, its tasks and answers")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--split", choices=SPLITS, default="test")
-    sample.add_argument("--tokens", type=int, default=160, help="length of the document")
-    sample.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
+    """`kvexp tasks testbed`: print a document of the synthetic language, what is asked of it and the answers."""
+    parser = argparse.ArgumentParser(prog="kvexp tasks testbed", description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--tokens", type=int, default=160, help="length of the document")
+    parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
     asked = parser.parse_args(arguments)
     if asked.facts not in FACTS:
         parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")

@@ -96,13 +96,13 @@ RUNS = {
 
 TABLES = {
     "table_methods": ["results", "{out}/methods_gqa"],
-    "table_kl": ["results", "{out}/methods_gqa", "--metric", "kl"],
-    "table_divergence": ["divergence", "{out}/methods_gqa", "--no-measure"],
+    "table_kl": ["results", "{out}/methods_gqa", "--view", "divergence"],
+    "table_divergence": ["results", "{out}/methods_gqa", "--view", "divergence", "--measure"],
     "table_retrieval": ["results", "{out}/offload"],
-    "table_questions": ["many-questions", "{out}/questions"],
-    "table_longbench": ["longbench", "{out}/longbench"],
-    "table_chunks": ["prefill-chunks", "{out}/bounded"],
-    "table_instructions": ["instructions", "{out}/real_instructions"],
+    "table_questions": ["results", "{out}/questions", "--view", "questions"],
+    "table_longbench": ["results", "{out}/longbench", "--view", "longbench"],
+    "table_chunks": ["results", "{out}/bounded", "--view", "chunks"],
+    "table_instructions": ["results", "{out}/real_instructions", "--view", "instructions"],
     "table_real": ["results", "{out}/real"],
     "table_lm_eval": ["results", "{out}/lm_eval"],
 }
