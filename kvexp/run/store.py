@@ -409,7 +409,7 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Record that this attempt ended with an error; its rows stay, and it can be taken up again."""
-        self._write("failure.json", told(error) | {"traceback": "".join(traceback.format_exception(error))})
+        self._write("failure.json", _error_record(error) | {"traceback": "".join(traceback.format_exception(error))})
 
     def failure(self) -> Json | None:
         """What `fail` recorded: error, message, time, traceback; None if nothing."""
@@ -493,7 +493,7 @@ def _check(found: Json) -> None:
         raise ValueError(why)
 
 
-def told(error: BaseException) -> Json:
+def _error_record(error: BaseException) -> Json:
     """An error and the time, for a file."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"error": type(error).__name__, "message": str(error), "time": now}
@@ -520,8 +520,8 @@ def refuse(
 ) -> Refusal:
     """Record that what these overrides ask for could not begin. An OSError says where it could not be written."""
     words = sorted(overrides)
-    file = _file(outputs_dir, words)
-    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | told(error)
+    file = _refusal_file(outputs_dir, words)
+    content: Json = {"overrides": words, "labels": setting(labels, "labels")} | _error_record(error)
     with explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.parent):
@@ -531,7 +531,7 @@ def refuse(
 
 def accept(outputs_dir: str | Path, overrides: Iterable[str]) -> None:
     """What these overrides ask for has a run now: forget that it was refused once."""
-    file = _file(outputs_dir, sorted(overrides))
+    file = _refusal_file(outputs_dir, sorted(overrides))
     with explained(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         file.unlink()
 
@@ -546,19 +546,19 @@ def refusals(outputs_dir: str | Path) -> Iterator[Refusal]:
             yield Refusal(file, *(found[name] for name in ("overrides", "labels", "error", "message")))
 
 
-def _file(outputs_dir: str | Path, words: list[str]) -> Path:
+def _refusal_file(outputs_dir: str | Path, words: list[str]) -> Path:
     return Path(outputs_dir) / REFUSED_JOBS_FOLDER / f"{hashlib.sha256(canonical(words)).hexdigest()[:16]}.json"
 
 
 # -- how a model's full cache compared with published numbers: a file per model in the outputs, which tables read ------
 
-FOLDER = ".yardstick"
+CHECKS_FOLDER = ".yardstick"
 ELSEWHERE = ("chat", "device")  # of a model's identity: what does not change the weights
 
 
 def keep_check(outputs_dir: str | Path, model: Mapping[str, Any], content: Mapping[str, Any]) -> Path:
     """Write what was found of a model (as a run's identity has it); `content` has the text "verdict" and "numerics"."""
-    file = _place(outputs_dir, model)
+    file = _check_file(outputs_dir, model)
     with explained(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with locked(file.parent):
@@ -571,17 +571,17 @@ def check_of(outputs_dir: str | Path, model: Any, numerics: int) -> str:
     if not isinstance(model, Mapping):
         return "unchecked"
     try:
-        found: Json = load(_place(outputs_dir, model))
+        found: Json = load(_check_file(outputs_dir, model))
     except (OSError, ValueError, ConfigError):
         return "unchecked"
     verdict = found.get("verdict")
     return verdict if isinstance(verdict, str) and found.get("numerics") == numerics else "unchecked"
 
 
-def _place(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
+def _check_file(outputs_dir: str | Path, model: Mapping[str, Any]) -> Path:
     weights = {key: value for key, value in model.items() if key not in ELSEWHERE}
     name = hashlib.sha256(canonical(setting(weights, "model"))).hexdigest()[:16]
-    return Path(outputs_dir) / FOLDER / f"{name}.json"
+    return Path(outputs_dir) / CHECKS_FOLDER / f"{name}.json"
 
 
 # -- divergence.jsonl of a run folder: one line per example and kind of text, appended wholly or not at all ------------
