@@ -233,7 +233,7 @@ def _flush() -> None:
 # What one command knows of itself while it runs: the keys typed, its jobs, the runs it made, what failed.
 #
 # `kvexp.run.main` makes one `Session` and passes it on. Hydra calls the task function, callbacks, launchers and the
-# functions that `kvexp.run.compose` wraps with arguments of its own: these alone ask for `current()`.
+# loader of `kvexp.run.guard` with arguments of its own: these alone ask for `current()`.
 
 
 @dataclass(frozen=True)

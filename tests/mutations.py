@@ -195,9 +195,9 @@ MUTATIONS = [
     ),
     Mutation(
         "another code of a method is the same run",
-        "run/source_files.py",
-        '"\\n".join(each).encode(errors="backslashreplace")',
-        '"\\n".join(sorted(texts)).encode(errors="backslashreplace")',
+        "run/user_methods.py",
+        'hashlib.sha256(plain.encode(errors="backslashreplace"))',
+        'hashlib.sha256(plain[:20].encode(errors="backslashreplace"))',
         "tests/run/test_user_methods.py",
     ),
     Mutation(

@@ -31,8 +31,9 @@ from kvexp.results.divergence import divergence_table
 from kvexp.results.read import WORDS, Folder, folders
 from kvexp.results.table import absent, fixed, seconds, shared_settings, size, table
 from kvexp.run.batches import with_limit_of
-from kvexp.run.compose import FILE_KEY, guard, with_user_methods
+from kvexp.run.compose import FILE_KEY, with_user_methods
 from kvexp.run.compose import explained as explained_of_compose
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import kvexp
 from kvexp.run.batches import evaluate_run
-from kvexp.run.compose import guard
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.labels import QUOTES, model_label
 from kvexp.run.settings import Settings
