@@ -383,7 +383,7 @@ def _fed(settings: Settings, prompt: TokenizedExample) -> list[int]:
 
 @dataclass(frozen=True)
 class ItemPrompt(TokenizedExample):
-    """asks: the log-likelihoods to measure (kvexp.lm_eval.evaluator.Ask); ids are the first one's context."""
+    """asks: the log-likelihoods to measure (kvexp.lm_eval.Ask); ids are the first one's context."""
 
     asks: tuple[Any, ...] = ()
 
@@ -423,7 +423,7 @@ def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: It
 
 
 def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
-    from kvexp.lm_eval.evaluator import Ask
+    from kvexp.lm_eval import Ask
 
     ids, question, cut = bench.prompt(item.prompt, item.question, item.generation)
     count = len(ids) + len(question) + cut
@@ -440,7 +440,7 @@ def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tu
 
     data: the task's fingerprint, for equal tasks whose files have changed.
     """
-    from kvexp.lm_eval.evaluator import Encoder, padded
+    from kvexp.lm_eval import Encoder, padded
 
     how, keys, asks = task.measured, [], []
     encoder = Encoder(tokenizer, how.add_bos)
