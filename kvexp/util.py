@@ -340,15 +340,9 @@ class Console(rich.console.Console):
 
 
 class Progress:
-    """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each."""
 
-    session: counts the rows written; None where what is counted are no rows.
-    """
-
-    def __init__(
-        self, title: str, total: int, done: int, what: str = "examples", session: Session | None = None
-    ) -> None:
-        self.session = session
+    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
         self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
         self.start = self.last = time.monotonic()
         self.bar: Bar | None = None
@@ -366,8 +360,6 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """So many more are done: rows are on disk."""
         self.done += count
-        if self.session is not None:
-            self.session.rows_written += count
         now = time.monotonic()
         rate = (self.done - self.first) / max(now - self.start, 1e-9)
         if self.bar is not None:
