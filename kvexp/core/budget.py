@@ -36,7 +36,7 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSizes:
     """What is known of a batch of prompts before the model runs, for which budgets are resolved.
 
     lengths: real tokens of each; padded: columns, padding included; new_tokens: to come after them, None: not known;
@@ -223,14 +223,14 @@ class Budget:
         """`head_floor`, or what stands for null."""
         return DEFAULT_FLOORS.get(self.heads, 0.0) if self.head_floor is None else self.head_floor
 
-    def resolve(self, prompts: Prompts, layer: int) -> list[int]:
+    def resolve(self, prompts: PromptSizes, layer: int) -> list[int]:
         """Slots per kv head of layer `layer`, one number per prompt, before layers share them out otherwise.
 
         ConfigError where `of="sequence"` and new_tokens is None, and where a prompt would get no slot.
         """
         return [self._one(length, prompts, layer) for length in prompts.lengths]
 
-    def _one(self, length: int, prompts: Prompts, layer: int) -> int:
+    def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
         """Slots per kv head for the prompt of `length` real tokens."""
         if self.threshold is not None:
             return length + 1  # room for all, until the priorities are known
@@ -249,11 +249,11 @@ class Budget:
             )
         return slots
 
-    def _share_of_depth(self, prompts: Prompts, layer: int) -> float:
+    def _share_of_depth(self, prompts: PromptSizes, layer: int) -> float:
         """What `pyramid` gives this layer, as a multiple of the mean."""
         return 1 + self.pyramid * (1 - 2 * layer / (prompts.layers - 1))
 
-    def _base(self, length: int, prompts: Prompts) -> int:
+    def _base(self, length: int, prompts: PromptSizes) -> int:
         """The tokens of which a ratio is a share, by `of`."""
         if self.of != "sequence":
             return length if self.of == "prompt" else prompts.padded
@@ -318,7 +318,7 @@ class BytesBudget(Budget):
         """The bytes of this budget's slots, at 16 bits per unquantised number."""
         return SlotBytes(self.key_dim, self.value_dim, self.quantization)
 
-    def _one(self, length: int, prompts: Prompts, layer: int) -> int:
+    def _one(self, length: int, prompts: PromptSizes, layer: int) -> int:
         tokens, share = self._base(length, prompts), self.bytes_ratio
         if self.pyramid and prompts.layers > 1:
             share *= self._share_of_depth(prompts, layer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvexp.core.budget import Budget, Prompts
+from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of, retrieval_heads
 from kvexp.core.sequence import Span
 from kvexp.util import ConfigError
@@ -22,7 +22,11 @@ PROTECTING = ("n_sinks", "recent_ratio", "protect_recent", "window")  # settings
 
 
 def layer_slots(
-    method: Method, budget: Budget, prompts: Prompts, layer: int, preferences: Sequence[Sequence[float]] | None = None
+    method: Method,
+    budget: Budget,
+    prompts: PromptSizes,
+    layer: int,
+    preferences: Sequence[Sequence[float]] | None = None,
 ) -> list[int]:
     """Slots per kv head of one layer, one number per prompt: its share, after the method's `effective_budget`.
 
@@ -163,7 +167,7 @@ class LayerSlots:
 
 def resolve_layer_slots(
     config: CacheConfig,
-    prompts: Prompts,
+    prompts: PromptSizes,
     layer: int,
     device: torch.device,
     preferences: Sequence[Sequence[float]] | None = None,
@@ -191,7 +195,7 @@ def resolve_layer_slots(
     return made
 
 
-def check_budget(config: CacheConfig, prompts: Prompts) -> None:
+def check_budget(config: CacheConfig, prompts: PromptSizes) -> None:
     """ConfigError where in some layer sinks and recent window do not fit into the slots of one of these prompts."""
     if config.budget is None or not config.method.evicts:
         return
@@ -202,7 +206,7 @@ def check_budget(config: CacheConfig, prompts: Prompts) -> None:
             retrieval_heads(config.budget, k, length, prompts.new_tokens, config.head_scores)
 
 
-def may_evict(config: CacheConfig, prompts: Prompts) -> bool:
+def may_evict(config: CacheConfig, prompts: PromptSizes) -> bool:
     """Whether some layer's budget is smaller than one of these prompts."""
     if config.budget is None or not config.method.evicts:
         return False
@@ -213,7 +217,7 @@ def may_evict(config: CacheConfig, prompts: Prompts) -> bool:
     return any(n > k - itself for slots in budgets for n, k in zip(prompts.lengths, slots, strict=True))
 
 
-def check_spans(config: CacheConfig, prompts: Prompts, spans: Sequence[Sequence[Span]] | None) -> None:
+def check_spans(config: CacheConfig, prompts: PromptSizes, spans: Sequence[Sequence[Span]] | None) -> None:
     """ConfigError where spans are to be spared and a prompt has none, or some layer's budget cannot hold them.
 
     spans: of each prompt, None where none were marked.

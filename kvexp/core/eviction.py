@@ -21,7 +21,7 @@ from kvexp.core.attention import (
     with_renumbered_positions,
 )
 from kvexp.core.backends import Compacting, InPlace, make_backend
-from kvexp.core.budget import Budget, Prompts
+from kvexp.core.budget import Budget, PromptSizes
 from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
 from kvexp.core.config import CacheConfig
@@ -554,7 +554,7 @@ class EvictionLayer:
             sequence = self.sequence
             assert sequence.prompt_columns is not None and self.slots is not None
             lengths = sequence.prompt_lengths_ahead()
-            prompts = Prompts(lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
+            prompts = PromptSizes(lengths, sequence.prompt_columns, sequence.max_new_tokens, self.layers)
             device = self.slots.positions.device
             self.layer_slots = resolve_layer_slots(self.config, prompts, self.index, device, preferences)
         return self.layer_slots

@@ -813,7 +813,9 @@ def explain_worst(run: Run, options: Options, first: int | None, console: Consol
     rows = rows_of(run)
     worst = [each for each in worst_tokens(run) if each.line["example"] in rows][: first or 1]
     if not worst:
-        raise ConfigError(f"{run.path} has no divergence of its rows: kvexp divergence {run.path.parent}")
+        raise ConfigError(
+            f"{run.path} has no divergence of its rows: kvexp results {run.path.parent} --view divergence --measure"
+        )
     by_name = {each.line["example"]: each for each in worst}
     epsilon = float(((run.command or {}).get("config") or {}).get("epsilon_kl") or 0.05)
     for row, case, _ in cases(settings, [rows[name] for name in by_name]):

@@ -1,8 +1,8 @@
 """Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
 
-`kvexp trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has the
-format. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its own tokens, and
-a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged: the heads of a
+`kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has
+the format. A profile says how an engine's memory lets tokens be dropped. per_head: every kv head drops its own tokens,
+and a new token takes the slot of a dropped one. union: the heads of a layer hold the same tokens. paged: the heads of a
 layer share a table of pages, which stay or go whole. append_only: nothing is dropped after the prompt, and new tokens
 are appended. `trace_check.chosen` says the same rules in numpy.
 """
@@ -36,7 +36,7 @@ from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.util import CacheError, ConfigError, say
 
-TRACE_DOC = """kvexp trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
+TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""
 
 
@@ -86,7 +86,7 @@ def made(args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="kvexp trace", description=TRACE_DOC)
+    result = argparse.ArgumentParser(prog="kvexp export trace", description=TRACE_DOC)
     add = result.add_argument
     add("run", metavar="RUN", help="a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run")
     add("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvexp.core import Budget, CacheConfig, CacheOptions, EvictionLayer, Method, RoPE, SequenceState
 from kvexp.core.attention import AttentionParams
-from kvexp.core.budget import Prompts
+from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
 from kvexp.core.decode import stack_order
 from kvexp.core.decode_stack import CrossLayerBuffers, StackedLayer, can_fast_decode
@@ -411,7 +411,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         method = self.config.method
         if method.evicts and method.score_spec is not None:
             method.score_spec.check_lengths(prompt_lengths)
-        prompts = Prompts(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
         check_budget(self.config, prompts)
         if may_evict(self.config, prompts):
             self.check_second_pass(prompt_lengths)
@@ -422,7 +422,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         spans: per prompt, (first, behind the last) in its real tokens; None: none. ConfigError where they are needed
         and not given, or no budget holds them. To be called before the model runs.
         """
-        prompts = Prompts(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
+        prompts = PromptSizes(prompt_lengths, padded, self.sequence.max_new_tokens, len(self.layers))
         check_spans(self.config, prompts, spans)
         if self.config.keep is not None and spans is not None:
             self.sequence.mark_spans(spans, prompt_lengths)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvexp.core.attention import AttentionInputs, AttentionParams
-from kvexp.core.budget import Prompts
+from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.config import CacheConfig
 from kvexp.core.eviction import MemoryTracker
@@ -211,7 +211,7 @@ class RetrievalLayer:
         if sequence.prompt_complete:
             assert sequence.prompt_columns is not None
             lengths, new = list(sequence.prompt_lengths), sequence.max_new_tokens
-            prompts = Prompts(lengths, sequence.prompt_columns, new, self.layers)
+            prompts = PromptSizes(lengths, sequence.prompt_columns, new, self.layers)
             self.layer_slots = resolve_layer_slots(self.config, prompts, self.index, key.device)
         inputs = AttentionInputs(
             query=query,

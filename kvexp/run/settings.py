@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
-from kvexp.core.budget import DEFAULT_FLOORS, Prompts
+from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
-from kvexp.hf.adapter import beside_weights
 from kvexp.hf.chat_template import Thinking
-from kvexp.hf.load import batch_size_identifies_run
+from kvexp.hf.load import batch_size_identifies_run, beside_weights
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import CUR, Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, keys_named, quantization_of, typed
@@ -284,7 +283,7 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
     flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve(Prompts([0], widths.pop(), None, 1), 0)
+    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 

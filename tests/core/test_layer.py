@@ -14,7 +14,7 @@ from turns import in_turn
 
 import kvexp.retrieval
 from kvexp.core import Budget, CacheConfig, Cadence, EvictionLayer, Method, Quantization
-from kvexp.core.budget import Prompts
+from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import layer_slots
 from kvexp.core.eviction import LayerCache, RowsCache
 from kvexp.core.row_mask import MaskedLayer
@@ -255,7 +255,7 @@ def test_what_is_granted_can_be_generated_with(cls):
     for slots in (1, 4, 5, 41):
         budget = Budget(tokens=slots)
         try:
-            layer_slots(method, budget, Prompts([50], 50, 3, 2), 0)
+            layer_slots(method, budget, PromptSizes([50], 50, 3, 2), 0)
             allowed.append(slots)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):

@@ -283,4 +283,4 @@ def test_the_largest_come_first_and_are_explained(tmp_path, capsys):
     assert "is behind it: with" in told
     (run.path / divergence_lines.NAME).unlink()
     assert main(["explain", str(run.path), "--kl"]) == 2
-    assert "kvexp divergence" in capsys.readouterr().err
+    assert "--view divergence --measure" in capsys.readouterr().err
