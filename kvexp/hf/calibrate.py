@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvexp.core import Budget, CacheConfig, EvictionContext, Method
-from kvexp.core.eviction import CalibrationLayer
-from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
+from kvexp.core.statistics import CalibrationLayer, HeadScores, QueryCalibration, Surrogate
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
 from kvexp.hf.moving_rope import MovingRope, check_turns
 from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input, num_layers, rope_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
-from kvexp.core.budget import DEFAULT_FLOORS
+from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
 from kvexp.hf.chat_template import Thinking
@@ -279,7 +279,7 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
     flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve([0], widths.pop(), None, 0, 1)
+    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 
