@@ -28,10 +28,10 @@ from kvexp.hf.chat_template import check_arguments as check_arguments_of_chat_te
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.lm_eval.evaluator import Ask, Bench, check_row_mask
-from kvexp.run.build import build, build_cache, typed
+from kvexp.run.build import build, build_cache
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Protocol, protocol_of
-from kvexp.util import CacheError, ConfigError, say
+from kvexp.util import CacheError, ConfigError, say, typed
 
 # `--model_args` in the words of run.py: pretrained=…,method=keyformer,kv_ratio=0.5,method.recent_ratio=0.2,…
 
