@@ -19,12 +19,13 @@ import tempfile
 import time
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TextIO, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -322,6 +323,26 @@ def visible(text: str) -> str:
 def say(*words: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """`print`, of visible text."""
     print(*(visible(str(word)) for word in words), end=end, file=file or sys.stdout, flush=flush)
+
+
+P = ParamSpec("P")
+
+
+def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """A command that prints a ConfigError and warnings as a line each; the exit code of an error is 2."""
+
+    @functools.wraps(main)
+    def told(*args: P.args, **kwargs: P.kwargs) -> int:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
+            warnings.simplefilter("always")
+            try:
+                return main(*args, **kwargs)
+            except ConfigError as error:
+                say(f"error: {error}", file=sys.stderr)
+                return 2
+
+    return told
 
 
 # Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.

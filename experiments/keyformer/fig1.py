@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells_or_predicted, draw_speed, found_of, ours, over, samples, with_paper
+from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
 from experiments.lib.stats import above
 
 TIMES, LENGTHS = 16.0, ("1024", "2048", "4096", "8192")
@@ -16,7 +16,7 @@ TIMES, LENGTHS = 16.0, ("1024", "2048", "4096", "8192")
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Total time of full attention over that of 512 tokens, and GB of KV cache and weights."""
     rows = []
-    for cell in cells_or_predicted("keyformer_figures", figure=1)[-1:]:
+    for cell in cells("keyformer_figures", figure=1)[-1:]:
         for row in cell["rows"]:
             found = over(samples(cell, row["variant"]), samples(cell, "512"), "total_s")
             if found is not None:

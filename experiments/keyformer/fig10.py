@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio, ratio
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells_or_predicted, draw_speed, found_of, ours, samples, with_paper
+from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, samples, with_paper
 
 PARTS, MARK = ("kv_movement_of_full", "gumbel_overhead_of_full"), 1 / 2.9
 NAMES = {512: "512", 1024: "1k", 2048: "2k", 4096: "4k"}
@@ -18,7 +18,7 @@ NAMES = {512: "512", 1024: "1k", 2048: "2k", 4096: "4k"}
 def table(frame: pd.DataFrame) -> pd.DataFrame:
     """A step's time less that of a step with 64 slots, over the same of full; moving and multiplying are not parted."""
     rows = []
-    for cell in cells_or_predicted("keyformer_figures", figure=10)[-1:]:
+    for cell in cells("keyformer_figures", figure=10)[-1:]:
         for n in cell["key"]["lengths"]:
             for metric, found in zip(PARTS, _parts(cell, n), strict=True):
                 if found is not None:

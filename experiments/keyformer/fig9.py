@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells_or_predicted, draw_speed, found_of, ours, over, samples, with_paper
+from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
 from experiments.lib.stats import above
 
 LENGTHS, METHODS, MARK = ("1024+1024", "2048+2048", "4096+4096"), ("h2o@0.9", "keyformer@0.5"), 2.0
@@ -16,7 +16,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     """Total time of full attention (kvexp's own) over that of the method, four beams as in the paper."""
     rows = []
     for length in LENGTHS:
-        for cell in cells_or_predicted("whole", length=length, batch=1, beams=4)[-1:]:
+        for cell in cells("whole", length=length, batch=1, beams=4)[-1:]:
             for method in METHODS:
                 found = over(samples(cell, "full"), samples(cell, method), "total_s")
                 rows += [] if found is None else [ours(length, method, "speedup", found, cell)]

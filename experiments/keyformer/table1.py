@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from benchmarks.clock import Ratio
 from experiments.keyformer.fig9 import LENGTHS, METHODS
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells_or_predicted, draw_speed, found_of, ours, samples, with_paper
+from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, samples, with_paper
 from experiments.lib.stats import above
 
 
@@ -18,7 +18,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     for length in LENGTHS:
         new = int(length.partition("+")[2])
         for batch in (1, 2):
-            for cell in cells_or_predicted("whole", length=length, batch=batch, beams=4)[-1:]:
+            for cell in cells("whole", length=length, batch=batch, beams=4)[-1:]:
                 for method in ("full", *METHODS):
                     rates = sorted(batch * new / sample["total_s"] for sample in samples(cell, method))
                     if rates:

@@ -20,9 +20,9 @@ class A2SF(Method):
     """
 
     name: ClassVar[str] = "a2sf"
-    alpha: Annotated[float, Range(0, 1)] = 0.1
-    protect_recent: Annotated[int, AtLeast(0)] = 0
-    score_source: Literal["survivors", "full"] = "survivors"
+    alpha: Annotated[float, Range(0, 1)] = 0.1  # the authors' ratio sweeps; the paper does not state it
+    protect_recent: Annotated[int, AtLeast(0)] = 0  # 16: the authors' 2026 code
+    score_source: Literal["survivors", "full"] = "survivors"  # full, with cache.mode=mask
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

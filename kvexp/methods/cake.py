@@ -31,10 +31,10 @@ class CAKE(Method):
 
     name: ClassVar[str] = "cake"
     evicts_while_decoding: ClassVar[bool] = False
-    window: Annotated[int, AtLeast(2)] = 32
+    window: Annotated[int, AtLeast(2)] = 32  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 5
-    gamma: Annotated[float, AtLeast(0)] = 200.0
-    tau1: Annotated[float, Range(0, above=True)] = 1.0
+    gamma: Annotated[float, AtLeast(0)] = 200.0  # how much the variance over queries counts
+    tau1: Annotated[float, Range(0, above=True)] = 1.0  # the authors' code has others for five models
     tau2: Annotated[float, Range(0, above=True)] = 1.0
 
     @property

@@ -30,9 +30,9 @@ class CAOTE(Method):
     """
 
     name: ClassVar[str] = "caote"
-    form: Literal["exact", "fast"] = "exact"
-    alpha: Literal["newest", "accumulated"] = "newest"
-    recent_ratio: Annotated[float, Range(0, 1)] = 0.0
+    form: Literal["exact", "fast"] = "exact"  # fast: FastCAOTE, the mean value in place of the output
+    alpha: Literal["newest", "accumulated"] = "newest"  # accumulated: over H2O's score
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.0  # 0.5 for CAOTE over H2O
 
     @property
     def needs(self) -> Needs:

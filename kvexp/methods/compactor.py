@@ -39,9 +39,9 @@ class Compactor(Method):
     evicts_while_decoding: ClassVar[bool] = False
     n_sinks: Annotated[int, AtLeast(0)] = 8
     n_recent: Annotated[int, AtLeast(0)] = 4
-    chunk: Annotated[int, AtLeast(1)] = 256
-    sketch: Annotated[int, AtLeast(1)] = 48
-    blending: Annotated[float, AtLeast(0)] | None = None
+    chunk: Annotated[int, AtLeast(1)] = 256  # tokens that look at each other
+    sketch: Annotated[int, AtLeast(1)] = 48  # columns of the Gaussian matrix
+    blending: Annotated[float, AtLeast(0)] | None = None  # weight of the leverage scores; null: 1 - k / T
 
     @property
     def needs(self) -> Needs:

@@ -31,11 +31,11 @@ class ExpectedAttention(Method):
 
     name: ClassVar[str] = "expected_attention"
     evicts_while_decoding: ClassVar[bool] = False
-    n_sinks: Annotated[int, AtLeast(0)] = 4
-    n_future: Annotated[int, AtLeast(1)] = 512
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # kvpress
+    n_future: Annotated[int, AtLeast(1)] = 512  # positions
     covariance: bool = True
-    epsilon: Annotated[float, AtLeast(0)] = 0.0
-    weight: Literal["value", "output", "none"] = "value"
+    epsilon: Annotated[float, AtLeast(0)] = 0.0  # the paper: 0.02
+    weight: Literal["value", "output", "none"] = "value"  # output: the paper; none
 
     @property
     def needs(self) -> Needs:

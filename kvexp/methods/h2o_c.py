@@ -21,9 +21,9 @@ class H2OC(Method):
     """
 
     name: ClassVar[str] = "h2o_c"
-    n_sinks: Annotated[int, AtLeast(0)] = 4
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # 32: the release
     recent_ratio: Annotated[float, Range(0, 1)] = 0.5
-    compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"
+    compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"  # codes_and_fetch: 1.5 times the budget too
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

@@ -21,7 +21,7 @@ class H2ODamping(H2O):
     """
 
     name: ClassVar[str] = "h2o_damping"
-    recent_ratio: Annotated[float, Range(0, 1)] = 0.2
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.2  # Fig. 5 of Keyformer
     damping: Annotated[float, Range(0, 1)] = 0.9
 
     def after_eviction(self, score: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class KeyDiff(Method):
     """
 
     name: ClassVar[str] = "keydiff"
-    protect_recent: Annotated[int, AtLeast(0)] = 2
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: as the paper; counts the token being generated
 
     def recent(self, budget: int) -> int:
         return self.protect_recent

@@ -22,7 +22,7 @@ class KVzap(Method):
 
     name: ClassVar[str] = "kvzap"
     n_sinks: Annotated[int, AtLeast(0)] = 4
-    protect_recent: Annotated[int, AtLeast(0)] = 8
+    protect_recent: Annotated[int, AtLeast(0)] = 8  # the paper: 128
 
     @property
     def needs(self) -> Needs:

@@ -32,9 +32,9 @@ class KVzip(Method):
     name: ClassVar[str] = "kvzip"
     evicts_while_decoding: ClassVar[bool] = False
     n_sinks: Annotated[int, AtLeast(0)] = 4
-    chunk: Annotated[int, AtLeast(1)] = 2000
-    instruct: bool = True
-    end_turn: bool = True
+    chunk: Annotated[int, AtLeast(1)] = 2000  # tokens repeated in one forward
+    instruct: bool = True  # false: no words ahead of a chunk
+    end_turn: bool = True  # of the chat template, behind the instruction
 
     @property
     def needs(self) -> Needs:

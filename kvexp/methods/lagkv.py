@@ -29,8 +29,8 @@ class LagKV(Method):
     name: ClassVar[str] = "lagkv"
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each partition of the prompt with the next one"
-    n_sinks: Annotated[int, AtLeast(0)] = 16
-    lag: Annotated[int, AtLeast(2)] = 128
+    n_sinks: Annotated[int, AtLeast(0)] = 16  # the release; kvpress: 4
+    lag: Annotated[int, AtLeast(2)] = 128  # the release's README and kvpress; the release's class: 1024
 
     @property
     def sinks(self) -> int:

@@ -23,10 +23,10 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
-    window: Annotated[int, AtLeast(1)] = 8
+    window: Annotated[int, AtLeast(1)] = 8  # arXiv:2406.02069
     kernel: Annotated[int, Odd(1)] = 7
-    beta: Annotated[float, AtLeast(1)] = 20.0
-    form: Literal["paper", "kvpress"] = "paper"
+    beta: Annotated[float, AtLeast(1)] = 20.0  # k over the top layer's slots, without the window; larger: steeper
+    form: Literal["paper", "kvpress"] = "paper"  # kvpress: the window counts within every layer's share
 
     @property
     def layer_budgets(self) -> LayerBudgets:

@@ -28,7 +28,7 @@ class QFilters(Method):
     """
 
     name: ClassVar[str] = "qfilters"
-    protect_recent: Annotated[int, AtLeast(0)] = 2
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: the paper
 
     @property
     def needs(self) -> Needs:

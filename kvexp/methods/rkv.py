@@ -35,11 +35,11 @@ class RKV(Method):
     """
 
     name: ClassVar[str] = "rkv"
-    window: Annotated[int, AtLeast(1)] = 8
+    window: Annotated[int, AtLeast(1)] = 8  # queries, and newest tokens kept
     kernel: Annotated[int, Odd(1)] = 7
-    importance: Annotated[float, Range(0, 1)] = 0.1
-    similar: Annotated[float, Range(0, 1)] = 0.5
-    form: Literal["paper", "release"] = "paper"
+    importance: Annotated[float, Range(0, 1)] = 0.1  # the release: 0.07
+    similar: Annotated[float, Range(0, 1)] = 0.5  # cosine
+    form: Literal["paper", "release"] = "paper"  # release: softmax outside the window, pooled after the mean
 
     @property
     def needs(self) -> Needs:

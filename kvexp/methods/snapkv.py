@@ -26,9 +26,9 @@ class SnapKV(Method):
 
     name: ClassVar[str] = "snapkv"
     evicts_while_decoding: ClassVar[bool] = False
-    window: Annotated[int, AtLeast(1)] = 32
-    kernel: Annotated[int, Odd(1)] = 5
-    pool: Literal["max", "avg"] = "max"
+    window: Annotated[int, AtLeast(1)] = 32  # arXiv:2404.14469
+    kernel: Annotated[int, Odd(1)] = 5  # 7: the authors' LongBench settings
+    pool: Literal["max", "avg"] = "max"  # avg: the authors' code where nothing is said, and kvpress
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

@@ -24,7 +24,7 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     is_window: ClassVar[bool] = True
     positions: ClassVar[str] = "renumbered"
-    n_sinks: Annotated[int, AtLeast(0)] = 4
+    n_sinks: Annotated[int, AtLeast(0)] = 4  # arXiv:2309.17453 section 3.2
 
     @property
     def sinks(self) -> int:

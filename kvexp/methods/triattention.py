@@ -32,9 +32,9 @@ class TriAttention(Method):
     """
 
     name: ClassVar[str] = "triattention"
-    max_offset: Annotated[int, Range(1, LARGEST)] = 65536
-    group: Literal["max", "mean"] = "max"
-    protect_recent: Annotated[int, AtLeast(0)] = 2
+    max_offset: Annotated[int, Range(1, LARGEST)] = 65536  # positions
+    group: Literal["max", "mean"] = "max"  # mean, over query heads
+    protect_recent: Annotated[int, AtLeast(0)] = 2  # 0: the release
 
     @property
     def needs(self) -> Needs:

@@ -24,8 +24,8 @@ class VATP(Method):
     """
 
     name: ClassVar[str] = "vatp"
-    n_sinks: Annotated[int, AtLeast(0)] = 20
-    recent_ratio: Annotated[float, Range(0, 1)] = 0.5
+    n_sinks: Annotated[int, AtLeast(0)] = 20  # the release
+    recent_ratio: Annotated[float, Range(0, 1)] = 0.5  # H2O's
 
     @property
     def score_spec(self) -> AttentionScoreSpec:

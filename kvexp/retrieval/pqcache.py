@@ -39,14 +39,16 @@ class PQCache(Retrieval):
     """
 
     name: ClassVar[str] = "pqcache"
-    m: Annotated[int, AtLeast(1)] = 2
-    b: Annotated[int, Range(1, 12)] = 6
+    m: Annotated[int, AtLeast(1)] = 2  # sub-vectors
+    b: Annotated[int, Range(1, 12)] = 6  # bits per code
+    # adaptive: as many k-means iterations as hide behind one layer's prefill on this machine
     max_iter: Annotated[int, AtLeast(1)] | Literal["adaptive"] = 10
     combine: Combine = "softmax_sum"
+    # outside_window: only keys outside the recent window are clustered
     cluster: Literal["prompt", "outside_window"] = "prompt"
-    cluster_on: Literal["cpu", "model"] = "cpu"
+    cluster_on: Literal["cpu", "model"] = "cpu"  # model: where the keys are
     kmeans_seed: Annotated[int, Range(0, (1 << 32) - 1)] = 4321
-    cache_tokens: Annotated[int, AtLeast(0)] = 4096
+    cache_tokens: Annotated[int, AtLeast(0)] = 4096  # block cache on the device, per kv head; 0: none
     cache_block: Annotated[int, AtLeast(1)] = 128
     cache_policy: Literal["lfu", "lru"] = "lfu"
     cache_blocks_per_step: Annotated[int, AtLeast(1)] = 32

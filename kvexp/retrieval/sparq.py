@@ -26,8 +26,8 @@ class SparQ(Retrieval):
     """
 
     name: ClassVar[str] = "sparq"
-    r: Annotated[int, AtLeast(1)] = 1
-    mean_value: bool = False
+    r: Annotated[int, AtLeast(1)] = 1  # components of the query to score with; PQCache's runs have 1
+    mean_value: bool = False  # true: its authors
     combine: Combine = "raw_sum"
 
     def check_heads(self, dim: int) -> None:
