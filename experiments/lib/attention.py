@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvexp.core import Budget, Method
 from kvexp.hf import RowMaskCache
-from kvexp.lm_eval.evaluator import mask_fn_of
+from kvexp.lm_eval import mask_fn_of
 from kvexp.methods import Full
 
 

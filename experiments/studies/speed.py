@@ -29,18 +29,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvexp import NUMERICS
+from kvexp import NUMERICS, util
 from kvexp.core import AttentionScoreSpec, Budget, CacheConfig
 from kvexp.core.backends import stackable_width
 from kvexp.generate import (
-    ForcedBatch,
+    Forcing,
     GenerationParams,
     PrefilledContext,
     decode_batches,
     divergence_of_batches,
     prefill_together,
 )
-from kvexp.hf.calibrate import write_whole
 from kvexp.hf.cpu_linear import MAX_MEMORY_SHARE
 from kvexp.hf.load import ModelSize
 from kvexp.hf.patch import max_positions
@@ -256,8 +255,16 @@ def place_of(key: dict[str, Any]) -> Path:
 
 
 def keep(key: dict[str, Any], measured: KeptSpeed) -> Path:
-    """Write the file; returns its path. ConfigError where nothing can be written."""
-    return write_whole(place_of(key), json.dumps({"of": key, "measured": asdict(measured)}, default=str).encode())
+    """Write the file, whole or not at all; returns its path. ConfigError where nothing can be written."""
+    place = place_of(key)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        util.replace(place, json.dumps({"of": key, "measured": asdict(measured)}, default=str).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {place} ({error.strerror or error}): set KVEXP_CACHE to a folder that can be written"
+        ) from error
+    return place
 
 
 def kept(key: dict[str, Any]) -> KeptSpeed | None:
@@ -433,7 +440,7 @@ class _Measurement:
         for tokens in (2, STEPS + 2):  # the last is not fed
             reference, *others = (one.fork([0]) for one in (full, *variants[: FORCED_ROWS - 1]))
             start = time.perf_counter()
-            divergence_of_batches(self.model, [ForcedBatch(reference, others, [[1] * tokens])])
+            divergence_of_batches(self.model, [Forcing(reference, others, [[1] * tokens])])
             taken.append(time.perf_counter() - start)
         return (taken[1] - taken[0]) / STEPS
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from kvexp.core import CacheConfig
 from kvexp.core.sequence import Span
 from kvexp.generate import (
@@ -29,12 +27,13 @@ from kvexp.results.read import folders, question_of, titled
 from kvexp.results.stats import lower_is_better
 from kvexp.run.answers import noise_seed, turns_fed
 from kvexp.run.batches import Row, examples_of, settings_at
+from kvexp.run.compose import option
 from kvexp.run.model_spec import config_of_spec, load, tokenizer_of
 from kvexp.run.prompts import Weightless, prompt_of, with_stop_tokens
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
 from kvexp.tasks import Example, LMEval
-from kvexp.util import CONF, ConfigError
+from kvexp.util import ConfigError
 
 # Run folders and their rows, as the commands take them. Nothing here loads a model.
 
@@ -123,10 +122,13 @@ def title_of(run: Run) -> str:
 def with_method(settings: Settings, name: str) -> Settings:
     """The run's settings with another method at its own defaults; ConfigError where they no longer compose."""
     asked = settings.command
-    node = OmegaConf.to_container(OmegaConf.load(CONF / "method" / f"{name}.yaml"), resolve=True)
     cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
     words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(OWN_OPTIONS)]
-    return settings_of({**asked["config"], "method": node, "cache": cache}, {**asked["choices"], "method": name}, words)
+    return settings_of(
+        {**asked["config"], "method": option("method", name), "cache": cache},
+        {**asked["choices"], "method": name},
+        words,
+    )
 
 
 # One example of a run as it was generated.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.hf.load import ModelSize, random_config, shape_of
 from kvexp.run.model_spec import ModelSpec, config_of_spec, tokenizer_of
-from kvexp.run.prompts import check_beforehand, check_length, fit_examples, tokenize
+from kvexp.run.prompts import Prompts, check_beforehand, check_length, fit_examples, tokenize
 from kvexp.run.settings import Settings
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.util import ConfigError
@@ -92,10 +92,10 @@ def check_workload(settings: Settings, work: Workload) -> None:
             check_length(settings, settings.budget, config, int(work.prompt_tokens), [int(work.new_tokens)])
         return
     try:
-        tokenizer, _ = tokenizer_of(settings.model), config_of_spec(settings.model)
+        _ = tokenizer_of(settings.model), config_of_spec(settings.model)
     except ConfigError:  # not at hand: the run will load it, and look then
         return
-    check_beforehand(settings, tokenizer, work.asked)
+    check_beforehand(settings, Prompts(settings, work.asked))
 
 
 def _workload(settings: Settings) -> Workload:

@@ -14,7 +14,7 @@ from tiny import prompts_of, run_core, tiny
 from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
 from kvexp.core.quantized import SlotBytes, bytes_at_16
 from kvexp.generate import GenerationParams, generate, receipts
-from kvexp.lm_eval.evaluator import check_row_mask
+from kvexp.lm_eval import check_row_mask
 from kvexp.methods import H2O, Full, Window
 from kvexp.results.read import folders
 from kvexp.results.table import table

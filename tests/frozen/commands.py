@@ -8,10 +8,12 @@
 
 from pathlib import Path
 
+import adapter
+
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 
-METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+METHODS = sorted(adapter.options("method"))
 EVICT_BY_ATTENTION = "h2o,keyformer,snapkv"
 SUMMARY = ["task=testbed_summary", "limit=3"]
 NEEDS_KEYS_WITH_ROPE = ("qfilters", "triattention")  # refused on ALiBi
@@ -94,13 +96,13 @@ RUNS = {
 
 TABLES = {
     "table_methods": ["results", "{out}/methods_gqa"],
-    "table_kl": ["results", "{out}/methods_gqa", "--metric", "kl"],
-    "table_divergence": ["divergence", "{out}/methods_gqa", "--no-measure"],
+    "table_kl": ["results", "{out}/methods_gqa", "--view", "divergence"],
+    "table_divergence": ["results", "{out}/methods_gqa", "--view", "divergence", "--measure"],
     "table_retrieval": ["results", "{out}/offload"],
-    "table_questions": ["many-questions", "{out}/questions"],
-    "table_longbench": ["longbench", "{out}/longbench"],
-    "table_chunks": ["prefill-chunks", "{out}/bounded"],
-    "table_instructions": ["instructions", "{out}/real_instructions"],
+    "table_questions": ["results", "{out}/questions", "--view", "questions"],
+    "table_longbench": ["results", "{out}/longbench", "--view", "longbench"],
+    "table_chunks": ["results", "{out}/bounded", "--view", "chunks"],
+    "table_instructions": ["results", "{out}/real_instructions", "--view", "instructions"],
     "table_real": ["results", "{out}/real"],
     "table_lm_eval": ["results", "{out}/lm_eval"],
 }
@@ -115,9 +117,6 @@ IDENTITIES = {
         for number, path in enumerate(sorted(_CONF.rglob("*.yaml")))
         if path.parent.name != "paper" or number % 4 == 0  # the papers' own scale: mostly other data
     },
-    **{
-        f"task={path.stem}": ["-m", f"task={path.stem}", "method=full,h2o"]
-        for path in (ROOT / "conf" / "task").glob("*.yaml")
-    },
+    **{f"task={name}": ["-m", f"task={name}", "method=full,h2o"] for name in adapter.options("task")},
     **{f"method={name}": ["-m", f"method={name}", "model=testbed_rope,testbed_gqa", *SUMMARY] for name in METHODS},
 }

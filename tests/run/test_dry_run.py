@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from commands import run_py
-from omegaconf import OmegaConf
 from small import small
 from tiny import tiny
 
 from kvexp.hf.load import random_config, shape_of
 from kvexp.methods import H2O, KVzip, KVzipPlus
+from kvexp.run.compose import listed
 from kvexp.run.plan import second_passes, tokens
 from kvexp.run.store import runs
 from kvexp.run.workload import DATA, MODELS
@@ -42,7 +42,7 @@ def test_published_shapes_have_the_models_parameters(name):
 def test_every_model_and_subset_of_the_configurations_is_published():
     from kvexp.tasks.longbench import SUBSETS
 
-    paths = {OmegaConf.to_container(OmegaConf.load(file)).get("path") for file in (CONF / "model").glob("*.yaml")}
+    paths = {node.get("path") for node in listed("model").values()}
     assert {path for path in paths if path and "/" in path and not path.startswith("kvexp/")} <= set(MODELS)
     assert {f"longbench {name}" for name in SUBSETS} <= set(DATA)
 
