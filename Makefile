@@ -32,7 +32,7 @@ REPRODUCE = $(BIN)/python -m experiments.reproduce $(if $(SCALE),--scale $(SCALE
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help league setup docs demo testbed smoke frozen test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
+.PHONY: help league setup docs demo testbed smoke frozen mutations test test-slow test-real test-all oldest lint typecheck format check peers bench bench-real bench-gpu gpu-compile gpu-first triton reproduce-all reproduce-real reproduce-smoke report notebooks faults audit clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -54,8 +54,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 demo: $(VENV)/.stamp ## three methods at three budgets on a real model: tables and figures (outputs/demo/demo.png, kl.png)
 	@$(BIN)/kvexp fetch smollm2_135m
 	@$(BIN)/python run.py -m method=keyformer,h2o,a2sf kv_ratio=0.2,0.5,0.7 limit=$(DEMO) task.max_new_tokens=64 outputs_dir=outputs/demo
-	@$(BIN)/kvexp plot quality outputs/demo outputs/demo/demo.png --metric rouge1
-	@$(BIN)/kvexp plot divergence outputs/demo outputs/demo/kl.png --x kv_ratio
+	@$(BIN)/kvexp results outputs/demo --plot outputs/demo/demo.png --metric rouge1
+	@$(BIN)/kvexp results outputs/demo --view divergence --plot outputs/demo/kl.png
 
 testbed: $(VENV)/.stamp ## train the testbed's four models from scratch, then measure them (under 4 hours on 2 cores)
 	@$(BIN)/python -m experiments.studies.testbed train
@@ -81,6 +81,9 @@ test-real: $(VENV)/.stamp ## only the tests of the fetched real model; they skip
 
 frozen: $(VENV)/.stamp ## hold rows, kept sets, divergences, tables and identities of small runs against a recording (about 15 minutes)
 	@$(BIN)/python tests/frozen compare
+
+mutations: $(VENV)/.stamp ## break one mechanism at a time in a copy: tests of `make test` must notice each (half an hour; ARGS=how names begin)
+	@$(BIN)/python tests/mutations.py $(ARGS)
 
 test-all: $(VENV)/.stamp ## every test (those that lack a GPU or exported peer numbers skip)
 	@$(PYTEST) --timeout=0 $(ARGS)
@@ -140,7 +143,7 @@ gpu-first: ## the first run on a GPU: tests and three benchmarks in order, and o
 # Triton compiles for GPUs that are not there. Its gigabyte lies beside .venv, not in it: with it the kernels' tests would run
 # (interpreted, minutes) in every `make test`.
 gpu-compile: $(VENV)/.stamp $(TRITON)/.stamp ## the Triton kernels: interpreted against the truth, and as machine code of three GPU generations (no GPU needed)
-	@PYTHONPATH=$(TRITON) $(PYTEST) tests/core/test_triton.py tests/core/test_triton.py
+	@PYTHONPATH=$(TRITON) $(PYTEST) tests/core/test_triton.py
 	@PYTHONPATH=$(TRITON) TRITON_CACHE_DIR=build/triton-cache $(BIN)/python -m benchmarks.machine_code --workers $(WORKERS) $(ARGS)
 
 triton: $(TRITON)/.stamp ## fetch the pinned Triton into build/ (gpu-compile does it by itself)

@@ -18,15 +18,23 @@ from typing import Any
 
 import torch
 
-from benchmarks import real_model
-from benchmarks.clock import Ratio, Sample, busy, in_turns, ratio, spent
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.floor import Bandwidth, step_bytes
-from benchmarks.shapes import Shape, ours, packed, prompt_of, stock
+from benchmarks.clock import Bandwidth, Ratio, Sample, busy, in_turns, ratio, spent, step_bytes
+from benchmarks.command import Command, Line, Target, error_of, shape_of
+from benchmarks.shapes import (
+    NAME,
+    Shape,
+    Variant,
+    copied,
+    decoded,
+    ours,
+    packed,
+    prefilled,
+    prompt_of,
+    static_cache,
+    stock,
+    variant,
+)
 from benchmarks.store import Cell
-from benchmarks.table import Line, Target
-from benchmarks.variants import Variant, variant
-from benchmarks.yardstick import copied, decoded, prefilled, static_cache
 from kvexp.util import watch_pipes
 
 RATIOS = (0.2, 0.5)
@@ -82,7 +90,8 @@ class Prefilled:
         from kvexp.generate import prefill
 
         ids, plan = prompt_of(self.shape, v.prompt_tokens(self.prompt)).tolist(), v.plan(self.prompt)
-        return prefill(self.mine, ids, *plan, max_new_tokens=self.new + 1, beyond_context=True)
+        how = {"max_new_tokens": self.new + 1, "beyond_context": True, "quantization": v.quantization(self.mine)}
+        return prefill(self.mine, ids, *plan, **how)
 
     def decode(self, v: Variant, batch: int) -> Sample:
         """One turn: decode `batch` rows from a copy."""
@@ -129,6 +138,7 @@ def lines(cell: Cell) -> list[Line]:
         found += [_over_packed(name, row, good["hf_packed"]) for name, row in good.items() if not variant(name).theirs]
     full = min((n for n in ("hf", "full") if n in good), key=lambda n: statistics.median(_times(good[n])), default=None)
     evicting = {name: row for name, row in good.items() if "@" in name and variant(name).kind != "short"}
+    evicting = {name: row for name, row in evicting.items() if variant(name).bits == 16}  # codes move other bytes
     if full:
         found += [_of_the_bytes(name, row, full, good[full], key) for name, row in evicting.items()]
     pairs = ((name, row, good.get(f"short@{variant(name).kv_ratio:g}")) for name, row in evicting.items())
@@ -139,7 +149,7 @@ def _per_token(name: str, row: Any, hf: Any, bandwidth: float, key: Cell) -> Lin
     """Over Hugging Face's full cache: at 20 % after 4k tokens at most 0.60; REAL's limits for the real model."""
     at = (key["shape"], key["prompt"], key["batch"], key["device"]) == ("to_beat", 4096, 1, "cpu")
     target = Target(0.60, "<=") if at and name in ("h2o@0.2", "keyformer@0.2", "a2sf@0.2") else None
-    if key["shape"] == real_model.NAME and key["batch"] == 1 and key["prompt"] in REAL.get(name, {}):
+    if key["shape"] == NAME and key["batch"] == 1 and key["prompt"] in REAL.get(name, {}):
         target = Target(REAL[name][key["prompt"]], "<=")
     typical = statistics.median(_times(row))
     rate, floor = row["step_bytes"] / typical, typical / (row["step_bytes"] / bandwidth)

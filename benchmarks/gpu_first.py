@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import ROOT, provenance
+from benchmarks.store import ROOT, provenance
 from kvexp.util import watch_pipes
 
 TAIL = 40  # lines of a command's output that the report shows
@@ -41,7 +42,7 @@ class Check:
 
     @property
     def line(self) -> list[str]:
-        return [sys.executable, "-m", self.module, *self.words.split()]
+        return [sys.executable, "-m", self.module, *shlex.split(self.words)]
 
 
 # Modules that the tests import, and the packages that bring them.
@@ -49,28 +50,35 @@ PACKAGES = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "xdist": "py
 # What is known without a GPU.
 WITHOUT = "Without a GPU there is make gpu-compile; docs/gpu.md says what a CPU can show."
 TESTS = "-q -n0 -p no:cacheprovider --timeout=0"
-KERNELS = "tests/core/test_triton.py tests/core/test_triton.py"
+GPU, KERNELS = "tests/core/test_gpu.py", "tests/core/test_triton.py"
 CHECKS = (
-    Check("kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} {KERNELS}"),
+    Check(
+        "kernels", "the Triton kernels, compiled, give the naive truth", "pytest", f"{TESTS} tests/core/test_triton.py"
+    ),
     Check(
         "memory",
         "tensors hold on the GPU what a CPU counted on a pretended one",
         "pytest",
-        f"{TESTS} -s tests/core/test_gpu.py",
+        f"{TESTS} -s {GPU} -k allocator",
     ),
     Check(
         "slots",
         "CPU and GPU keep the same slots in float32; bounds in bfloat16",
         "pytest",
-        f"{TESTS} tests/core/test_gpu.py",
+        f"{TESTS} {GPU} -k 'keep_the_same or bfloat16 or runs_are_identical or host_sync or renumbered or two_devices'",
     ),
     Check(
         "graphs",
         "decode steps replayed from a CUDA graph are the eager ones",
         "pytest",
-        f"{TESTS} tests/core/test_gpu.py",
+        f"{TESTS} {GPU} -k 'replayed or every_family or triton or together or captured or falls_back or told'",
     ),
-    Check("retrieval", "offloaded tokens come back in time", "pytest", f"{TESTS} tests/core/test_gpu.py"),
+    Check(
+        "retrieval",
+        "offloaded tokens come back in time",
+        "pytest",
+        f"{TESTS} {GPU} -k 'choose or offloading or pinned or cluster or flat or foreseen or home or oracle'",
+    ),
     Check("decode", "seconds per token after 8k tokens", "benchmarks.suite", "gpu --only decode_8k"),
     Check("prefill", "time to the first token of 8k and 32k tokens", "benchmarks.suite", "gpu --only prefill"),
     Check("table1", "Keyformer's Table 1 at 1024+1024", "benchmarks.suite", "gpu --only table1_1k"),

@@ -24,13 +24,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Sample, busy, in_turns, ratio, settle
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.memory import peak
-from benchmarks.real_model import text_ids
-from benchmarks.shapes import Shape, ours, stock
+from benchmarks.clock import Sample, busy, in_turns, peak, ratio, settle
+from benchmarks.command import Command, Line, error_of, shape_of
+from benchmarks.shapes import Shape, ours, stock, text_ids
 from benchmarks.store import Cell
-from benchmarks.table import Line
 from kvexp.util import watch_pipes
 
 START = {"prompt": 1024, "variants": 1, "examples": 1, "layers": 0}  # layers: 0 stands for all

@@ -15,14 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.clock import Sample, in_turns, ratio
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.floor import slot_bytes, weight_bytes
-from benchmarks.generation import one
-from benchmarks.shapes import ours, stock
+from benchmarks.clock import Sample, in_turns, ratio, slot_bytes, weight_bytes
+from benchmarks.command import Command, Line, error_of, shape_of
+from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
-from benchmarks.table import Line
-from benchmarks.variants import Variant, variant
 from benchmarks.whole import joined, windows
 from kvexp.util import watch_pipes
 

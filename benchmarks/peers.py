@@ -20,14 +20,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.clock import Sample, busy, in_turns, ratio, spent
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.floor import Bandwidth, step_bytes
-from benchmarks.memory import peak
-from benchmarks.shapes import prompt_of, stock
+from benchmarks.clock import Bandwidth, Sample, busy, in_turns, peak, ratio, spent, step_bytes
+from benchmarks.command import Command, Line, error_of, shape_of
+from benchmarks.shapes import decoded, prefilled, prompt_of, stock
 from benchmarks.store import Cell
-from benchmarks.table import Line
-from benchmarks.yardstick import decoded, prefilled
 from kvexp.util import watch_pipes
 
 # name -> (press, attention, where it evicts)

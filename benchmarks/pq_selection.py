@@ -16,7 +16,6 @@ import importlib.util
 import json
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.clock import in_turns, spent
 from kvexp.core.slots import topk_slots
 from kvexp.retrieval.index import init_rows, lloyd
 from kvexp.retrieval.method import reduce_group
@@ -37,21 +37,8 @@ _RATES = ("kmeans_iterations_per_s", "scikit_learn_iterations_per_s")
 
 def turns(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, list[float]]:
     """Seconds of each task, measured in turns."""
-    taken: dict[str, list[float]] = {name: [] for name in tasks}
-    for turn in range(warm + repeats):
-        for name, task in tasks.items():
-            start = time.perf_counter()
-            task()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
-            if turn >= warm:
-                taken[name].append(time.perf_counter() - start)
-    return taken
-
-
-def seconds(tasks: dict[str, Callable[[], Any]], device: str, repeats: int, warm: int = 2) -> dict[str, float]:
-    """Median seconds of each task, measured in turns."""
-    return {name: statistics.median(times) for name, times in turns(tasks, device, repeats, warm).items()}
+    timed = {name: lambda task=task: {"wall_s": spent(task, device)[1]} for name, task in tasks.items()}
+    return {name: [one["wall_s"] for one in each] for name, each in in_turns(timed, repeats, warm).items()}
 
 
 def iterations(points: Tensor, clusters: int, options: argparse.Namespace) -> dict[str, float | None]:
@@ -106,7 +93,7 @@ def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
     def top(x: Tensor) -> Tensor:
         return topk_slots(reduce_group(x * dim**-0.5, "softmax_sum"), candidates, counts, count)
 
-    found = seconds(
+    taken = turns(
         {
             "exact": lambda: top(torch.matmul(query, keys.transpose(-1, -2))),
             "pqcache": lambda: top(dots(query, centroids, codes)),
@@ -116,6 +103,7 @@ def selection(slots: int, options: argparse.Namespace) -> dict[str, Any]:
         device,
         options.repeats,
     )
+    found = {name: statistics.median(times) for name, times in taken.items()}
     ratios = {
         "ratio": found["exact"] / found["pqcache"],
         "ratio_scores": found["exact_scores"] / found["pqcache_scores"],

@@ -17,15 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import real_model
-from benchmarks.clock import Ratio, Sample, busy, in_turns, ratio, spent
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.generation import one
-from benchmarks.memory import peak
-from benchmarks.shapes import Shape, ours, packed, prompt_of, stock
+from benchmarks.clock import Ratio, Sample, busy, in_turns, peak, ratio, spent
+from benchmarks.command import Command, Line, Target, error_of, shape_of
+from benchmarks.shapes import NAME, Shape, Variant, one, ours, packed, prompt_of, stock, variant
 from benchmarks.store import Cell
-from benchmarks.table import Line, Target
-from benchmarks.variants import Variant, variant
 from kvexp.util import watch_pipes
 
 METHODS = ("h2o", "keyformer", "keyformer_quiet", "a2sf", "snapkv")
@@ -98,13 +93,13 @@ def _time(name: str, key: Cell) -> Target | None:
     at = (key["shape"], key["prompt"], key["device"])
     if at == ("to_beat", 8192, "cpu") and name in ("h2o@0.2", "keyformer@0.2", "a2sf@0.2"):
         return Target(1.5, "<=")
-    if at[0] == real_model.NAME and key["prompt"] in REAL.get(name, {}):
+    if at[0] == NAME and key["prompt"] in REAL.get(name, {}):
         return Target(REAL[name][key["prompt"]], "<=")
     return Target(1.3, "<=") if at == ("llama2_7b", 32768, "cuda") and name == "h2o@0.2" else None
 
 
 def _memory(name: str, key: Cell) -> Target | None:
-    if key["shape"] == real_model.NAME and key["prompt"] >= 7168:
+    if key["shape"] == NAME and key["prompt"] >= 7168:
         return Target(1.1, "<=")
     at = (key["shape"], key["prompt"], key["device"]) == ("to_beat", 8192, "cpu")
     return Target(1.2, "<=") if at and name in ("h2o@0.2", "keyformer@0.2", "a2sf@0.2") else None

@@ -12,9 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import printed
+from benchmarks.command import Line, printed, table
 from benchmarks.store import RESULTS, Cell
-from benchmarks.table import Line, table
 from kvexp.util import watch_pipes
 
 

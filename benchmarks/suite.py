@@ -19,8 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import ROOT
-from benchmarks.store import RESULTS
+from benchmarks.store import RESULTS, ROOT
 from kvexp.util import cache_folder, watch_pipes
 
 MINUTES = 10
@@ -51,7 +50,6 @@ PAPER = "--variants hf full h2o@0.9 keyformer@0.5 h2o@0.5"
 FETCH = "--variants full h2o@0.2 sparq@0.2 infllm@0.2 pqcache@0.2"
 
 CPU = (
-    Run("startup", "startup", "--repeats 2", ""),
     Run(
         "decode",
         "decode",
@@ -65,8 +63,12 @@ CPU = (
         "--prompts 50 --batches 1 2 --new 4",
     ),
     Run("prefill", "prefill", f"--prompts 8192 --repeats 2 --variants hf {EVICTING}", "--prompts 40"),
-    Run("sweep_testbed", "sweep", "--model testbed --rows 24 --repeats 1", "--rows 1 --fast basic"),
-    Run("sweep_100m", "sweep", "--model 100m --rows 2 --repeats 1", "--rows 1 --fast basic"),
+    Run(
+        "sweep",
+        "sweep",
+        "--basic --model testbed_rope --articles 24 --new 32 --repeats 1",
+        "--articles 1 --new 3",
+    ),
     Run("peers", "peers", "--prompts 4096 --repeats 1", "--prompts 70 --new 3", str(PEERS)),
 )
 
@@ -146,12 +148,24 @@ REAL = (
         )
         for prompt, repeats in ((1024, 3), (4096, 2), (7168, 1))
     ),
-    Run("real_sweep", "real_sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
-    Run("real_dry_run", "dry_run_check", "--repeats 1", "", more=True),
-    Run("real_basic", "real_sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3", more=True),
-    Run("real_head_budgets", "head_budgets", f"{_REAL} --repeats 3", "--prompt 40 --batches 1 2 --new 4", more=True),
-    Run("real_divergence", "divergence_cost", f"{_REAL} --repeats 3", "--articles 2 --new 4", more=True),
-    Run("real_quantised", "quantised", f"{_REAL} --repeats 3", "--prompts 40 --new 4", more=True),
+    Run("real_sweep", "sweep", "--articles 6 --new 96 --repeats 1", "--articles 1 --new 3"),
+    Run("real_basic", "sweep", "--basic --articles 2 --new 32 --repeats 1", "--articles 1 --new 3", more=True),
+    Run(
+        "real_heads",
+        "decode",
+        f"{_REAL} --prompts 4096 --batches 1 16 --new 32 --repeats 3 --variants hf full h2o@0.5 "
+        "h2o@0.5,heads=adaptive h2o@0.5,heads=global h2o@0.5,heads=union",
+        "--prompts 40 --batches 1 2 --new 4",
+        more=True,
+    ),
+    Run(
+        "real_bits",
+        "decode",
+        f"{_REAL} --prompts 1024 4096 --new 24 --repeats 3 --variants hf full full,bits=8 full,bits=4 full,bits=2 "
+        "h2o@0.5 h2o@0.5,bits=4",
+        "--prompts 40 --new 4",
+        more=True,
+    ),
     Run("real_growth", "growth", f"{_REAL} --repeats 2", "", more=True),
     Run(
         "real_peers",

@@ -1,121 +1,119 @@
-"""A sweep through two Hydra launchers: how much one shared prefill saves, and whether the rows are the same.
+"""A sweep of twenty variants and the full cache as a whole command, start-up and tables included, into a fresh folder.
 
-    python -m benchmarks.sweep --slow basic --fast shared_prefill --model testbed
+    python -m benchmarks.sweep                        # against Hugging Face's full answers alone, on the real model
+    python -m benchmarks.sweep --basic --articles 2   # against hydra/launcher=basic, at batch 1 and all at once
+    python -m benchmarks.sweep --basic --model testbed_rope --articles 24
 
-Nine variants (h2o, keyformer, a2sf at three budgets) and their baseline, each time into a fresh folder, the two
-launchers in turns. testbed: the default model and task. 100m: a random Llama of 100 M parameters, 2k-token prompts and
-64 new tokens. Times are of the whole command, start-up included.
+Five methods at four budgets on kvexp's own news articles (the testbed's models: on their summaries). Hugging Face's
+answers are the model's own `generate` on the same prompts, weights and number of new tokens, one prompt after the
+other, loading not counted. All in turns. The sweep again with divergence=true is measured beside.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import random
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import Sample, busy, in_turns, ratio
-from benchmarks.command import Command
-from benchmarks.processes import command as run_command
-from benchmarks.shapes import SHAPES
+import torch
+
+from benchmarks.clock import Sample, busy, in_turns, ratio, run_command, spent
+from benchmarks.command import Command, Line, Target
+from benchmarks.shapes import NAME, SHAPES, folder, stock
 from benchmarks.store import Cell
-from benchmarks.table import Line, Target
+from kvexp.tasks.articles import articles
 from kvexp.util import watch_pipes
 
-VARIANTS = ("method=h2o,keyformer,a2sf", "kv_ratio=0.2,0.5,0.7")
-TARGETS = {"testbed": 4.0, "100m": 5.0}
-# Of a row, what two runs of one configuration must agree in; the rest are times.
-SAME = ("example", "index", "prompt_tokens", "skipped", "metrics", "new_tokens", "receipt", "output")
+VARIANTS = ("method=h2o,keyformer,a2sf,window,tova", "kv_ratio=0.2,0.5,0.7,0.9")
+INSTRUCTION = "Summarize the following news article in three sentences:"  # as conf/task/news.yaml
+BASIC = "hydra/launcher=basic"
+SWEEPS = {"sweep": "false", "sweep with divergence": "true"}
+TARGETS = {"sweep": Target(1.5, "<="), "basic, batch 1": Target(10, ">=")}  # of the real model
 
 
-def overrides(model: str, folder: Path, rows: int | None, tiny: bool) -> list[str]:
-    """Model and task of the sweep."""
-    if model == "testbed":
-        return ["model=testbed_rope", "task=testbed_summary", *([f"task.size={rows}"] if rows else [])]
-    shape, prompt = (SHAPES["llama_100m"], 2048)
-    if tiny:
-        shape, prompt = shape.tiny(), 64
-    stories = folder / "stories.jsonl"
-    stories.write_text("".join(json.dumps({"id": i, "text": _text(i, 2 * prompt)}) + "\n" for i in range(rows or 2)))
-    config = {**shape.config, "max_position_embeddings": 4096, "vocab_size": max(259, shape.config["vocab_size"])}
-    fields = [f"++model.config.{name}={value}" for name, value in config.items()]
-    answer = ["generation.max_new_tokens=64", "generation.eos=null"]
-    return ["model=tiny", *fields, "task=stories", f"task.data_files={stories}", "task.nll=false", *answer]
+def sweep(options: Any, divergence: str, *more: str) -> Sample:
+    """The whole command; more: further words of it."""
+    testbed = options.model.startswith("testbed")
+    with tempfile.TemporaryDirectory() as out:
+        words = [f"model={'tiny' if options.tiny else options.model}", f"limit={options.articles}"]
+        words += [f"task={'testbed_summary' if testbed and not options.tiny else 'news'}", f"outputs_dir={out}"]
+        words += [f"task.max_new_tokens={options.new}", "generation.eos=null", f"divergence={divergence}"]
+        words += ["task.max_prompt_tokens=64", "task.truncate=right"] * options.tiny
+        return run_command(["run.py", "-m", *words, *more, *VARIANTS])
 
 
-def _text(seed: int, characters: int) -> str:
-    """Words of five letters: with a byte tokenizer, half of them make a prompt of half as many tokens."""
-    dice = random.Random(seed)
-    words = ("".join(dice.choices("abcdefghij", k=5)) for _ in range(characters // 6))
-    return " ".join(words)
+def prompts(options: Any) -> list[list[int]]:
+    """Token ids of the articles' prompts, as the sweep feeds them."""
+    if options.tiny:
+        return [list(range(1, 65))] * options.articles
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder())
+    turns = [[{"role": "user", "content": f"{INSTRUCTION}\n\n{one.text}"}] for one in articles()[: options.articles]]
+    texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+def full_answers(model: Any, each: list[list[int]], new: int) -> Sample:
+    """Hugging Face's `generate`, one prompt after the other."""
+
+    def answer() -> None:
+        for ids in each:
+            row = torch.tensor([ids])
+            kept = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            model.generate(row, attention_mask=torch.ones_like(row), max_new_tokens=new, **kept)
+
+    _, wall, cpu = spent(answer, "cpu")
+    return {"wall_s": wall, "cpu_s": cpu}
 
 
 def measure(options: Any) -> list[dict[str, Any]]:
-    """One cell: both launchers, and in how many rows they differ."""
-    with tempfile.TemporaryDirectory() as place:
-        what = overrides(options.model, Path(place), options.rows, options.tiny)
-        found: dict[str, dict[str, Any]] = {}
-
-        def run(launcher: str) -> Sample:
-            with tempfile.TemporaryDirectory(dir=place) as out:
-                line = ["run.py", "-m", f"hydra/launcher={launcher}", *VARIANTS, *what, f"outputs_dir={out}"]
-                sample = run_command(line)
-                found[launcher] = rows_of(Path(out))
-            return sample
-
-        launchers = (options.slow, options.fast)
-        samples = in_turns({name: functools.partial(run, name) for name in launchers}, options.repeats, warm=0)
-    slow, fast = (found[name] for name in launchers)
-    rows: list[dict[str, Any]] = [{"variant": name, "samples": samples[name]} for name in launchers]
-    return [*rows, {"variant": "rows", "samples": [{"rows": len(slow), **differences(slow, fast)}]}]
-
-
-def differences(slow: dict[str, Any], fast: dict[str, Any]) -> dict[str, Any]:
-    """In how many rows the launchers differ, and in what."""
-    places = [place for place in slow.keys() | fast.keys() if slow.get(place) != fast.get(place)]
-    pairs = [(slow.get(place) or {}, fast.get(place) or {}) for place in places]
-    return {"differ": len(places), "in": [name for name in SAME if any(a.get(name) != b.get(name) for a, b in pairs)]}
-
-
-def rows_of(outputs: Path) -> dict[str, Any]:
-    """Folder and example -> what must be the same whichever launcher wrote it, in whatever order."""
-    found = {}
-    for file in sorted(outputs.glob("*/examples.jsonl")):
-        for row in map(json.loads, file.read_text("utf-8").splitlines()):
-            found[f"{file.parent.name}/{row['example']}"] = {name: row.get(name) for name in SAME}
-    return found
+    """One cell: both sweeps and Hugging Face's answers, or the sweep and the same without sharing, in turns."""
+    if options.basic:
+        tasks = {"sweep": functools.partial(sweep, options, "false")}
+        for size in sorted({1, options.articles}):
+            tasks[f"basic, batch {size}"] = functools.partial(sweep, options, "false", f"batch_size={size}", BASIC)
+    else:
+        shape = SHAPES[NAME].tiny() if options.tiny else SHAPES[NAME]
+        each = prompts(options)
+        model = stock(shape.fitted(max(map(len, each)) + options.new), "cpu")
+        tasks = {name: functools.partial(sweep, options, said) for name, said in SWEEPS.items()}
+        tasks["hf"] = functools.partial(full_answers, model, each, options.new)
+    samples = in_turns(tasks, options.repeats, warm=0)
+    return [{"variant": name, "samples": taken} for name, taken in samples.items()]
 
 
 def title(key: Cell) -> str:
-    rows = f", {key['rows']} rows" if key["rows"] else ""
-    return f"{key['model']}: {' '.join(VARIANTS)} and the baseline{rows}"
+    against = "one run after the other" if key.get("basic") else "their full answers alone"
+    return f"{key['model']}, 21 runs on {key['articles']} articles, {key['new']} new tokens, against {against}"
 
 
 def lines(cell: Cell) -> list[Line]:
-    """How many times faster, and the rows' verdict."""
-    key, (slow, fast, same) = cell["key"], cell["rows"]
-    wall, cpu = (
-        ratio([s[clock] for s in slow["samples"]], [s[clock] for s in fast["samples"]]) for clock in ("wall_s", "cpu_s")
-    )
-    told = same["samples"][0]
-    verdict = f"{told['differ']} of {told['rows']} rows differ" + "".join(f", in {name}" for name in told.get("in", []))
-    note = "; ".join(part for part in (busy(fast["samples"]), verdict) if part)
-    target = None if key["tiny"] else Target(TARGETS[key["model"]], ">=")
-    return [Line(f"seconds of {slow['variant']} / {fast['variant']}", wall, cpu, target=target, note=note)]
+    """Seconds of the sweeps over those of Hugging Face's answers; or those of `BASIC` over the sweep's."""
+    key, rows, found = cell["key"], {row["variant"]: row["samples"] for row in cell["rows"]}, []
+    over = "sweep" if key.get("basic") else "hf"
+    against = rows.pop(over)
+    for name, samples in rows.items():
+        wall, cpu = (ratio([s[clock] for s in samples], [s[clock] for s in against]) for clock in ("wall_s", "cpu_s"))
+        target = TARGETS.get(name) if key["model"] == NAME and not key["tiny"] else None
+        seconds = f"{samples[0]['wall_s']:.0f} s / {against[0]['wall_s']:.0f} s"
+        note = "; ".join(part for part in (busy(samples), seconds) if part)
+        found.append(Line(f"{name}: seconds / {over}", wall, cpu, target=target, note=note))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = Command("sweep", __doc__, arguments)
-    command.add("--slow", default="basic")
-    command.add("--fast", default="shared_prefill")
-    command.add("--model", choices=list(TARGETS), default="testbed")
-    command.add("--rows", type=int, default=None, help="examples; default: all of the testbed's task, 2 of 100m")
+    command.add("--model", default=NAME, help="as of conf/model; others than the default with --basic alone")
+    command.add("--articles", type=int, default=6, help="examples")
+    command.add("--new", type=int, default=96)
+    command.add("--basic", action="store_true", help=f"against {BASIC} instead")
     options = command.options()
-    key = {"model": options.model, "slow": options.slow, "fast": options.fast, "rows": options.rows}
-    command.cell(key, functools.partial(measure, options), title, lines)
+    if options.model != NAME and not options.basic:
+        command.parser.error(f"--model {options.model} is measured with --basic alone")
+    key = {"model": options.model, "articles": options.articles, "new": options.new}
+    command.cell(key | ({"basic": True} if options.basic else {}), functools.partial(measure, options), title, lines)
     return 0
 
 

@@ -15,14 +15,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.clock import Sample, in_turns, ratio
-from benchmarks.command import Command, error_of, shape_of
-from benchmarks.floor import Bandwidth, step_bytes
-from benchmarks.generation import one
-from benchmarks.shapes import ours, stock
+from benchmarks.clock import Bandwidth, Sample, in_turns, ratio, step_bytes
+from benchmarks.command import Command, Line, Target, error_of, shape_of
+from benchmarks.shapes import Variant, one, ours, stock, variant
 from benchmarks.store import Cell
-from benchmarks.table import Line, Target
-from benchmarks.variants import Variant, variant
 from kvexp.util import watch_pipes
 
 # Speed-up of tokens per second over full attention in Keyformer's Table 1 and Fig. 9 (arXiv:2403.09054), MPT-7B on an

@@ -23,7 +23,7 @@ from experiments.lib.draw import (
     settings_grid,
 )
 from experiments.lib.exhibits import Exhibit
-from experiments.lib.speed import NONE_YET, cells_or_predicted, draw_speed, found_of, ours, over, samples, with_paper
+from experiments.lib.speed import NONE_YET, cells, draw_speed, found_of, ours, over, samples, with_paper
 from experiments.lib.tables import ahead, judge, mean_columns, option, paper_numbers, points, signed, told
 from experiments.lib.verdicts import (
     Closer,
@@ -80,7 +80,7 @@ NAMES = {512: "512", 1024: "1k", 2048: "2k", 4096: "4k"}
 def fig1_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Total time of full attention over that of 512 tokens, and GB of KV cache and weights."""
     rows = []
-    for cell in cells_or_predicted("keyformer_figures", figure=1)[-1:]:
+    for cell in cells("keyformer_figures", figure=1)[-1:]:
         for row in cell["rows"]:
             found = over(samples(cell, row["variant"]), samples(cell, "512"), "total_s")
             if found is not None:
@@ -104,7 +104,7 @@ def fig9_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Total time of full attention (kvexp's own) over that of the method, four beams as in the paper."""
     rows = []
     for length in LENGTHS:
-        for cell in cells_or_predicted("whole", length=length, batch=1, beams=4)[-1:]:
+        for cell in cells("whole", length=length, batch=1, beams=4)[-1:]:
             for method in FASTER:
                 found = over(samples(cell, "full"), samples(cell, method), "total_s")
                 rows += [] if found is None else [ours(length, method, "speedup", found, cell)]
@@ -123,7 +123,7 @@ def fig9_holds(table: pd.DataFrame) -> Verdict:
 def fig10_table(frame: pd.DataFrame) -> pd.DataFrame:
     """A step's time less that of a step with 64 slots, over the same of full; moving and multiplying are not parted."""
     rows = []
-    for cell in cells_or_predicted("keyformer_figures", figure=10)[-1:]:
+    for cell in cells("keyformer_figures", figure=10)[-1:]:
         for n in cell["key"]["lengths"]:
             for metric, found in zip(PARTS, _parts_of_a_step(cell, n), strict=True):
                 if found is not None:
@@ -163,7 +163,7 @@ def table1_table(frame: pd.DataFrame) -> pd.DataFrame:
     for length in LENGTHS:
         new = int(length.partition("+")[2])
         for batch in (1, 2):
-            for cell in cells_or_predicted("whole", length=length, batch=batch, beams=4)[-1:]:
+            for cell in cells("whole", length=length, batch=batch, beams=4)[-1:]:
                 for method in ("full", *FASTER):
                     rates = sorted(batch * new / sample["total_s"] for sample in samples(cell, method))
                     if rates:

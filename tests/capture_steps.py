@@ -1,12 +1,10 @@
 """Decode steps for tests of their capture: methods and budgets, contexts whose steps are taken one by one, a check."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from capture_checker import CaptureChecker, changes
-from omegaconf import OmegaConf
 from tiny import CONFIGS, prompts_of, tiny
 
 from kvexp.core import Budget
@@ -16,8 +14,8 @@ from kvexp.generate.loop import batched_cache
 from kvexp.generate.prefill import decode_step
 from kvexp.methods import H2O, VATP, Keyformer, StreamingLLM
 from kvexp.run.build import build
+from kvexp.run.compose import option, options
 
-CONF = Path(__file__).resolve().parents[1] / "conf" / "method"
 HALF = Budget(kv_ratio=0.5)
 NEW = 30
 
@@ -29,15 +27,14 @@ def prompts_for(*methods):
 
 
 def obstacles():
-    """Option of conf/method -> the method with its defaults, and what keeps its steps from being captured."""
+    """Option of `method` -> the method with its defaults, and what keeps its steps from being captured."""
     found = {}
-    for path in sorted(CONF.glob("*.yaml")):
-        node = OmegaConf.to_container(OmegaConf.load(path))
-        method = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
+    for name in options("method"):
+        method = build(option("method", name), "method", within=("kvexp.methods", "kvexp.retrieval"))
         given = object()  # what a pass over texts would have found, at which this does not look
         budget = HALF if method.evicts else None
         config = CacheConfig(method, budget, mode="auto", calibration=given, surrogate=given)
-        found[path.stem] = method, capture_obstacle(config)
+        found[name] = method, capture_obstacle(config)
     return found
 
 

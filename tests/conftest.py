@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvexp.util import cache_folder
+from kvexp.util import Session, active, cache_folder
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["KVEXP_OFFLINE"] = "1"  # tests fetch nothing; those of the fetching itself bring an index of their own
@@ -93,3 +93,10 @@ def own_interrupt():
     yield
     for number, action in before.items():
         signal.signal(number, action)
+
+
+@pytest.fixture
+def command():
+    """The test's session, which knows whether its jobs failed."""
+    with active(Session()) as session:
+        yield session

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvexp.run import store as divergence_lines
 from kvexp.run.store import Run
-from kvexp.tasks.articles import assistants, assistants_digest
+from kvexp.tasks.articles import assistants, own_digest
 
 EVIL = "<img src=x onerror=alert(1)>"
 
@@ -101,7 +101,10 @@ def instructions(folder: Path, count: int = 24) -> None:
         for method, keep, share in (("full", None, 1.0), ("h2o", None, 0.5), ("h2o", "span", 1.0)):
             labels = {"method": method, "kv_ratio": None if method == "full" else 0.2}
             labels["setting"] = f"keep={keep}" if keep else ""
-            config = {"task": {"name": task, "question": "in_prompt"}, "data": f"assistants:{assistants_digest()}:x"}
+            config = {
+                "task": {"name": task, "question": "in_prompt"},
+                "data": f"assistants:{own_digest('assistants')}:x",
+            }
             run = opened(folder, task, labels, config | ({"keep": keep} if keep else {}), bases.get(task))
             bases.setdefault(task, run)
             for index, one in enumerate(assistants()[:count]):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvexp.core import (
     AttentionParams,
@@ -45,7 +46,7 @@ from kvexp.core.row_mask import (
 )
 from kvexp.generate.prefill import forward_last
 from kvexp.hf import EvictionCache, RowMaskCache
-from kvexp.hf.load import model_from_state
+from kvexp.hf.load import patch_model, random_config, without_report
 from kvexp.methods import A2SF, H2O, H2OC, Keyformer, StreamingLLM
 from kvexp.retrieval import InfLLM, Oracle, PQCache, SparQ
 from kvexp.retrieval import infllm as infllm_blocks
@@ -57,6 +58,33 @@ from kvexp.retrieval.pqcache import dots
 from kvexp.util import ConfigError, say, watch_pipes
 
 # One line per compared field.
+
+
+BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases
+
+
+def model_from_state(state: dict[str, Tensor], config: Any) -> Any:
+    """A float32 model of a configuration with exactly these weights, attending through kvexp.
+
+    ConfigError that names the weight where one is missing, unknown or of another shape.
+    """
+    with without_report():
+        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(state),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,  # refused below, with all the others
+            output_loading_info=True,
+        )
+    unknown = [name for name in found["unexpected_keys"] if not name.endswith(BUFFERS)]
+    shapes = [name for name, *_ in found["mismatched_keys"]]
+    wrong = {"missing": found["missing_keys"], "unknown": unknown, "of another shape": shapes}
+    if any(wrong.values()):
+        said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
+        raise ConfigError(f"these weights are not those of a {config.model_type} model: {said}")
+    return patch_model(model)
 
 
 @dataclass
@@ -181,9 +209,8 @@ class Recording(Mapping[str, np.ndarray]):
         """
         state = {name: torch.from_numpy(np.array(array)) for name, array in self.weights.items()}
         try:
-            return model_from_state(
-                self.kind, state, bos_token_id=None, eos_token_id=None, pad_token_id=None, **self._settings()
-            )
+            ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+            return model_from_state(state, random_config(self.kind, **ids, **self._settings()))
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}") from error
 

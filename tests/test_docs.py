@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SHARED
 from golden.make import MADE as MADE_RECORDINGS
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -51,6 +50,7 @@ from kvexp.core.config import CacheSettings
 from kvexp.results.table import COST, COUNTS, FIRST, LAST, VERDICTS
 from kvexp.run.batches import evaluate_run
 from kvexp.run.build import build, typed
+from kvexp.run.compose import listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
 
@@ -257,7 +257,8 @@ CONF = ROOT_of_pages / "conf"
 METHODS = (ROOT_of_pages / "docs" / "methods.md").read_text("utf-8")
 PROTOCOLS = (ROOT_of_pages / "docs" / "protocols.md").read_text("utf-8")
 RESULTS = (ROOT_of_pages / "docs" / "results.md").read_text("utf-8")
-PRESETS = sorted([*(CONF / "protocol").glob("*.yaml"), *(CONF / "protocol_task").glob("*.yaml")])
+PAPERS = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / "protocol").glob("*.yaml")}
+PRESETS = {**PAPERS, **listed("protocol_task")}
 MADE = ("benchmarks/results",)  # there once something was measured
 CLASSES = [getattr(package, name) for package in (kvexp.methods, kvexp.retrieval) for name in package.__all__]
 
@@ -274,18 +275,31 @@ def test_the_page_of_methods_is_current():
     assert PAGE["text"]() == METHODS, "run: python docs/methods.py"
 
 
+def test_the_options_of_methods_are_what_the_classes_say():
+    written = (CONF / "methods.yaml").read_text("utf-8")
+    assert written == PAGE["options"](PAGE["entries"]()), "run: python docs/methods.py"
+    for cls in CLASSES:
+        node = option("method", cls.name)
+        made = build(node, "method", within=("kvexp.methods", "kvexp.retrieval"))
+        assert made == cls() and set(node) == {"_target_", *(field.name for field in dataclasses.fields(cls))}
+
+
 def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     """The table's last column claims each recording and export that there is, and no other."""
     computed = {make.__name__ for make in MADE_RECORDINGS}
     recordings = {path for path in (ROOT_of_pages / "tests" / "golden").glob("*.npz") if path.stem not in computed}
     recordings.add(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz")
-    assert {ROOT_of_pages / name for name in PAGE["AUTHORS"]} == recordings
+    named = {
+        path: [one for one in PAGE["AUTHORS"] if str(path).startswith(f"{ROOT_of_pages}/{one}")] for path in recordings
+    }
+    assert all(len(names) == 1 for names in named.values())
+    assert {name for names in named.values() for name in names} == set(PAGE["AUTHORS"])
     with np.load(ROOT_of_pages / "tests" / "fixtures" / "authors_2025.npz") as file:
         about = json.loads(str(file["about"]))
     held = sorted(name for name, value in about.items() if isinstance(value, dict) and "cases" in value)
     assert sorted(PAGE["AUTHORS"]["tests/fixtures/authors_2025.npz"]) == held
 
-    methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    methods = set(options("method"))
     exported = {}
     for path in sorted((ROOT_of_pages / "tests" / "peers").glob("export_*.py")):
         presses = set(re.findall(r'^ +"(\w+)": .*(?:Press|DrawnQFilters)\b', path.read_text("utf-8"), re.M))
@@ -298,30 +312,24 @@ def test_what_methods_were_compared_with_is_what_the_recordings_hold():
     assert set(PAGE["KVPRESS"]) <= set(exported)
 
 
-@pytest.mark.skipif(not (SHARED / "golden").is_dir(), reason=f"no recordings at {SHARED / 'golden'}")
-def test_the_recordings_that_are_not_carried_along_were_there():
-    names = [path.stem for path in (SHARED / "golden").glob("*.npz")]
-    for start in PAGE["NOT_CARRIED"]:
-        assert any(name.startswith(start) for name in names), start
-
-
 def test_every_method_has_an_oracle_as_the_page_says():
     """Those that choose nothing, or are another's with other settings, need none."""
-    told = {path.stem for path in (CONF / "method").glob("*.yaml")}
+    told = set(options("method"))
     oracles = "".join(
-        (ROOT_of_pages / "tests" / f"test_{name}.py").read_text("utf-8") for name in ("kept_sets", "retrieval_oracles")
+        (ROOT_of_pages / "tests" / f"{name}.py").read_text("utf-8")
+        for name in ("methods/test_kept_sets", "retrieval/test_retrieval_oracles")
     )
     for cls in CLASSES:
         if cls.name in told and cls.name != "full":
             assert re.search(rf"\b{cls.__name__}\b", oracles), cls.name
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "method").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_method_and_each_of_its_settings_is_told(path):
-    assert f"](#{path.stem})" in METHODS
-    section = METHODS.partition(f"\n### {path.stem}\n")[2].partition("\n### ")[0]
+@pytest.mark.parametrize("name", options("method"))
+def test_every_method_and_each_of_its_settings_is_told(name):
+    assert f"](#{name})" in METHODS
+    section = METHODS.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
     assert section
-    for key in set(OmegaConf.load(path)) - {"_target_"}:
+    for key in set(option("method", name)) - {"_target_"}:
         assert f"`method.{key}`" in section, key
 
 
@@ -343,21 +351,21 @@ def _plain(value: str) -> object:
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value.rstrip('.')}"]))["value"]
 
 
-@pytest.mark.parametrize("path", sorted((CONF / "task").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_task_is_in_the_table(path):
-    assert re.search(rf"^\|.*`{path.stem}`", PROTOCOLS, re.MULTILINE)
+@pytest.mark.parametrize("task", options("task"))
+def test_every_task_is_in_the_table(task):
+    assert re.search(rf"^\|.*`{task}`", PROTOCOLS, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_all_that_a_protocol_sets_is_told(path):
-    node = OmegaConf.to_container(OmegaConf.load(path))
-    paper = next(each.stem for each in (CONF / "protocol").glob("*.yaml") if path.stem.startswith(each.stem))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_all_that_a_protocol_sets_is_told(preset):
+    node = PRESETS[preset]
+    paper = next(name for name in PAPERS if preset.startswith(name))
     rows = PROTOCOLS.partition(f"| `{paper}` (arXiv")[2]
     section = re.split(r"\n\| `\w+` \(arXiv|\n\n", rows)[0]
     keys = {key for value in node.values() if isinstance(value, dict) for key in value}
     keys |= {key for key, value in node.items() if not isinstance(value, dict)}
     for key in keys - {"defaults", "paper", "tasks"}:
-        assert named(key, section) or (key == "limit" and "all rows" in section), f"{path.stem} sets {key}"
+        assert named(key, section) or (key == "limit" and "all rows" in section), f"{preset} sets {key}"
     for task in node.get("protocol", {}).get("tasks", []):
         assert f"`{task}`" in section, task
 
@@ -393,7 +401,7 @@ def test_every_column_of_the_table_is_told():
 
 
 def test_every_file_of_a_run_folder_is_told():
-    source = "".join(path.read_text("utf-8") for path in sorted((ROOT_of_pages / "kvexp" / "record").glob("*.py")))
+    source = (ROOT_of_pages / "kvexp" / "run" / "store.py").read_text("utf-8")
     files = set(re.findall(r"\"([a-z.]+\.jsonl?)\"", source)) - {".json"}
     assert {"config.json", "examples.jsonl", "quarantine.jsonl"} <= files
     for name in files:

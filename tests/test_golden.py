@@ -1,4 +1,4 @@
-"""The authors' own numbers: every recording at hand reproduces, and the check itself can fail."""
+"""The authors' own numbers: every recording reproduces, and the check itself can fail."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHARED
 from golden import half
 from golden.make import MADE
 from reference_check import Report, alpha_of, main, run
 
 from kvexp.util import ConfigError
 
-HERE = sorted((Path(__file__).parent / "golden").glob("*.npz"))
-OTHERS = sorted((SHARED / "golden").glob("*.npz"))
-REALDROP = Path(__file__).parent / "golden" / "h2o_llama_realdrop.npz"
+FOLDER = Path(__file__).parent / "golden"
+REALDROP = FOLDER / "h2o_llama_realdrop.npz"
+pytestmark = pytest.mark.golden
 
 
 def arrays_of(path):
@@ -38,16 +37,10 @@ def failing(report):
 
 
 @pytest.mark.filterwarnings("ignore:.*token_id must be")
-@pytest.mark.parametrize("path", [*HERE, *OTHERS], ids=lambda p: f"{p.parent.parent.name}-{p.stem}")
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.npz")), ids=lambda path: path.stem)
 def test_recording(path):
     report = run(str(path))
     assert report.passed, f"\n{report}"
-
-
-def test_all_recordings_are_there():
-    if not OTHERS:
-        pytest.skip(f"no recordings at {SHARED / 'golden'}: only those carried along were compared")
-    assert len(OTHERS) >= 23
 
 
 @pytest.mark.parametrize("spoiled", ["logits", "hh_score", "slot_orig_pos", "w:model.layers.1.self_attn.v_proj.weight"])
@@ -88,10 +81,7 @@ SPOILED = [
 
 @pytest.mark.parametrize(("file", "field"), SPOILED)
 def test_a_spoiled_retrieval_recording_fails(tmp_path, file, field):
-    source = SHARED / "golden" / f"{file}.npz"
-    if not source.exists():
-        pytest.skip(f"no recording at {source}")
-    arrays = arrays_of(source)
+    arrays = recording(file)
     arrays[field].flat[0] += 1 if arrays[field].dtype.kind == "i" else 0.01
     report = checked(tmp_path, arrays)
     assert failing(report), report
@@ -104,11 +94,7 @@ def test_recordings_with_grouped_heads_are_understood(tmp_path, file):
     Keys and values of every second head are made those of the one before, so that a group of two shares them; then the
     recording of a file with all heads holds for what does not depend on the choice being one for the group.
     """
-    source = SHARED / "golden" / f"pqcache_{file}_mha.npz"
-    if not source.exists():
-        pytest.skip(f"no recording at {source}")
-    with np.load(source) as data:
-        arrays = {name: data[name] for name in data.files if not name.startswith("released")}
+    arrays = {name: value for name, value in recording(f"pqcache_{file}_mha").items() if name[:8] != "released"}
     for name in ("k", "v", "k_pre_rope"):
         if name in arrays:
             arrays[name] = arrays[name][:, :, ::2]

@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[str, set[str]]] = {
     "retrieval": ("util core", {"torch", "numpy"}),  # numpy: its legacy generator drew PQCache's first centroids
     "hf": (
         "util core methods.base retrieval.method retrieval.layer",
-        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft"},
+        {"torch", "transformers", "tokenizers", "numpy", "safetensors", "gguf", "filelock", "tqdm", "peft", "jinja2"},
     ),
     "generate": ("util core methods retrieval hf", {"torch", "transformers"}),
     "tasks": ("util", {"numpy", "datasets", "evaluate", "rouge_score", "nltk", "lm_eval", "huggingface_hub", "jieba"}),

@@ -13,12 +13,11 @@ import argparse
 import sys
 import time
 
-from benchmarks.machine import ROOT
-from benchmarks.machine_code.bars import DEVICES, broken
 from benchmarks.machine_code.cases import ALL, DEFAULT, Case
 from benchmarks.machine_code.compiler import check_installed, compile_all
 from benchmarks.machine_code.launches import Specialisation, specialisations
-from benchmarks.machine_code.table import Line, differences, markdown, write
+from benchmarks.machine_code.sass import DEVICES, Line, broken, differences, markdown, write
+from benchmarks.store import ROOT
 from kvexp.util import ConfigError, watch_pipes
 
 PAGE = ROOT / "docs" / "gpu.md"

@@ -1,7 +1,7 @@
 """What an exhibit is, which there are, and the experiments that they declare (EXHIBITS.md says more).
 
 Experiments are options of `kvexp run experiment=NAME`. `python -m experiments.index` writes those of exhibits and of
-`lib.sweeps` to conf/experiment/exhibits.json, from which kvexp knows them without importing anything of this folder.
+`lib.sweeps` to conf/experiments.json, from which kvexp knows them without importing anything of this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).resolve().parents[1]  # experiments/
 ROOT = HERE.parent
-DECLARED = ROOT / "conf" / "experiment" / "exhibits.json"
+DECLARED = ROOT / "conf" / "experiments.json"
 REAL = "real"
 SCALES = ("testbed", REAL, "paper")
 OWN = "own"  # the real scale without DATA, where another task stands for the paper's

@@ -26,7 +26,7 @@ from kvexp.run.batches import examples_of, settings_at
 from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.tasks.base import Task
-from kvexp.tasks.rouge import sentences
+from kvexp.tasks.metrics import sentences
 
 DRAWS = 20
 LEAD, RANDOM, FREQUENT, CHANCE = "Lead-3", "random sentences", "most frequent reference", "random choice"

@@ -21,8 +21,7 @@ from kvexp.core.budget import floor_share
 from kvexp.core.row_mask import row_cosine, window_mask
 from kvexp.generate import GenerationParams, generate, receipts
 from kvexp.hf import RowMaskCache
-from kvexp.lm_eval import check_row_mask
-from kvexp.lm_eval.evaluator import mask_fn_of
+from kvexp.lm_eval import check_row_mask, mask_fn_of
 from kvexp.methods import A2SF, Full, Ideal, Window
 from kvexp.retrieval import PQCache
 from kvexp.run.settings import Settings

@@ -19,7 +19,7 @@ def calibrate_for_league(outputs: Path) -> None:
     They are made on the articles that are kept for training, and take the place of the model's older ones in the cache
     folder. ConfigError where one cannot be made.
     """
-    from kvexp.hf.calibrate import read_surrogate
+    from kvexp.hf.calibrate import SURROGATES
     from kvexp.run.calibrate import calibrate_model, train_kvzap
     from kvexp.run.calibrated import model_digest
     from kvexp.run.jobs import composed_model
@@ -34,20 +34,19 @@ def calibrate_for_league(outputs: Path) -> None:
         replace(texts, ("\n".join(lines) + "\n").encode())
         calibrate_model(words, str(texts), tokens=2048, count=20)
         replace(kept, json.dumps(_digests(digest)).encode())
-    surrogate = read_surrogate(digest)
     wanted = [one.id for one in training_articles()]
-    if surrogate is None or list(surrogate.about.get("articles", ())) != wanted:
+    if list(SURROGATES.about(digest).get("articles", ())) != wanted:
         train_kvzap(words, "", tokens=1250, count=400)
 
 
 def _digests(model: str) -> dict[str, str | None]:
     """Digests of what the cache folder holds of a model's queries and heads; None for what is not there."""
-    from kvexp.hf.calibrate import read_calibration, read_head_scores
+    from kvexp.hf.calibrate import HEADS, QUERIES
 
     found: dict[str, str | None] = {}
-    for name, read in (("queries", read_calibration), ("heads", read_head_scores)):
+    for name, file in (("queries", QUERIES), ("heads", HEADS)):
         try:
-            made = read(model)
+            made = file.read(model)
         except ConfigError:  # written by another version: made anew
             made = None
         found[name] = None if made is None else made.digest

@@ -1,7 +1,4 @@
-"""Speed exhibits: what benchmarks/results holds from a GPU, beside the paper's numbers. Nothing is measured here.
-
-Where a GPU has measured nothing yet, benchmarks/predicted stands in, hatched and labelled; no verdict looks at it.
-"""
+"""Speed exhibits: what benchmarks/results holds from a GPU, beside the paper's numbers. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio, ratio
-from benchmarks.predict import PREDICTED
 from benchmarks.store import Cell, Results
 from experiments.lib.draw import METHODS, finish, in_order, legend
 from experiments.lib.record import WAITS
@@ -27,16 +22,8 @@ COLUMNS = ("source", "seqlen", "method", "metric", "value", "low", "high", "mach
 
 def cells(benchmark: str, **wanted: Any) -> list[Cell]:
     """Cells of a GPU on the MPT-7B layout (not tiny) whose key holds these values."""
-    return _having(Results(benchmark).cells, {"device": "cuda", "tiny": False, "shape": "mpt_7b"} | wanted)
-
-
-def cells_or_predicted(benchmark: str, **wanted: Any) -> list[Cell]:
-    """`cells`; where there are none, those that are predicted."""
-    return cells(benchmark, **wanted) or _having(Results(benchmark, PREDICTED).cells, {"shape": "mpt_7b"} | wanted)
-
-
-def _having(found: list[Cell], key: dict[str, Any]) -> list[Cell]:
-    return [cell for cell in found if all(cell["key"].get(k) == v for k, v in key.items())]
+    key = {"device": "cuda", "tiny": False, "shape": "mpt_7b"} | wanted
+    return [cell for cell in Results(benchmark).cells if all(cell["key"].get(k) == v for k, v in key.items())]
 
 
 def samples(cell: Cell, name: str) -> list[dict[str, Any]]:
@@ -53,19 +40,8 @@ def over(numerator: Sequence[dict[str, Any]], denominator: Sequence[dict[str, An
 
 
 def ours(seqlen: str, method: str, metric: str, found: Ratio, cell: Cell) -> dict[str, Any]:
-    about = cell["from"]
-    errors = about.get("predictor_error_on_cpu")
-    machine = about["machine"] if errors is None else f"{about['machine']} ({_errors(errors)})"
-    source = "ours" if errors is None else "predicted"
-    return dict(
-        zip(COLUMNS, (source, seqlen, method, metric, found.value, found.low, found.high, machine), strict=True)
-    )
-
-
-def _errors(errors: dict[str, dict[str, float]]) -> str:
-    """How far the predictor is off on a CPU that was measured, by benchmark."""
-    each = (f"{name} {of['median']:.0%}, at most {of['largest']:.0%}" for name, of in errors.items())
-    return f"its error on a CPU, median: {'; '.join(each)}"
+    values = ("ours", seqlen, method, metric, found.value, found.low, found.high, cell["from"]["machine"])
+    return dict(zip(COLUMNS, values, strict=True))
 
 
 def with_paper(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -82,7 +58,7 @@ def with_paper(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequence[str]) -> None:
-    """Points per length, ours filled and the paper's hollow, predictions as hatched bars; a panel per metric."""
+    """Points per length, ours filled and the paper's hollow; a panel per metric."""
     figure.set_size_inches(3.4 * len(metrics), 2.9)
     figure.set_layout_engine("constrained")
     lengths = list(dict.fromkeys(table["seqlen"]))
@@ -90,7 +66,6 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
         axes = figure.add_subplot(1, len(metrics), place + 1)
         part = table[table["metric"].eq(metric)]
         for method in in_order(part["method"].tolist(), METHODS):
-            _predicted(axes, part, method, lengths)
             for source in ("paper", "ours"):
                 line = part[part["method"].eq(method) & part["source"].eq(source)]
                 if line.empty:
@@ -119,20 +94,6 @@ def draw_speed(table: pd.DataFrame, figure: Figure, ylabel: str, metrics: Sequen
     title = "; ".join(machines) if machines else "the paper's points; no GPU result of ours yet"
     figure.suptitle(textwrap.fill(title, 60 * len(metrics)), fontsize=7)
     legend(figure)
-
-
-def _predicted(axes: Axes, part: pd.DataFrame, method: str, lengths: list[str]) -> None:
-    """The predictions of one method as hatched bars, the methods of a panel side by side."""
-    line = part[part["method"].eq(method) & part["source"].eq("predicted")]
-    if line.empty:
-        return
-    methods = in_order(part.loc[part["source"].eq("predicted"), "method"].tolist(), METHODS)
-    width = 0.8 / len(methods)
-    shift = (methods.index(method) - (len(methods) - 1) / 2) * width
-    color = color_of(method.partition("@")[0])
-    look = {"fill": False, "edgecolor": color, "hatch": "////", "linewidth": 0.5, "alpha": 0.6, "zorder": 0}
-    where = [lengths.index(at) + shift for at in line["seqlen"]]
-    axes.bar(where, line["value"].to_numpy(), width, label=f"{method} (predicted)", **look)
 
 
 def found_of(table: pd.DataFrame, seqlen: str, method: str, metric: str) -> Any:

@@ -1,6 +1,6 @@
 """Sweeps of SmolLM2-135M that are no exhibit: every task, the league of methods, and the life of a context.
 
-Words of a command line, "FIXED | SWEPT"; with the exhibits they become conf/experiment/exhibits.json (`lib.exhibits`).
+Words of a command line, "FIXED | SWEPT"; with the exhibits they become conf/experiments.json (`lib.exhibits`).
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ LIFE = {
         f"{MODEL} task=news_qa limit=96 divergence=true | task.question=in_prompt,after_eviction "
         "method=window,streaming_llm,h2o,keyformer,a2sf,tova,snapkv,expected_attention kv_ratio=0.2,0.5"
     ),
-    # Four questions of each of 24 evicted caches: kvexp many-questions OUTPUTS. About 40 minutes of a core; every run
+    # Four questions of each of 24 evicted caches: kvexp results OUTPUTS --view questions. About 40 minutes of a core; every run
     # is timed by itself with hydra/launcher=basic.
     "many_questions": (
         f"{MODEL} task=news_qa limit=96 questions=all batch_size=1 divergence=false | "
         "method=streaming_llm,h2o,snapkv,expected_attention kv_ratio=0.2,0.5"
     ),
-    # Twenty conversations of seven turns, each in one cache: kvexp turns OUTPUTS, kvexp turns OUTPUTS --by distance. 8
+    # Twenty conversations of seven turns, each in one cache: kvexp results OUTPUTS --view turns (or distance). 8
     # runs, about 140 minutes of a core; the plan says 72, since it leaves out that each answer is fed once more beside
     # a full cache.
     "turns": (f"{MODEL} task=dialogue limit=140 | task.history=own,full method=streaming_llm,h2o,snapkv kv_ratio=0.3"),
-    # Instructions and a secret under eviction, with both remedies: kvexp instructions OUTPUTS. The budget has to hold
+    # Instructions and a secret under eviction, with both remedies: kvexp results OUTPUTS --view instructions. The budget has to hold
     # system prompt, sinks and recent window; 0.2 does not. 20 runs of 48, about 50 minutes of a core.
     "instructions": (
         f"{MODEL} task=instructions limit=48 divergence=false | task=instructions,instructions_leak "
         "task.question=after_eviction method=streaming_llm,h2o,snapkv kv_ratio=0.5 keep=null,span,fair"
     ),
-    # A story and a list of facts about each of 6 articles, up to 1,024 tokens, at budgets in tokens: kvexp long-answers
-    # OUTPUTS. 9 runs, at most 70 minutes of a core; memory by the plan at most 5.4 GB. Of 4,096 tokens:
+    # A story and a list of facts about each of 6 articles, up to 1,024 tokens, at budgets in tokens: kvexp results
+    # OUTPUTS --view long. 9 runs, at most 70 minutes of a core; memory by the plan at most 5.4 GB. Of 4,096 tokens:
     # task.max_new_tokens=4096 limit=4, about 66 minutes and 5.2 GB by the plan.
     "long_answers": (
         f"{MODEL} task=long_answers budget=tokens limit=12 divergence=true | "
         "method=streaming_llm,h2o,tova,snapkv budget.tokens=256,512"
     ),
-    # A needle in 2,048 tokens, read whole and in chunks, at 512 slots: kvexp prefill-chunks OUTPUTS. 13 runs of 20
+    # A needle in 2,048 tokens, read whole and in chunks, at 512 slots: kvexp results OUTPUTS --view chunks. 13 runs of 20
     # examples, about 35 minutes of a core; the plan counts one prefill for all of them, and so says less.
     "bounded_prefill": (
         f"{MODEL} task=news_needle budget=tokens prefill=bounded batch_size=1 divergence=true "

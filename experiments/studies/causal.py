@@ -11,7 +11,9 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +23,15 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from omegaconf import OmegaConf
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvexp.core import CacheConfig, EvictionLayer
 from kvexp.core.attention import AttentionInputs, AttentionParams, apply_probs, qk_matmul
-from kvexp.core.backends import EvictionBackend
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.slots import Slots
+from kvexp.core.backends import RecordingBackend, SlotsBefore
 from kvexp.diagnose.case import Case, cases, chosen, rows_of, run_at, short_title
-from kvexp.diagnose.log import held_slots, still_held
 from kvexp.diagnose.options import check
 from kvexp.diagnose.replay import (
     CLASSES,
@@ -58,16 +56,17 @@ from kvexp.generate.kl import compare
 from kvexp.generate.prefill import new_cache
 from kvexp.hf import MultiMethodCache
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer, texts_of
-from kvexp.hf.patch import KnownLayers, output_factors
+from kvexp.hf.patch import num_layers, output_factors
 from kvexp.results import stats
 from kvexp.results import stats as intervals
 from kvexp.results.read import question_of, titled
 from kvexp.results.table import TOO_FEW, Column, absent, fixed, plain, print_columns
 from kvexp.run.batches import Row as Row_of_batches
 from kvexp.run.batches import settings_at, waiting_notice
+from kvexp.run.compose import option, options
 from kvexp.run.settings import Settings, batch_cache, settings_of
 from kvexp.run.store import Run
-from kvexp.util import CONF, CacheError, ConfigError, Console, Progress, say, watch_pipes
+from kvexp.util import CacheError, ConfigError, Console, Progress, say, watch_pipes
 
 # How well a score ranks tokens by the effect of removing them, from a weighted sample of tokens; plain arrays.
 #
@@ -458,6 +457,59 @@ class ForcedAnswer:
         return logits.float()
 
 
+class KnownLayers:
+    """What each layer of a model gave in one forward of one row of tokens: `noted`, then `beginning_at`.
+
+    outputs: of each layer, as it returned them: a tensor [1, Q, n], or a tuple that begins with one; n: the model's
+    width. A layer that is passed over sees none of its hooks called and its cache not touched.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = blocks_of(model)
+        self.outputs: list[Any] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the layers give in the forward inside the block."""
+        self.outputs = []
+        hooks = [block.register_forward_hook(lambda _, __, made: self.outputs.append(made)) for block in self.blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def beginning_at(self, layer: int, rows: int) -> Iterator[None]:
+        """Compute no layer below `layer` in forwards inside the block, of `rows` rows of the tokens that were noted."""
+        passed = self.blocks[:layer]
+        for block, made in zip(passed, self.outputs, strict=False):
+            vars(block)["forward"] = _giving(made, rows)
+        try:
+            yield
+        finally:
+            for block in passed:
+                vars(block).pop("forward", None)
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model, from the first on; ConfigError where no module lists them."""
+    count = num_layers(model.config)
+    found = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    blocks = next(found, None)
+    if blocks is None:
+        raise ConfigError(f"{type(model).__name__} has no list of its {count} layers: its forwards begin at the first")
+    return blocks
+
+
+def _giving(made: Any, rows: int) -> Any:
+    """A forward of a layer that gives what it gave before, to every row."""
+    first = made if isinstance(made, Tensor) else made[0]
+    wide = first.expand(rows, *first.shape[1:])
+    given = wide if isinstance(made, Tensor) else (wide, *made[1:])
+    return lambda *_, **__: given
+
+
 # What a causal measurement says example by example: scores beside each other, and what goes with a divergence.
 
 
@@ -776,42 +828,6 @@ class PromptScores:
     kept: Tensor
 
 
-class ScoredEviction(EvictionBackend):
-    """The backend `inner` of one layer and row, with its first eviction noted: priority, protected, kept [H, S]."""
-
-    def __init__(self, inner: EvictionBackend, tokens: int) -> None:
-        self.inner, self.tokens = inner, tokens
-        self.noted: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def next_slot(self) -> Tensor | None:
-        return self.inner.next_slot()
-
-    def reset_layout(self) -> None:
-        self.inner.reset_layout()
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.inner.select_rows(rows)
-
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        held = held_slots(slots)
-        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
-        self.inner.evict(slots, priority, protected, resolved, hidden_next_step)
-        if self.noted is None:
-            kept = still_held(slots, positions)
-            self.noted = (
-                _by_position(priority, positions, self.tokens),
-                _by_position(protected, positions, self.tokens),
-                _by_position(kept, positions, self.tokens),
-            )
-
-
 def _by_position(values: Tensor, positions: Tensor, tokens: int) -> Tensor:
     """[H, S] by position, of one row's values [1, H, C] by slot; slots at position -1 are left out."""
     made = values.new_zeros(*values.shape[1:2], tokens + 1)
@@ -838,6 +854,7 @@ def _scores(case: Case, methods: Mapping[str, CacheConfig]) -> dict[str, PromptS
     model, prompt = case.model, case.prompt
     ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
     caches: dict[str, EvictionCache] = {}
+    first: dict[tuple[str, int], SlotsBefore] = {}  # of each cache and layer: its first eviction
     for name, config in methods.items():
         caches[name] = new_cache(
             model,
@@ -851,18 +868,26 @@ def _scores(case: Case, methods: Mapping[str, CacheConfig]) -> dict[str, PromptS
         )
         for state in caches[name].layer_states:
             if isinstance(state, EvictionLayer):
-                state.backend = ScoredEviction(state.backend, len(prompt))
+                state.backend = RecordingBackend(state.backend, partial(first.setdefault, (name, state.index)))
     forward_last(model, ids, torch.ones_like(ids), MultiMethodCache(list(caches.values()), 1))
-    return {name: _noted(cache, len(prompt)) for name, cache in caches.items()}
+    return {
+        name: _prompt_scores([first.get((name, layer)) for layer in range(len(cache.layers))], cache, len(prompt))
+        for name, cache in caches.items()
+    }
 
 
-def _noted(cache: EvictionCache, tokens: int) -> PromptScores:
+def _prompt_scores(evictions: Sequence[SlotsBefore | None], cache: EvictionCache, tokens: int) -> PromptScores:
+    """The scores of one method from every layer's first eviction; None: the layer evicted nothing."""
     layers = []
-    for state in cache.layer_states:
-        assert isinstance(state, EvictionLayer) and isinstance(state.backend, ScoredEviction)
+    for eviction, state in zip(evictions, cache.layer_states, strict=True):
+        assert isinstance(state, EvictionLayer)
         heads = state.require_slots().positions.shape[1]
-        nothing = (torch.zeros(heads, tokens), torch.zeros(heads, tokens, dtype=torch.bool))
-        layers.append(state.backend.noted or (*nothing, ~nothing[1]))
+        if eviction is None:
+            nothing = torch.zeros(heads, tokens, dtype=torch.bool)
+            layers.append((nothing.float(), nothing, ~nothing))
+        else:
+            columns = (eviction.priority, eviction.protected, eviction.kept)
+            layers.append(tuple(_by_position(each, eviction.positions, tokens) for each in columns))
     priority, protected, kept = (torch.stack(each) for each in zip(*layers, strict=True))
     return PromptScores(priority.float(), protected, kept)
 
@@ -1027,7 +1052,7 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
 
     ConfigError for a name that is no method, and where no method is left.
     """
-    known = [name for name in sorted(path.stem for path in (CONF / "method").glob("*.yaml")) if name != "full"]
+    known = [name for name in options("method") if name != "full"]
     for name in names:
         if name not in (*known, ALL):
             raise ConfigError(f"--methods: no method {name!r}; one of {', '.join(known)}, or {ALL}")
@@ -1056,10 +1081,13 @@ def method_settings(settings: Settings, names: Sequence[str]) -> dict[str, Setti
 def _with_method(settings: Settings, name: str) -> Settings:
     """The run's settings with another method at its own defaults."""
     asked = settings.command
-    node = OmegaConf.to_container(OmegaConf.load(CONF / "method" / f"{name}.yaml"), resolve=True)
     cache = {**asked["config"]["cache"], "mode": "auto", "positions": None}
     words = [word for word in asked["overrides"] if not word.lstrip("+~").startswith(_OWN_OPTIONS)]
-    return settings_of({**asked["config"], "method": node, "cache": cache}, {**asked["choices"], "method": name}, words)
+    return settings_of(
+        {**asked["config"], "method": option("method", name), "cache": cache},
+        {**asked["choices"], "method": name},
+        words,
+    )
 
 
 def _no_score(settings: Settings) -> str | None:

@@ -25,7 +25,7 @@ from kvexp.generate import prefill
 from kvexp.generate.kl import compare
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import unpack_linear
-from kvexp.hf.rounded_weights import round_linear_layers
+from kvexp.hf.cpu_linear import round_linear_layers
 from kvexp.methods import Keyformer
 from kvexp.results import stats
 from kvexp.results.divergence import (
@@ -115,7 +115,9 @@ def measured(run: Run, limit: int | None = None) -> dict[str, list[Line]]:
     lines = sorted((line["index"], example, line) for (example, text), line in read(run).items() if text == OWN)
     texts = {example: line for _, example, line in lines[:limit]}
     if not texts:
-        raise ConfigError(f"{run.path} has no divergence yet: run kvexp divergence {run.path.parent}")
+        raise ConfigError(
+            f"{run.path} has no divergence yet: run kvexp results {run.path.parent} --view divergence --measure"
+        )
     settings = settings_at(run)
     rows = [{"example": name, "index": line["index"]} for name, line in texts.items()]  # divergence=only has no others
     model, tokenizer = load(settings.model)
@@ -172,7 +174,7 @@ def scale_main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.studies.kl_scale scale", description=SCALE_DOC.split("\n\n")[0]
     )
-    parser.add_argument("run", type=Path, help="the folder of a run that kvexp divergence has measured")
+    parser.add_argument("run", type=Path, help="the folder of a run whose divergence was measured")
     parser.add_argument("--limit", type=int, metavar="N", help="go by the first N texts (default: all)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     args = parser.parse_args(argv)
@@ -361,7 +363,9 @@ def agreement_main(argv: Sequence[str] | None = None) -> int:
         found = [folder for outputs in args.outputs for folder in chosen(folders(outputs), {})]
         frame = agreement(found, args.epsilon, args.metric)
         if frame.empty:
-            raise ConfigError("no task has three runs with a divergence and a score: kvexp divergence measures it")
+            raise ConfigError(
+                "no task has three runs with a divergence and a score; see kvexp results --view divergence --measure"
+            )
         rows: list[dict[str, Any]] = frame.to_dict("records")  # type: ignore[assignment]
         verdicts = [row for outputs in args.outputs for row in table(outputs).to_dict("records")]
     except ConfigError as error:

@@ -653,7 +653,9 @@ def entry_of(run: Run) -> Entry:
         raise ConfigError(f"{run.path} does not know how it was asked for: run it again")
     own = {line["example"]: line for (_, text), line in read(run).items() if text == OWN}
     if not own:
-        raise ConfigError(f"{run.path} has no divergence yet: run kvexp divergence {run.path.parent}")
+        raise ConfigError(
+            f"{run.path} has no divergence yet: run kvexp results {run.path.parent} --view divergence --measure"
+        )
     by_hash = {folder.run.hash: folder for folder in folders(run.path.parent)}
     folder, full = by_hash[run.hash], by_hash.get(run.baseline)
     divergence = divergence_table([folder]).to_dict("records")

@@ -1,11 +1,16 @@
-"""Three ways to drop slots that keep the same ones: overwrite, compact, mask."""
+"""Three ways to drop slots that keep the same ones (overwrite, compact, mask), and one that records any of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.budget_shares import RankedSlots
 from kvexp.core.slots import RaggedSlots, Slots, select_evict, select_keep
 
 # On a CPU, MKL sums the last columns of a product in another order where their number is no multiple of this.
@@ -31,18 +36,8 @@ class EvictionBackend:
         compacts.
         """
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        """Evict until every row holds `resolved.keep` tokens.
-
-        priority [B, H, S] float32, higher is kept; protected [B, H, S] bool; hidden_next_step: see `Method`.
-        """
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+        """Evict until every row holds `resolved.keep` tokens."""
         raise NotImplementedError
 
     def select_rows(self, rows: Tensor) -> None:
@@ -96,27 +91,19 @@ class InPlace(EvictionBackend):
     def reset_layout(self) -> None:
         self.free_slots = self.out_of_budget = None
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
         """Free `every` slots of the fixed layout; before there is one, compact into it."""
         if (
             self.free_slots is not None
             and self.out_of_budget is not None
             and slots.length == self.out_of_budget.shape[-1]
         ):
-            self.set_free(
-                select_evict(priority, slots.positions, protected, self.out_of_budget, self.free_slots.shape[-1])
-            )
+            count = self.free_slots.shape[-1]
+            self.set_free(select_evict(ranked.priority, slots.positions, ranked.protected, self.out_of_budget, count))
             slots.invalidate(self.free_slots)
             return
         if self.every is None:
-            compact(slots, priority, protected, resolved, 0)
+            compact(slots, ranked, resolved, 0)
             return
         # Room for the longest row or head, even if it has not filled its budget yet.
         most = max(resolved.most)
@@ -124,15 +111,13 @@ class InPlace(EvictionBackend):
         if resolved.head_keep is not None:
             width = ragged_width(width)
         elif self.every == 1:
-            width = stackable_width(width, priority.device)
-        compact(slots, priority, protected, resolved, width - min(most, slots.length), free=self.every)
-        index = torch.arange(slots.length, device=priority.device)
+            width = stackable_width(width, slots.positions.device)
+        compact(slots, ranked, resolved, width - min(most, slots.length), free=self.every)
+        index = torch.arange(slots.length, device=slots.positions.device)
         first = resolved.keep_by_head[..., None]
         self.out_of_budget = index >= first + self.every
-        self.free_slots = (
-            (first + torch.arange(self.every, device=priority.device)).expand(-1, priority.shape[1], -1).contiguous()
-        )
-        self.num_used = 0
+        free = first + index[: self.every]
+        self.set_free(free.expand(-1, slots.positions.shape[1], -1).contiguous())
 
     def select_rows(self, rows: Tensor) -> None:
         if self.free_slots is not None and self.out_of_budget is not None:
@@ -146,55 +131,37 @@ class Compacting(EvictionBackend):
     Slower than `InPlace` and simpler, so tests compare `InPlace` with it.
     """
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        compact(slots, priority, protected, resolved, 0)
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+        compact(slots, ranked, resolved, 0)
 
 
 class Mask(EvictionBackend):
     """Mode mask, a simulation: nothing is dropped; evicted slots are no longer visible and their score stays -inf."""
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
         score, positions = slots.score[:, :, : slots.length], slots.positions[:, :, : slots.length]
         assert slots.visible is not None
-        visible = slots.visible[:, :, : slots.length]
+        visible, hidden = slots.visible[:, :, : slots.length], ranked.hidden
         candidates = score > -torch.inf
-        if hidden_next_step is not None:
-            candidates = candidates & ~hidden_next_step
-        eligible = positions.masked_fill(~candidates, -1)
-        index, keep = select_keep(
-            priority, eligible, protected & candidates, resolved.keep_by_head, min(max(resolved.most), slots.length)
-        )
+        if hidden is not None:
+            candidates = candidates & ~hidden
+        eligible, protected = positions.masked_fill(~candidates, -1), ranked.protected & candidates
+        most = min(max(resolved.most), slots.length)
+        index, keep = select_keep(ranked.priority, eligible, protected, resolved.keep_by_head, most)
         visible.zero_()
         visible.scatter_(-1, index, keep)
-        stays = visible if hidden_next_step is None else visible | (hidden_next_step & (score > -torch.inf))
+        stays = visible if hidden is None else visible | (hidden & (score > -torch.inf))
         score.masked_fill_(~stays, -torch.inf)
 
 
-def compact(
-    slots: Slots, priority: Tensor, protected: Tensor, resolved: ResolvedBudget, reserve: int, free: int = 0
-) -> None:
-    """Keep the slots of highest priority in every row, in order of position, with `reserve` dead slots behind.
+def compact(slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget, reserve: int, free: int = 0) -> None:
+    """Keep the first `resolved.keep_by_head` slots of every row, in order of position, with `reserve` dead ones behind.
 
-    priority [B, H, S] float32; protected [B, H, S] bool: slots that are kept first; `resolved.keep_by_head` slots are
-    kept. free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
+    free: where heads keep different numbers, dead slots behind each head's own, for tokens to come.
     """
     max_keep = min(max(resolved.most), slots.length)
     positions = slots.positions[:, :, : slots.length]
-    index, keep = select_keep(priority, positions, protected, resolved.keep_by_head, max_keep)
+    index, keep = select_keep(ranked.priority, positions, ranked.protected, resolved.keep_by_head, max_keep)
     if isinstance(slots, RaggedSlots) and resolved.head_keep is not None:
         slots.pack(index, keep, reserve, [[kept + free for kept in heads] for heads in resolved.head_keep])
     else:
@@ -216,6 +183,70 @@ def ragged_width(slots: int) -> int:
     Then a softmax, which torch sums by 16 on some processors, does not depend on the widest head of the batch.
     """
     return -(-slots // 16) * 16
+
+
+@dataclass(frozen=True)
+class SlotsBefore:
+    """One layer's slots as an eviction found them, all [B, H, S], and which of them it kept.
+
+    held: the slots that held a token; positions: their position ids, -1 elsewhere; priority, protected: by which the
+    method had them evicted; kept: held after the eviction, wherever they lie then.
+    """
+
+    held: Tensor
+    positions: Tensor
+    priority: Tensor
+    protected: Tensor
+    kept: Tensor
+
+
+class RecordingBackend(EvictionBackend):
+    """The backend `inner`, which calls `on_evict` with the `SlotsBefore` of every eviction.
+
+    reprioritise: the priority to evict by, made of the method's and of the slots held [B, H, S] bool; what is recorded
+    remains the method's. None: the method's. Slots that a simulation hides for one step alone count as kept.
+    """
+
+    def __init__(
+        self,
+        inner: EvictionBackend,
+        on_evict: Callable[[SlotsBefore], Any],
+        reprioritise: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.inner, self.on_evict, self.reprioritise = inner, on_evict, reprioritise
+
+    def next_slot(self) -> Tensor | None:
+        return self.inner.next_slot()
+
+    def reset_layout(self) -> None:
+        self.inner.reset_layout()
+
+    def select_rows(self, rows: Tensor) -> None:
+        self.inner.select_rows(rows)
+
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+        held = held_slots(slots)
+        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
+        if self.reprioritise is None:
+            self.inner.evict(slots, ranked, resolved)
+        else:
+            self.inner.evict(slots, replace(ranked, priority=self.reprioritise(ranked.priority, held)), resolved)
+        self.on_evict(SlotsBefore(held, positions, ranked.priority, ranked.protected, _still_held(slots, positions)))
+
+
+def held_slots(slots: Slots) -> Tensor:
+    """[B, H, S] bool: the slots that are not evicted; a simulation (mode=mask) marks the others by their score."""
+    live = slots.valid()
+    return live if slots.visible is None else live & (slots.score[:, :, : slots.length] > -torch.inf)
+
+
+def _still_held(slots: Slots, positions: Tensor) -> Tensor:
+    """[B, H, S] bool: of positions [B, H, S] that were held, those that are held now, wherever their slot is."""
+    current = slots.positions[:, :, : slots.length].masked_fill(~held_slots(slots), -1)
+    last = int(positions.max()) + 1
+    table = torch.zeros(*current.shape[:2], last + 1, dtype=torch.bool, device=current.device)
+    table.scatter_(-1, torch.where(current < 0, last, current), True)
+    return table.gather(-1, positions.clamp(min=0)) & (positions >= 0)
 
 
 def make_backend(name: str, every: int | None) -> EvictionBackend:

@@ -394,7 +394,7 @@ class BudgetedLayer(StoredLayer):
         if self.config.is_ragged and self.config.mode != "mask" and not isinstance(slots, RaggedSlots):
             self.slots = slots = RaggedSlots.of(slots)
         assert self.resolved_budget is not None and self.sequence.num_real is not None
-        self.backend.evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
+        self.backend.evict(slots, ranked, self.resolved_budget)
         self._update_after_eviction(slots)
         self.backend.at_budget = self._all_at_budget()
         self.backend.no_padding_slots = self.backend.at_budget and slots.length == min(self.resolved_budget.least) + (
@@ -406,7 +406,7 @@ class BudgetedLayer(StoredLayer):
         """Evict from a prompt that goes on: the slots are not laid out for decode steps yet."""
         slots = self.require_slots()
         assert self.resolved_budget is not None
-        Compacting().evict(slots, ranked.priority, ranked.protected, self.resolved_budget, ranked.hidden)
+        Compacting().evict(slots, ranked, self.resolved_budget)
         self._update_after_eviction(slots)
 
     def _update_after_eviction(self, slots: Slots) -> None:

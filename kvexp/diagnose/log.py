@@ -1,16 +1,16 @@
-"""An eviction backend that does what another one does and records what is evicted, and by what score."""
+"""A record of what a generation evicts, and by what score."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvexp.core import EvictionLayer, SequenceState
-from kvexp.core.backends import EvictionBackend
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.slots import Slots, keep_order
+from kvexp.core.backends import RecordingBackend, SlotsBefore
+from kvexp.core.slots import keep_order
 from kvexp.hf import EvictionCache
 
 
@@ -52,78 +52,36 @@ COLUMNS = {
 }
 
 
-class WatchedBackend(EvictionBackend):
-    """The backend `inner`, with its evictions recorded.
-
-    For a batch of one row; what a simulation hides for one step only (H2O's released mask) does not count as evicted.
-    """
-
-    def __init__(self, inner: EvictionBackend, layer: int, sequence: SequenceState, into: EvictionRecord) -> None:
-        self.inner, self.layer, self.sequence, self.into = inner, layer, sequence, into
-
-    def next_slot(self) -> Tensor | None:
-        return self.inner.next_slot()
-
-    def reset_layout(self) -> None:
-        self.inner.reset_layout()
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.inner.select_rows(rows)
-
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        held = held_slots(slots)
-        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
-        places = places_of(priority, positions, protected)
-        self.inner.evict(slots, priority, protected, resolved, hidden_next_step)
-        gone = held & ~still_held(slots, positions)
-        free = (held & ~gone & ~protected)[0]
-        lowest = priority[0].masked_fill(~free, torch.inf).amin(-1)
-        threshold = torch.where(free.any(-1), lowest, torch.nan)
-        head, slot = gone[0].nonzero(as_tuple=True)
-        one = torch.ones_like(head)
-        self.into.add(
-            step=one * (self.sequence.seq_len - (self.sequence.prompt_columns or 0)),
-            layer=one * self.layer,
-            head=head,
-            position=positions[0, head, slot],
-            score=priority[0, head, slot],
-            rank=places[0, head, slot],
-            of=held[0].sum(-1)[head],
-            threshold=threshold[head],
-        )
-
-
 def watch(cache: EvictionCache, into: EvictionRecord) -> None:
-    """Record every eviction of this new cache of one row in `into`."""
+    """Record every eviction of this new cache of one row in `into`.
+
+    What a simulation hides for one step only (H2O's released mask) does not count as evicted.
+    """
     for layer, state in enumerate(cache.layer_states):
         if isinstance(state, EvictionLayer):
-            state.backend = WatchedBackend(state.backend, layer, cache.sequence, into)
+            state.backend = RecordingBackend(state.backend, partial(_record, into, layer, cache.sequence))
 
 
-def held_slots(slots: Slots) -> Tensor:
-    """[B, H, S] bool: the slots that are not evicted; a simulation (mode=mask) marks the others by their score."""
-    live = slots.valid()
-    return live if slots.visible is None else live & (slots.score[:, :, : slots.length] > -torch.inf)
-
-
-def still_held(slots: Slots, positions: Tensor) -> Tensor:
-    """[B, H, S] bool: of positions [B, H, S] that were held, those that are held now, wherever their slot is."""
-    current = slots.positions[:, :, : slots.length].masked_fill(~held_slots(slots), -1)
-    last = int(positions.max()) + 1
-    table = torch.zeros(*current.shape[:2], last + 1, dtype=torch.bool, device=current.device)
-    table.scatter_(-1, torch.where(current < 0, last, current), True)
-    return table.gather(-1, positions.clamp(min=0)) & (positions >= 0)
-
-
-def places_of(priority: Tensor, positions: Tensor, protected: Tensor) -> Tensor:
-    """[B, H, S]: place of every slot in the order of keeping, from 1."""
-    index = keep_order(priority, positions, protected & (positions >= 0))
-    places = torch.arange(1, index.shape[-1] + 1, device=index.device).expand_as(index)
-    return torch.empty_like(index).scatter_(-1, index, places)
+def _record(into: EvictionRecord, layer: int, sequence: SequenceState, eviction: SlotsBefore) -> None:
+    """Add one layer's eviction, of a cache of one row, to the record."""
+    held, positions, priority, protected = (
+        each[0] for each in (eviction.held, eviction.positions, eviction.priority, eviction.protected)
+    )
+    free = eviction.kept[0] & ~protected
+    lowest = priority.masked_fill(~free, torch.inf).amin(-1)
+    threshold = torch.where(free.any(-1), lowest, torch.nan)
+    index = keep_order(eviction.priority, eviction.positions, eviction.protected & eviction.held)[0]
+    order = torch.arange(1, index.shape[-1] + 1, device=index.device)
+    places = torch.empty_like(index).scatter_(-1, index, order.expand_as(index))
+    head, slot = (held & ~eviction.kept[0]).nonzero(as_tuple=True)
+    one = torch.ones_like(head)
+    into.add(
+        step=one * (sequence.seq_len - (sequence.prompt_columns or 0)),
+        layer=one * layer,
+        head=head,
+        position=positions[head, slot],
+        score=priority[head, slot],
+        rank=places[head, slot],
+        of=held.sum(-1)[head],
+        threshold=threshold[head],
+    )

@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer, SequenceState
-from kvexp.core.backends import Mask
+from kvexp.core.backends import Mask, held_slots
 from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.budget_shares import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
-from kvexp.diagnose.log import held_slots
 from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
 from kvexp.generate import PrefilledContext
 from kvexp.generate.kl import compare, read_questions
@@ -97,18 +97,11 @@ class UndoMask(Mask):
         )
         self._bring_back(slots, slots.valid() & ~held_slots(slots))
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
         held = held_slots(slots)
         assert slots.visible is not None
         back = slots.visible[:, :, : slots.length] & ~held  # brought back before
-        super().evict(slots, priority, protected, resolved, hidden_next_step)
+        super().evict(slots, ranked, resolved)
         slots.visible[:, :, : slots.length] |= back
         self._bring_back(slots, held & ~held_slots(slots))
 
@@ -820,7 +813,9 @@ def explain_worst(run: Run, options: Options, first: int | None, console: Consol
     rows = rows_of(run)
     worst = [each for each in worst_tokens(run) if each.line["example"] in rows][: first or 1]
     if not worst:
-        raise ConfigError(f"{run.path} has no divergence of its rows: kvexp divergence {run.path.parent}")
+        raise ConfigError(
+            f"{run.path} has no divergence of its rows: kvexp results {run.path.parent} --view divergence --measure"
+        )
     by_name = {each.line["example"]: each for each in worst}
     epsilon = float(((run.command or {}).get("config") or {}).get("epsilon_kl") or 0.05)
     for row, case, _ in cases(settings, [rows[name] for name in by_name]):

@@ -1,4 +1,9 @@
-"""kvexp's eviction for `model.generate(custom_generate=FOLDER)` of transformers: a folder made of our modules."""
+"""kvexp's eviction for `model.generate(custom_generate=FOLDER)` of transformers: a folder made of kvexp's modules.
+
+transformers copies nothing but files that lie beside `generate.py`. So, starting from one module, every module of kvexp
+that it imports, however deep, becomes a file named after its dotted name (kvexp.core.slots: core_slots.py), and imports
+of kvexp become relative ones. Nothing else of a source is touched.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +18,6 @@ from pathlib import Path
 
 from kvexp import NUMERICS, __version__
 from kvexp.util import ConfigError, say
-
-# A package's modules as files of one folder: transformers copies nothing but files that lie beside `generate.py`.
-#
-# Starting from one module, every module of kvexp that it imports, however deep, becomes a file named after its dotted
-# name (kvexp.core.slots: core_slots.py), and imports of kvexp become relative ones. Nothing else of a source is
-# touched.
-
 
 ENTRY, ENTRY_FILE = "kvexp.engines.custom_generate_entry", "generate"
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,19 +44,11 @@ def flat_name(module: str) -> str:
     return ENTRY_FILE if module == ENTRY else module.replace("kvexp.", "", 1).replace(".", "_")
 
 
-def source_of_module(module: str) -> str:
-    """The source of a module of kvexp; ConfigError where there is none."""
+def source_of_module(module: str) -> str | None:
+    """The source of a module of kvexp; None where there is no such module."""
     base = ROOT.joinpath(*module.split("."))
-    for file in (base.with_suffix(".py"), base / "__init__.py"):
-        if file.is_file():
-            return file.read_text("utf-8")
-    raise ConfigError(f"kvexp has no module {module}")
-
-
-def is_module(name: str) -> bool:
-    """Whether a dotted name is a module of kvexp."""
-    base = ROOT.joinpath(*name.split("."))
-    return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
+    found = [file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()]
+    return found[0].read_text("utf-8") if found else None
 
 
 def flattened(entry: str = ENTRY) -> dict[str, str]:
@@ -68,6 +58,8 @@ def flattened(entry: str = ENTRY) -> dict[str, str]:
     while todo:
         module = todo.pop()
         text = source_of_module(module)
+        if text is None:
+            raise ConfigError(f"kvexp has no module {module}")
         found = imports_of(module, text)
         made[f"{flat_name(module)}.py"] = rewritten(text, found)
         for each in found:
@@ -98,9 +90,10 @@ def _rewritten_import(node: ast.ImportFrom) -> Import:
     for alias in node.names:
         full = f"{node.module}.{alias.name}"
         called = alias.asname or alias.name
-        if not is_module(full):
+        source = source_of_module(full)
+        if source is None:
             names.append(alias.name if alias.asname is None else f"{alias.name} as {alias.asname}")
-        elif _needs_left_out(full):
+        elif _needs_left_out(source):
             lines.append(f'{pad}raise ImportError("{full} is not part of this folder: install kvexp")')
         else:
             flat = flat_name(full)
@@ -113,9 +106,9 @@ def _rewritten_import(node: ast.ImportFrom) -> Import:
     return Import(node.lineno, node.end_lineno or node.lineno, "\n".join(lines), tuple(modules))
 
 
-def _needs_left_out(module: str) -> bool:
+def _needs_left_out(source: str) -> bool:
     """Whether a module imports, at its top, a package that is left out."""
-    for node in ast.parse(source_of_module(module)).body:
+    for node in ast.parse(source).body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if any(name.split(".")[0] in LEFT_OUT for name in names):
@@ -145,14 +138,9 @@ def requirements() -> str:
     return "".join(f"{line}\n" for line in known if re.match(r"(torch|transformers)\b(?!.*extra)", line))
 
 
-CUSTOM_GENERATE_DOC = (
-    """kvexp custom-generate FOLDER: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
-)
-
-
 README = """# KV-cache eviction for `generate`
 
-Made by kvexp {version} (NUMERICS {numerics}) with `kvexp custom-generate`, from its own modules.
+Made by kvexp {version} (NUMERICS {numerics}) with `kvexp export transformers`, from its own modules.
 Do not edit it: make it again.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -168,8 +156,8 @@ Pad on the left. The model is left as it was; the cache holds no more than its b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0, or 2 where the folder cannot be made."""
-    parser = argparse.ArgumentParser(prog="kvexp custom-generate", description=CUSTOM_GENERATE_DOC)
+    """`kvexp export transformers FOLDER`: write the folder that `model.generate(custom_generate=FOLDER)` takes."""
+    parser = argparse.ArgumentParser(prog="kvexp export transformers", description=main.__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="made where it is not there")
     args = parser.parse_args(argv)
     try:

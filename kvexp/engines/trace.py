@@ -1,7 +1,7 @@
 """Traces of an eviction method for engines: what it scored, kept and dropped, step by step, layer by layer.
 
-`kvexp trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has the
-format. Nothing is imported here.
+`kvexp export trace` writes one; `trace_check`, which needs nothing but numpy, reads and checks it. docs/engines.md has
+the format. Nothing is imported here.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvexp import NUMERICS
 from kvexp.core import CacheConfig, Cadence, EvictionLayer
-from kvexp.core.backends import EvictionBackend, Mask
+from kvexp.core.backends import Mask, RecordingBackend, SlotsBefore, held_slots
 from kvexp.core.budget_resolution import ResolvedBudget
+from kvexp.core.budget_shares import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case
-from kvexp.diagnose.log import held_slots, still_held
 from kvexp.engines.trace_check import PROFILES, VERSION
 from kvexp.generate.prefill import decode_step
 from kvexp.hf import EvictionCache
 from kvexp.util import CacheError, ConfigError, say
 
-TRACE_DOC = """kvexp trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
+TRACE_DOC = """kvexp export trace RUN EXAMPLE: what a method scored, kept and dropped of one example, for engines to
 follow."""
 
 
@@ -82,7 +83,7 @@ def made(args: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="kvexp trace", description=TRACE_DOC)
+    result = argparse.ArgumentParser(prog="kvexp export trace", description=TRACE_DOC)
     add = result.add_argument
     add("run", metavar="RUN", help="a run: its folder outputs/HASH, or outputs@LABEL=VALUE,... where that is one run")
     add("example", metavar="EXAMPLE", help="id of an example, its beginning, or its index")
@@ -102,60 +103,39 @@ def parser() -> argparse.ArgumentParser:
 BLOCK = 16  # tokens of a page, as in vLLM
 
 
-@dataclass(frozen=True)
-class SlotsBefore:
-    """One layer's slots as its last eviction found them, [H, C]: position ids (-1: empty), scores, protected, kept."""
+class LayerTrace:
+    """One layer of one row whose evictions are traced under a profile.
 
-    positions: Tensor
-    scores: Tensor
-    protected: Tensor
-    kept: Tensor
-
-
-class ProfiledEviction(EvictionBackend):
-    """The backend `inner` of one layer and row, whose priorities first go through a profile; its evictions are noted.
-
-    noted: of the latest eviction since `take`, None without one.
+    latest: the latest eviction since `take`, None without one.
     """
 
-    def __init__(self, inner: EvictionBackend, profile: str) -> None:
-        self.inner, self.profile = inner, profile
-        self.noted: SlotsBefore | None = None
+    def __init__(self, state: EvictionLayer, profile: str) -> None:
+        self.state = state
+        self.latest: SlotsBefore | None = None
+        inner = Paged() if profile == "paged" else state.backend
+        state.backend = RecordingBackend(inner, self._note, partial(_profiled_priority, profile))
 
-    def next_slot(self) -> Tensor | None:
-        return self.inner.next_slot()
+    def _note(self, eviction: SlotsBefore) -> None:
+        self.latest = eviction
 
-    def reset_layout(self) -> None:
-        self.inner.reset_layout()
+    def take(self) -> dict[str, Tensor]:
+        """The slots [H, C] that the forward which has just ended found, and what it kept; without an eviction, all."""
+        found, self.latest = self.latest, None
+        if found is None:
+            slots = self.state.require_slots()
+            held, score = held_slots(slots), slots.score[:, :, : slots.length]
+            positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
+            found = SlotsBefore(held, positions, score, torch.zeros_like(held), held)
+        columns = {"positions": found.positions, "scores": found.priority.float(), "protected": found.protected}
+        return {name: values[0].cpu() for name, values in (columns | {"kept": found.kept}).items()}
 
-    def select_rows(self, rows: Tensor) -> None:
-        self.inner.select_rows(rows)
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
-        held = held_slots(slots)
-        positions = slots.positions[:, :, : slots.length].masked_fill(~held, -1)
-        shared = priority.masked_fill(~held, -torch.inf)
-        if self.profile in ("union", "paged"):  # the heads of a layer hold the same tokens in the same slots
-            shared = shared.double().mean(1, keepdim=True).float().expand_as(shared)
-        self.inner.evict(slots, shared, protected, resolved, hidden_next_step)
-        kept = still_held(slots, positions)
-        self.noted = SlotsBefore(positions[0].cpu(), priority[0].float().cpu(), protected[0].cpu(), kept[0].cpu())
-
-    def take(self, slots: Slots) -> SlotsBefore:
-        """The slots of the forward that has just ended; where it evicted nothing, what is there and all of it kept."""
-        noted, self.noted = self.noted, None
-        if noted is not None:
-            return noted
-        held = held_slots(slots)[0].cpu()
-        positions = slots.positions[0, :, : slots.length].cpu().masked_fill(~held, -1)
-        return SlotsBefore(positions, slots.score[0, :, : slots.length].cpu(), torch.zeros_like(held), held)
+def _profiled_priority(profile: str, priority: Tensor, held: Tensor) -> Tensor:
+    """The priority [B, H, S] that a profile evicts by, -inf where nothing is held."""
+    shared = priority.masked_fill(~held, -torch.inf)
+    if profile in ("union", "paged"):  # the heads of a layer hold the same tokens in the same slots
+        shared = shared.double().mean(1, keepdim=True).float().expand_as(shared)
+    return shared
 
 
 class Paged(Mask):
@@ -165,21 +145,14 @@ class Paged(Mask):
     tokens is a page's.
     """
 
-    def evict(
-        self,
-        slots: Slots,
-        priority: Tensor,
-        protected: Tensor,
-        resolved: ResolvedBudget,
-        hidden_next_step: Tensor | None,
-    ) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
         held = held_slots(slots)[0, 0]
         page = slots.positions[0, 0, : slots.length] // BLOCK
         order = []
         for number in sorted(set(page[held].tolist())):
             mine = held & (page == number)
-            mean = float(priority[0, 0, mine].double().mean().float())
-            order.append((not bool(protected[0, 0, mine].any()), -mean, -number))
+            mean = float(ranked.priority[0, 0, mine].double().mean().float())
+            order.append((not bool(ranked.protected[0, 0, mine].any()), -mean, -number))
         needed = sum(not free for free, _, _ in order)
         stay = [-number for _, _, number in sorted(order)[: max(resolved.keep[0] // BLOCK, needed)]]
         keep = held & torch.isin(page, torch.tensor(stay, device=page.device))
@@ -210,11 +183,6 @@ def profiled(config: CacheConfig, profile: str) -> CacheConfig:
     return dataclasses.replace(config, mode="compact" if profile == "append_only" else "overwrite")
 
 
-def backend_of(inner: EvictionBackend, profile: str) -> ProfiledEviction:
-    """The watched backend of one layer; inner: the one that the profile's configuration made."""
-    return ProfiledEviction(Paged() if profile == "paged" else inner, profile)
-
-
 # Make the trace of one example of a run: its prompt under a profile, then the full cache's own answer by steps.
 
 
@@ -234,57 +202,41 @@ def trace_of(case: Case, profile: str, new_tokens: int, model: dict[str, Any]) -
     answer = dataclasses.replace(case, decoding=shorter).full().generate_again().tokens[0]
     fed = [*case.question, *answer]
 
+    traced: list[LayerTrace] = []
+
     def watch(cache: EvictionCache) -> None:
-        for state in cache.layer_states:
-            assert isinstance(state, EvictionLayer)
-            state.backend = backend_of(state.backend, profile)
+        traced.extend(LayerTrace(state, profile) for state in cache.layer_states if isinstance(state, EvictionLayer))
 
     context = case.prefill_prompt(watch, config)
-    states = [state for state in context.cache.layer_states if isinstance(state, EvictionLayer)]
+    states = [layer.state for layer in traced]
     if len({state.require_slots().keys.shape[1] for state in states}) != 1:
         raise ConfigError("traces need layers of one number of kv heads")
-    if any(isinstance(state.backend, ProfiledEviction) and state.backend.noted is None for state in states):
+    if any(layer.latest is None for layer in traced):
         raise ConfigError("the prompt fits into the budget, so nothing is evicted: lower kv_ratio (or budget.tokens)")
-    prompt, steps, logits = _slots(states), [], [context.logits[-1]]
+    prompt, steps, logits = [layer.take() for layer in traced], [], [context.logits[-1]]
     for number, token in enumerate(fed):
         at = torch.tensor([[len(case.prompt) + number]], device=context.ids.device)
         logits.append(decode_step(case.model, torch.full_like(at, token), at, context.cache)[-1])
-        steps.append(_slots(states))
+        steps.append([layer.take() for layer in traced])
     made = {"tokens": np.array([*case.prompt, *fed], dtype=np.int32)}
     made |= {f"prompt_{name}": values for name, values in _prompt(prompt, len(case.prompt)).items()}
     made |= {f"step_{name}": values for name, values in _steps(steps).items()}
     return made | _tops(logits) | {"header": _header(case, profile, states, len(fed), model, logits)}
 
 
-def _slots(states: list[EvictionLayer]) -> list[SlotsBefore]:
-    """What every layer's latest forward found and kept."""
-    found = []
-    for state in states:
-        assert isinstance(state.backend, ProfiledEviction)
-        found.append(state.backend.take(state.require_slots()))
-    return found
-
-
-def _prompt(layers: list[SlotsBefore], tokens: int) -> dict[str, np.ndarray]:
+def _prompt(layers: list[dict[str, Tensor]], tokens: int) -> dict[str, np.ndarray]:
     """Arrays [L, H, S] by position: after a prompt slot = position."""
-    for layer in layers:
-        assert layer.positions.shape[1] == tokens, "the first eviction sees the prompt in order"
-    return {
-        "scores": torch.stack([layer.scores for layer in layers]).numpy(),
-        "protected": torch.stack([layer.protected for layer in layers]).numpy(),
-        "kept": torch.stack([layer.kept for layer in layers]).numpy(),
-    }
+    assert all(layer["positions"].shape[1] == tokens for layer in layers), "the first eviction sees the prompt in order"
+    return {name: torch.stack([layer[name] for layer in layers]).numpy() for name in ("scores", "protected", "kept")}
 
 
-def _steps(steps: list[list[SlotsBefore]]) -> dict[str, np.ndarray]:
+def _steps(steps: list[list[dict[str, Tensor]]]) -> dict[str, np.ndarray]:
     """Arrays [T, L, H, C]; shorter ones end in empty slots."""
-    width = max(layer.positions.shape[1] for layers in steps for layer in layers)
-    fill = {"positions": -1, "scores": 0, "protected": False, "kept": False}
+    width = max(layer["positions"].shape[1] for layers in steps for layer in layers)
     made = {}
-    for name, empty in fill.items():
-        each = [[getattr(layer, name) for layer in layers] for layers in steps]
-        padded = [[torch.nn.functional.pad(one, (0, width - one.shape[1]), value=empty) for one in row] for row in each]
-        made[name] = torch.stack([torch.stack(row) for row in padded]).numpy()
+    for name, empty in {"positions": -1, "scores": 0, "protected": False, "kept": False}.items():
+        each = [[pad(layer[name], (0, width - layer[name].shape[1]), value=empty) for layer in row] for row in steps]
+        made[name] = torch.stack([torch.stack(row) for row in each]).numpy()
     return made | {"positions": made["positions"].astype(np.int32)}
 
 

@@ -1,4 +1,4 @@
-"""Read and check traces of `kvexp trace`. This file needs Python and numpy alone: an engine can copy it.
+"""Read and check traces of `kvexp export trace`. This file needs Python and numpy alone: an engine can copy it.
 
     python trace_check.py REFERENCE.npz              does the reference follow its own rules?
     python trace_check.py REFERENCE.npz ENGINE.npz   does an engine keep the same tokens?

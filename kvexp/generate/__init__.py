@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvexp.core.config import CacheConfig
 from kvexp.generate.inputs import EvictionStats, Generation, GenerationParams, Timing, pad_left, receipts
-from kvexp.generate.kl import ForcedBatch, TextDivergence, divergence_from_full, divergence_of_batches
+from kvexp.generate.kl import KL, Forcing, divergence_from_full, divergence_of_batches
 from kvexp.generate.loglikelihood import (
     Token,
     can_score_in_one_forward,
@@ -16,13 +16,13 @@ from kvexp.generate.loop import decode, decode_batches, generate, generate_from_
 from kvexp.generate.prefill import PrefilledContext, forward_last, prefill, prefill_together
 
 __all__ = [
+    "KL",
     "CacheConfig",
     "EvictionStats",
-    "ForcedBatch",
+    "Forcing",
     "Generation",
     "GenerationParams",
     "PrefilledContext",
-    "TextDivergence",
     "Timing",
     "Token",
     "can_score_in_one_forward",

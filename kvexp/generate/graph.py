@@ -111,9 +111,7 @@ class DecodeSteps:
             device = None
         self._device = device if all(why is None for _, why in obstacles) else None
         self._captured: _CapturedStep | None = None
-        self._before: list[tuple[int, bool]] | None = (
-            None  # the stacks of the step before, and whether they were merged
-        )
+        self._before: list[tuple[int, bool]] | None = None  # stacks of the step before, and whether they were merged
 
     def __call__(self, token: Tensor, positions: Tensor) -> Tensor:
         """Logits [R, V] after one real token per row, as `decode_step`: token, positions [R, 1]."""

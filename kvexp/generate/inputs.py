@@ -1,4 +1,9 @@
-"""What generation takes and gives: prompts, parameters, results."""
+"""What generation takes and gives: prompts, parameters, results.
+
+Prompts, seeds and lengths are checked before the model runs. Of a model's generation_config.json what changes its most
+probable tokens holds here as in Hugging Face's generate(): MODEL_PROCESSORS and its stop strings. How tokens are
+searched for and drawn, and how many, `GenerationParams` says alone.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,6 @@ from kvexp.hf.moving_rope import MovingRope
 from kvexp.hf.patch import max_positions
 from kvexp.retrieval.layer import retrieval_stats
 from kvexp.util import CacheError, ConfigError, NotFinite
-
-# Arguments of generation: token ids, seeds and lengths, checked before the model runs, and padded to one batch.
 
 
 def check_prompts(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
@@ -259,13 +262,10 @@ def eos_ids(model: PreTrainedModel, eos: int | Sequence[int] | str | None) -> li
     return [eos] if isinstance(eos, int) else list(eos)
 
 
-# Seeded sampling whose draws do not depend on batch neighbours, batch size or the order of calls.
-
-
 class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
     """Adds Gumbel noise of (row seed, step, token) to logits, so that their arg max is an exact sample of the softmax.
 
-    Used as the last processor of a greedy generation: a row draws the same tokens alone or in a batch. seeds: one per
+    Used as the last processor of a greedy generation: a row draws the same tokens alone or in any batch. seeds: one per
     row; prompt_columns: width of the prompt, so that the first new token is step 0.
     """
 
@@ -282,13 +282,6 @@ class SeededGumbelSampler(LogitsProcessor):  # type: ignore[misc]
         tokens = torch.arange(scores.shape[-1], device=device).expand(len(self.seeds), -1)
         # Layer -1 keeps these draws apart from the noise inside the model under the same seed.
         return scores.float() + gumbel(seeds, -1, step, tokens)
-
-
-# How tokens are chosen: greedily, by seeded sampling or by beam search; and the logits processors for it.
-#
-# Of a model's generation_config.json what changes its most probable tokens holds here as in Hugging Face's generate():
-# MODEL_PROCESSORS and its stop strings. How tokens are searched for and drawn, and how many, GenerationParams says
-# alone.
 
 
 MOST_BEAMS = 1024  # each is a row of the batch
@@ -322,7 +315,7 @@ NOT_OFFERED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How tokens are chosen, and how many.
+    """How tokens are chosen (greedily, by seeded sampling or by beam search), and how many.
 
     num_beams > 1: beam search; sample: draw from softmax with temperature, top_k, top_p (never with beams).
     eos: token id, several, "model" for the model's own, or None for never stopping. prefill_chunk: prompt columns per
@@ -533,9 +526,6 @@ def logits_processors(
     return LogitsProcessorList(steps)
 
 
-# Where each row's answer ended, and at what: an end token, a stop string or its length.
-
-
 @dataclass(frozen=True)
 class Ending:
     """What ended a row.
@@ -613,9 +603,6 @@ def truncate_at_end(
     return tokens, made
 
 
-# Statistics of what eviction did to each row of a batch: slots and bytes held, the first eviction, what was kept.
-
-
 @dataclass(frozen=True)
 class EvictionStats:
     """What eviction did to one sample.
@@ -691,9 +678,6 @@ def _at_16(cache: EvictionCache, rows: int) -> int | None:
     each = [state.bytes_at_16 for state in cache.layer_states]
     known = [held for held in each if held is not None]
     return sum(known) // rows if len(known) == len(each) else None
-
-
-# The result of a generation, and the checks before it is returned.
 
 
 @dataclass

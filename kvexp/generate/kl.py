@@ -1,9 +1,10 @@
-"""Divergence of next-token predictions from the full cache."""
+"""KL divergence of next-token predictions from the full cache's, along a text that both are fed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +19,11 @@ ROWS_AT_ONCE = 16  # rows whose log-softmax is held at a time: 16 x 49k x 4 byte
 
 
 @dataclass(frozen=True)
-class TextDivergence:
-    """One row's comparison with the full cache, a number per token of the forced text (N tokens).
+class KL:
+    """One row's comparison with the full cache, a number per token of the text (N tokens).
 
     kl: KL(full || variant) of the next-token distributions in nats, >= 0 up to rounding.
-    full_logprob, logprob: natural-log probability of the forced token under the full cache and under the variant.
+    full_logprob, logprob: natural-log probability of the text's token under the full cache and under the variant.
     same_top1: whether both rank the same token first.
     tokens: the text's token ids. The first entry of each list is predicted by the prefill, before anything was evicted
         (unless prompts are evicted between chunks).
@@ -34,24 +35,142 @@ class TextDivergence:
     logprob: list[float] = field(default_factory=list)
     same_top1: list[bool] = field(default_factory=list)
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """The fields as JSON has them: 0 and 1 for truths."""
+        return asdict(self) | {"same_top1": [int(same) for same in self.same_top1]}
 
-@dataclass(frozen=True)
-class ForcedBatch:
-    """One batch of B prompts: what is compared along which text.
+    def mean(self, skip: int = 0) -> dict[str, Any]:
+        """Nats per token (kl) and share of equal top tokens (top1) behind the first `skip`; None without any."""
+        kl, same = [max(0.0, each) for each in self.kl[skip:]], self.same_top1[skip:]
+        if not kl:
+            return {"kl": None, "top1": None, "kl_tokens": 0}
+        return {"kl": sum(kl) / len(kl), "top1": sum(same) / len(same), "kl_tokens": len(kl)}
 
-    full and variants are contexts of these prompts (`shared_prefill`, or `prefill` of each); all are used up.
+
+@dataclass(eq=False)
+class Forcing:
+    """A batch of B prompts whose variants are compared with the full cache along one text per prompt.
+
+    full and variants are contexts of these prompts (`prefill_together`, or `prefill` of each); all are used up.
     texts: token ids, one text per prompt; None: the full cache's own greedy answer, its end token included, which it
     writes while the variants are fed it.
+
+    The fields below belong to `divergence_of_batches`: logits [R, V], of R rows, one per context and prompt, for the
+    next token; positions [R, 1]: of the token that is fed next; ended: nothing of the texts is left to compare.
     """
 
     full: PrefilledContext
     variants: Sequence[PrefilledContext]
     texts: Sequence[Sequence[int]] | None = None
+    logits: Tensor = field(init=False, repr=False)
+    positions: Tensor = field(init=False, repr=False)
+    ended: bool = field(init=False, default=False)
 
     @property
     def contexts(self) -> list[PrefilledContext]:
         """The full cache's context, then the variants'."""
         return [self.full, *self.variants]
+
+    @property
+    def size(self) -> int:
+        """Prompts of the batch, B."""
+        return len(self.full.ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all contexts, R."""
+        return len(self.contexts) * self.size
+
+    def begin(self, max_new_tokens: int | None, eos: Sequence[int]) -> None:
+        """Set the state before the first token; max_new_tokens, eos: of the full cache's own answers."""
+        self.logits = torch.cat([context.logits for context in self.contexts])
+        self.positions = (self.full.mask.sum(1, keepdim=True) - 1).repeat(len(self.contexts), 1)
+        device = self.full.ids.device
+        self._width = max(map(len, self.texts)) if self.texts is not None else int(max_new_tokens or 0)
+        self._padded = None if self.texts is None else _padded(self.texts, self._width).to(device)
+        self._over = torch.zeros(self.size, dtype=torch.bool, device=device)
+        self._eos, self._end_ids = set(eos), torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self._steps: list[Tensor] = []
+        self._fed: list[Tensor] = []
+
+    def compare_next(self) -> Tensor:
+        """Compare the next token, unless all are; returns what is to be fed then, [R, 1]."""
+        if not self.ended:
+            full, column = self.logits[: self.size], len(self._fed)
+            token = full.argmax(-1).to(self._over.device) if self._padded is None else self._padded[:, column]
+            self._steps.append(compare(full, self.logits[self.size :], token))
+            self._fed.append(token)
+            self.ended = column + 1 == self._width
+            if self._padded is None and not self.ended:  # only own answers end early, and asking waits for the device
+                self._over = self._over | torch.isin(token, self._end_ids)
+                self.ended = bool(self._over.all())
+        self.positions = self.positions + 1
+        return self._fed[-1][:, None].repeat(len(self.contexts), 1)
+
+    def found(self) -> list[list[KL]]:
+        """Variant -> row, once all tokens are compared."""
+        columns = torch.stack(self._steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
+        texts = self.texts
+        if texts is None:
+            texts = [self._until_end(row) for row in torch.stack(self._fed, 1).tolist()]
+
+        def row_of(place: int, row: int) -> KL:
+            text = list(texts[row])
+            kl, full_logprob, logprob, same = columns[: len(text), :, place * self.size + row].T.tolist()
+            return KL(text, kl, full_logprob, logprob, [each > 0.5 for each in same])
+
+        return [[row_of(place, row) for row in range(self.size)] for place in range(len(self.variants))]
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        """Up to and with the first end token."""
+        return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in self._eos), tokens)
+
+    def fitting(self, model: PreTrainedModel) -> list[Forcing]:
+        """The batch, or copies of its rows in groups that the model holds together with their texts."""
+        texts, full = self.texts, self.full
+        if texts is None:
+            return [self]
+        unbounded = full.cache.sequence.max_positions is None
+        sizes = rows_that_fit(model, full.lengths, [len(text) for text in texts], unbounded)
+        if len(sizes) == 1:
+            return [self]
+        made, start = [], 0
+        for size in sizes:
+            rows = range(start, start + size)
+            variants = [variant.fork(rows) for variant in self.variants]
+            made.append(Forcing(full.fork(rows), variants, [texts[row] for row in rows]))
+            start += size
+        return made
+
+    def check(self, model: PreTrainedModel, max_new_tokens: int | None) -> None:
+        """ConfigError for contexts that are not of the same prompts, beams, and texts that cannot be fed."""
+        full, variants, texts = self.full, self.variants, self.texts
+        if not variants:
+            raise ConfigError("divergence compares variants with the full cache: got no variant")
+        method = full.cache.config.method
+        if method.evicts or full.cache.config.quantization is not None:
+            what = method.name if method.evicts else "a quantised cache"
+            raise ConfigError(f"divergence is measured from the full cache, got a context of {what}")
+        for context in self.contexts:
+            if context.cache.sequence.num_beams != 1:
+                raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")
+            if context.ids.shape != full.ids.shape or not torch.equal(context.ids, full.ids):
+                raise ConfigError("divergence needs every context to be of the same prompts, in the same order")
+        unbounded = full.cache.sequence.max_positions is None
+        if texts is None:
+            if max_new_tokens is None or max_new_tokens < 1:
+                raise ConfigError(
+                    "the full cache's own answer needs max_new_tokens, a whole number from 1; or give texts"
+                )
+            check_length(model, max(full.lengths), max_new_tokens, unbounded)
+            return
+        if len(texts) != len(full.ids):
+            raise ConfigError(f"got {len(texts)} texts for {len(full.ids)} prompts: give one for each")
+        if min(map(len, texts)) == 0:
+            raise ConfigError("a text is empty: divergence needs at least one token")
+        check_tokens(model, texts, "the text of ")
+        rows_that_fit(model, full.lengths, [len(text) for text in texts], unbounded)
 
 
 def divergence_from_full(
@@ -62,100 +181,55 @@ def divergence_from_full(
     *,
     max_new_tokens: int | None = None,
     eos: Sequence[int] = (),
-) -> list[list[TextDivergence]]:
+) -> list[list[KL]]:
     """Compare each variant with the full cache along one text per prompt: variant -> row.
 
-    full, variants, texts: as of `ForcedBatch`; own answers have up to max_new_tokens tokens and end with one of eos.
-    The last token of a text is predicted and not fed. Errors are ConfigError before the model runs.
+    full, variants, texts: as of `Forcing`; own answers have up to max_new_tokens tokens and end with one of eos. The
+    last token of a text is predicted and not fed. Errors are ConfigError before the model runs.
     """
-    batch = ForcedBatch(full, variants, texts)
+    batch = Forcing(full, variants, texts)
     return divergence_of_batches(model, [batch], max_new_tokens=max_new_tokens, eos=eos)[0]
 
 
 @torch.no_grad()
 def divergence_of_batches(
     model: PreTrainedModel,
-    batches: Sequence[ForcedBatch],
+    batches: Sequence[Forcing],
     *,
     max_new_tokens: int | None = None,
     eos: Sequence[int] = (),
-) -> list[list[list[TextDivergence]]]:
+) -> list[list[list[KL]]]:
     """`divergence_from_full` for several batches: fed in the same steps, each of which reads the weights once for all.
 
     Batch -> variant -> row.
     """
     for batch in batches:
-        _check(model, batch.full, batch.variants, batch.texts, max_new_tokens)
-    fitting = [_fitting(model, batch) for batch in batches]
+        batch.check(model, max_new_tokens)
+    fitting = [batch.fitting(model) for batch in batches]
     if any(len(some) > 1 for some in fitting):
         all_parts = [part for some in fitting for part in some]
         found = iter(divergence_of_batches(model, all_parts, max_new_tokens=max_new_tokens, eos=eos))
         each = [list(zip(*(next(found) for _ in some), strict=True)) for some in fitting]
         return [[[row for rows in groups for row in rows] for groups in variants] for variants in each]
-    parts = [_ForcedRows(batch, max_new_tokens, eos) for batch in batches]
-    going, cache = parts, batched_cache([context for batch in batches for context in batch.contexts])
+    for batch in batches:
+        batch.begin(max_new_tokens, eos)
+    going, cache = batches, batched_cache([context for batch in batches for context in batch.contexts])
     while True:
-        tokens = [part.compare_next() for part in going]
-        if all(part.ended for part in going):
+        tokens = [batch.compare_next() for batch in going]
+        if all(batch.ended for batch in going):
             break
         # Leaving some out copies the caches of the others: worth it once they are many.
-        if sum(part.rows for part in going if part.ended) >= MIN_ENDED_SHARE * sum(part.rows for part in going):
-            tokens = [token for part, token in zip(going, tokens, strict=True) if not part.ended]
-            going = [part for part in going if not part.ended]
-            cache = batched_cache([context for part in going for context in part.batch.contexts])
-        logits = decode_step(model, torch.cat(tokens), torch.cat([part.positions for part in going]), cache)
-        for part, own in zip(going, logits.split([part.rows for part in going]), strict=True):
-            part.logits = own
+        if sum(each.rows for each in going if each.ended) >= MIN_ENDED_SHARE * sum(each.rows for each in going):
+            tokens = [token for batch, token in zip(going, tokens, strict=True) if not batch.ended]
+            going = [batch for batch in going if not batch.ended]
+            cache = batched_cache([context for batch in going for context in batch.contexts])
+        logits = decode_step(model, torch.cat(tokens), torch.cat([batch.positions for batch in going]), cache)
+        for batch, own in zip(going, logits.split([batch.rows for batch in going]), strict=True):
+            batch.logits = own
     for batch in batches:
         for context in batch.contexts:
             check_finite(context.cache)
-    return [part.found() for part in parts]
-
-
-class _ForcedRows:
-    """One batch while its texts are fed. rows: one per context and prompt, R; logits [R, V]: of the next token.
-
-    positions [R, 1]: of the token that is fed next; ended: nothing of its texts is left to compare.
-    """
-
-    def __init__(self, batch: ForcedBatch, max_new_tokens: int | None, eos: Sequence[int]) -> None:
-        full, texts, many = batch.full, batch.texts, 1 + len(batch.variants)
-        device = full.ids.device
-        self.batch, self.eos, self.size = batch, eos, len(full.ids)
-        self.rows, self.ended = many * self.size, False
-        self.logits = torch.cat([context.logits for context in batch.contexts])
-        self.positions = (full.mask.sum(1, keepdim=True) - 1).repeat(many, 1)
-        self._width = max(map(len, texts)) if texts is not None else int(max_new_tokens or 0)
-        self._forced = None if texts is None else _padded(texts, self._width).to(device)
-        self._over = torch.zeros(self.size, dtype=torch.bool, device=device)
-        self._end_ids = torch.tensor(list(eos), dtype=torch.int64, device=device)
-        self._steps: list[Tensor] = []
-        self._fed: list[Tensor] = []
-
-    def compare_next(self) -> Tensor:
-        """Compare the next token, unless all are; returns what is to be fed then, [R, 1]."""
-        if not self.ended:
-            full, column = self.logits[: self.size], len(self._fed)
-            token = full.argmax(-1).to(self._over.device) if self._forced is None else self._forced[:, column]
-            self._steps.append(compare(full, self.logits[self.size :], token))
-            self._fed.append(token)
-            self.ended = column + 1 == self._width
-            if self._forced is None and not self.ended:  # only own answers end early, and asking waits for the device
-                self._over = self._over | torch.isin(token, self._end_ids)
-                self.ended = bool(self._over.all())
-        self.positions = self.positions + 1
-        return self._fed[-1][:, None].repeat(self.rows // self.size, 1)
-
-    def found(self) -> list[list[TextDivergence]]:
-        """Variant -> row."""
-        columns = torch.stack(self._steps).cpu()  # [N, 4, variants * B]: one transfer for the whole text
-        texts = self.batch.texts
-        if texts is None:
-            texts = [_ended(row, self.eos) for row in torch.stack(self._fed, 1).tolist()]
-        return [
-            [_text(list(text), columns[: len(text), :, place * self.size + row]) for row, text in enumerate(texts)]
-            for place in range(len(self.batch.variants))
-        ]
+    return [batch.found() for batch in batches]
 
 
 @torch.no_grad()
@@ -185,11 +259,6 @@ def _padded(texts: Sequence[Sequence[int]], width: int) -> Tensor:
     return forced
 
 
-def _ended(tokens: list[int], eos: Sequence[int]) -> list[int]:
-    """Up to and with the first end token."""
-    return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in set(eos)), tokens)
-
-
 def compare(full: Tensor, logits: Tensor, token: Tensor) -> Tensor:
     """One position: full [B, V] and logits [n * B, V] of n variants, token [B] that is forced -> [4, n * B] float32.
 
@@ -209,58 +278,3 @@ def compare(full: Tensor, logits: Tensor, token: Tensor) -> Tensor:
         same = (block.argmax(-1) == best).to(kl.dtype)
         parts.append(torch.stack([kl, chosen.expand_as(kl), own, same]).flatten(1))
     return torch.cat(parts, dim=1)
-
-
-def _text(tokens: list[int], columns: Tensor) -> TextDivergence:
-    """columns [N, 4] of `compare`."""
-    kl, full_logprob, logprob, same = columns.T.tolist()
-    return TextDivergence(tokens, kl, full_logprob, logprob, [each > 0.5 for each in same])
-
-
-def _fitting(model: PreTrainedModel, batch: ForcedBatch) -> list[ForcedBatch]:
-    """The batch, or copies of its rows in groups that the model holds together with their texts."""
-    texts, full = batch.texts, batch.full
-    if texts is None:
-        return [batch]
-    sizes = rows_that_fit(model, full.lengths, [len(text) for text in texts], full.cache.sequence.max_positions is None)
-    if len(sizes) == 1:
-        return [batch]
-    made, start = [], 0
-    for size in sizes:
-        rows = range(start, start + size)
-        variants = [variant.fork(rows) for variant in batch.variants]
-        made.append(ForcedBatch(full.fork(rows), variants, [texts[row] for row in rows]))
-        start += size
-    return made
-
-
-def _check(
-    model: PreTrainedModel,
-    full: PrefilledContext,
-    variants: Sequence[PrefilledContext],
-    texts: Sequence[Sequence[int]] | None,
-    max_new_tokens: int | None,
-) -> None:
-    """ConfigError for contexts that are not of the same prompts, beams, and texts that cannot be fed."""
-    if not variants:
-        raise ConfigError("divergence compares variants with the full cache: got no variant")
-    method = full.cache.config.method
-    if method.evicts or full.cache.config.quantization is not None:
-        what = method.name if method.evicts else "a quantised cache"
-        raise ConfigError(f"divergence is measured from the full cache, got a context of {what}")
-    for context in (full, *variants):
-        if context.cache.sequence.num_beams != 1:
-            raise ConfigError("divergence is not defined for beams: prefill with num_beams=1")
-        if context.ids.shape != full.ids.shape or not torch.equal(context.ids, full.ids):
-            raise ConfigError("divergence needs every context to be of the same prompts, in the same order")
-    if texts is None:
-        if max_new_tokens is None or max_new_tokens < 1:
-            raise ConfigError("the full cache's own answer needs max_new_tokens, a whole number from 1; or give texts")
-        check_length(model, max(full.lengths), max_new_tokens, full.cache.sequence.max_positions is None)
-        return
-    if len(texts) != len(full.ids):
-        raise ConfigError(f"got {len(texts)} texts for {len(full.ids)} prompts: give one for each")
-    if min(map(len, texts)) == 0:
-        raise ConfigError("a text is empty: divergence needs at least one token")
-    check_tokens(model, texts, "the text of ")
-    rows_that_fit(model, full.lengths, [len(text) for text in texts], full.cache.sequence.max_positions is None)

@@ -118,13 +118,13 @@ def score_tokens(
     if one_forward and (moving := MovingRope.of(model.config)) is not None:
         raise ConfigError(f"{moving.why}: feed the continuation one token at a time")
     width = fed.shape[1] - 1 if one_forward else 1
-    tokens = [_score_step(context.logits[:, None], fed[:, :1])]
+    tokens = [score_step(context.logits[:, None], fed[:, :1])]
     mask = context.mask
     cache.allow_multi_token_steps(width > 1)
     for step, following in zip(fed[:, :-1].split(width or 1, 1), fed[:, 1:].split(width or 1, 1), strict=True):
         mask = torch.cat([mask, torch.ones_like(step)], dim=1)
         if step.shape[1]:
-            tokens.append(_score_step(forward_logits(model, step, mask, cache, keep=step.shape[1]), following))
+            tokens.append(score_step(forward_logits(model, step, mask, cache, keep=step.shape[1]), following))
     check_finite(cache)
     rows = [[Token(*pair) for part in parts for pair in part] for parts in zip(*tokens, strict=True)]
     return [row[len(question) : length] for row, question, length in zip(rows, before, lengths, strict=True)]
@@ -138,7 +138,7 @@ def can_score_in_one_forward(config: CacheConfig) -> bool:
     return not method.evicts or config.evict_every is None
 
 
-def _score_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
+def score_step(logits: Tensor, tokens: Tensor) -> list[list[tuple[float, bool]]]:
     """(log-probability, is_greedy) of tokens [B, Q] under the logits [B, Q, V] that predict them, row by row."""
     tokens = tokens.to(logits.device)
     chosen = logits.float().log_softmax(-1).gather(2, tokens[:, :, None])[:, :, 0].tolist()

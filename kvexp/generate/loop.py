@@ -1,4 +1,7 @@
-"""Generate with a cache that evicts: greedy, sampled, beams."""
+"""Generate with a cache that evicts: token by token (greedy or sampled), or with beams by Hugging Face's generate().
+
+Token by token gives the tokens of Hugging Face's generate() without its cost per step.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +56,6 @@ from kvexp.generate.inputs import (
 from kvexp.generate.prefill import PrefilledContext, forward_last, new_cache, prefill
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.util import ConfigError
-
-# Greedy and sampled decoding, token by token: the tokens of Hugging Face's generate() without its cost per step.
-
 
 # Contexts of several batches that have ended are left out of a step once they are such a share of all: leaving some out
 # copies the caches of the others, which takes as long as several steps. Those of one batch are left out at once.
@@ -347,9 +347,6 @@ def batched_cache(contexts: Sequence[PrefilledContext]) -> EvictionCache | Multi
     return MultiMethodCache([context.cache for context in contexts], [len(context.ids) for context in contexts])
 
 
-# Beam search by Hugging Face's own generate(), on kvexp's cache.
-
-
 class _TokenTimer(StoppingCriteria):  # type: ignore[misc]
     """Records the time at which each token was known.
 
@@ -439,9 +436,6 @@ def without_generation_defaults(model: PreTrainedModel) -> PreTrainedModel:
     other = copy.copy(model)
     other.generation_config = GenerationConfig()
     return other
-
-
-# Prefill, evict, decode, with timing: token by token, or with beams.
 
 
 @torch.no_grad()

@@ -25,8 +25,6 @@ from kvexp.generate.inputs import (
 from kvexp.hf import EvictionCache, MultiMethodCache
 from kvexp.util import ConfigError
 
-# Prefill: contexts whose prompt is in the cache and evicted, from which tokens are generated or scored.
-
 
 @dataclass
 class PrefilledContext:
@@ -180,9 +178,6 @@ def forward_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Evi
     output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep, **options)
     logits: Tensor = output.logits
     return logits
-
-
-# Shared prefill: one forward of the prompts that the caches of several methods observe and store.
 
 
 @torch.no_grad()

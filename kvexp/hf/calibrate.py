@@ -1,4 +1,7 @@
-"""Statistics of a model, measured in one pass and kept in files."""
+"""Statistics of a model and how they are kept: of its queries and heads, from one pass; a surrogate of KVzip+'s scores.
+
+For a surrogate the model reads prompts twice, and linear maps are fitted to what was seen.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,66 +27,74 @@ from kvexp.core.eviction import CalibrationLayer
 from kvexp.core.statistics import HeadScores, QueryCalibration, Surrogate
 from kvexp.hf.cache import EvictionCache, EvictionCacheLayer
 from kvexp.hf.moving_rope import MovingRope, check_turns
-from kvexp.hf.patch import check_patched, forget_layer_input, layer_input, num_layers, rope_of
+from kvexp.hf.patch import attention_modules, check_patched, forget_layer_input, layer_input, num_layers, rope_of
 from kvexp.util import ConfigError, cache_folder
 
-# The files that hold a model's calibration: in the cache folder, known by the model's digest, never half written.
-
-
-STATISTICS = 1  # raised by a change after which the same model and texts would give other statistics
-HEAD_SCORES = 1  # the same of scores of heads
-TENSORS = ("direction", "mean", "size")
-Made = TypeVar("Made", QueryCalibration, HeadScores)
 ABOUT = "kvexp"  # the one entry of the file's metadata: safetensors writes several in any order
+Made = TypeVar("Made", QueryCalibration, HeadScores, Surrogate)
 
 
-def calibration_file(model: str) -> Path:
-    """Where the calibration of a model lies, be it there or not. model: what stands for its weights."""
-    return _file_of(f"queries{STATISTICS}", model)
+@dataclass(frozen=True)
+class StatisticsFile(Generic[Made]):
+    """The files that hold one kind of statistics of models: in the cache folder, a model's known by its digest.
 
-
-def head_scores_file(model: str) -> Path:
-    """Where the scores of a model's heads lie, be they there or not. model: what stands for its weights."""
-    return _file_of(f"heads{HEAD_SCORES}", model)
-
-
-def _file_of(kind: str, model: str) -> Path:
-    name = hashlib.sha256(model.encode()).hexdigest()[:32]
-    return cache_folder() / "calibration" / f"{kind}-{name}.safetensors"
-
-
-def write_calibration(made: QueryCalibration, model: str, about: Mapping[str, Any]) -> Path:
-    """Write a model's calibration to its file, whole or not at all, in place of an older one; returns the file.
-
-    about: what it was made of, for readers. ConfigError where the file cannot be written.
+    what: the kind in words; place: its folder and the beginning of its files' names; version: raised by a change after
+    which the same model and texts would give others; tensors: of the statistics, which `make` makes them of again.
     """
-    notes = {"version": STATISTICS, "model": model, "digest": made.digest, "about": dict(about)}
-    return _write(calibration_file(model), {name: getattr(made, name) for name in TENSORS}, notes)
+
+    what: str
+    place: tuple[str, str]
+    version: int
+    tensors: tuple[str, ...]
+    make: Callable[..., Made]
+
+    def path(self, model: str) -> Path:
+        """Where a model's statistics lie, be they there or not. model: what stands for its weights."""
+        folder, name = self.place
+        digest = hashlib.sha256(model.encode()).hexdigest()[:32]
+        return cache_folder() / folder / f"{name}{self.version}-{digest}.safetensors"
+
+    def write(self, made: Made, model: str, about: Mapping[str, Any]) -> Path:
+        """Write a model's statistics to its file, whole or not at all, in place of older ones; returns the file.
+
+        about: what they were made of, for readers. ConfigError where the file cannot be written.
+        """
+        notes = {"version": self.version, "model": model, "digest": made.digest, "about": dict(about)}
+        tensors = {name: getattr(made, name).contiguous() for name in self.tensors}
+        return _write_whole(self.path(model), save(tensors, {ABOUT: json.dumps(notes)}))
+
+    def read(self, model: str) -> Made | None:
+        """A model's statistics; None where it has none. ConfigError for a file that is not what was written for it."""
+        found = self._read(model)
+        return None if found is None else found[0]
+
+    def about(self, model: str) -> Mapping[str, Any]:
+        """What a model's statistics were made of, as it was written; empty where it has none. ConfigError as `read`."""
+        found = self._read(model)
+        return {} if found is None else found[1]
+
+    def _read(self, model: str) -> tuple[Made, Mapping[str, Any]] | None:
+        file = self.path(model)
+        try:
+            with safe_open(file, "pt") as opened:
+                notes = json.loads((opened.metadata() or {})[ABOUT])
+                made = self.make(*(opened.get_tensor(name) for name in self.tensors))
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
+            raise ConfigError(f"{file} is no {self.what} ({error})") from error
+        if (notes.get("version"), notes.get("model"), notes.get("digest")) != (self.version, model, made.digest):
+            raise ConfigError(f"{file} was written for another model, by another version, or changed since")
+        return made, notes["about"]
 
 
-def write_head_scores(made: HeadScores, model: str, about: Mapping[str, Any]) -> Path:
-    """The same for the scores of a model's heads."""
-    notes = {"version": HEAD_SCORES, "model": model, "digest": made.digest, "about": dict(about)}
-    return _write(head_scores_file(model), {"scores": made.scores}, notes)
+OF_QUERIES = ("direction", "mean", "size")
+QUERIES = StatisticsFile("calibration", ("calibration", "queries"), 1, OF_QUERIES, QueryCalibration.of)
+HEADS = StatisticsFile("calibration", ("calibration", "heads"), 1, ("scores",), HeadScores.of)
+SURROGATES = StatisticsFile("surrogate", ("surrogate", "kvzap"), 1, ("weight", "bias"), Surrogate.of)
 
 
-def read_calibration(model: str) -> QueryCalibration | None:
-    """A model's calibration; None where it has none. ConfigError for a file that is not what was written for it."""
-    return _read(calibration_file(model), TENSORS, QueryCalibration.of, STATISTICS, model)
-
-
-def read_head_scores(model: str) -> HeadScores | None:
-    """The same for the scores of a model's heads."""
-    return _read(head_scores_file(model), ("scores",), HeadScores.of, HEAD_SCORES, model)
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> Path:
-    """Write tensors and notes to a file, whole or not at all; returns it. ConfigError where it cannot be written."""
-    content = save({name: each.contiguous() for name, each in tensors.items()}, {ABOUT: json.dumps(notes)})
-    return write_whole(file, content)
-
-
-def write_whole(file: Path, content: bytes) -> Path:
+def _write_whole(file: Path, content: bytes) -> Path:
     """Write a file of the cache folder, whole or not at all; returns it. ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,24 +115,6 @@ def write_whole(file: Path, content: bytes) -> Path:
             "written"
         ) from error
     return file
-
-
-def _read(file: Path, names: Sequence[str], make: Callable[..., Made], version: int, model: str) -> Made | None:
-    """What `make` makes of a file's tensors; None where there is no file. ConfigError as of `read_calibration`."""
-    try:
-        with safe_open(file, "pt") as opened:
-            notes = json.loads((opened.metadata() or {})[ABOUT])
-            made = make(*(opened.get_tensor(name) for name in names))
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
-        raise ConfigError(f"{file} is no calibration ({error})") from error
-    if (notes.get("version"), notes.get("model"), notes.get("digest")) != (version, model, made.digest):
-        raise ConfigError(f"{file} was written for another model, by another version, or changed since")
-    return made
-
-
-# A calibration pass: a model reads sequences, and the statistics of its queries are kept.
 
 
 @torch.no_grad()
@@ -176,56 +169,6 @@ def calibrate_queries_and_heads(
     scores = [score for state in states if (score := state.head_scores.mean()) is not None]
     heads = HeadScores.of(torch.stack(scores)) if len(scores) == len(states) else None
     return QueryCalibration.of(*(torch.stack(part) for part in parts)), heads
-
-
-# The file that holds a model's surrogate: in the cache folder, known by the model's digest, never half written.
-
-
-VERSION = 1  # raised by a change after which the same model and texts would give other weights
-
-
-@dataclass(frozen=True)
-class KeptSurrogate:
-    """A surrogate with what it was made of: `about` as it was written, articles among it by id."""
-
-    surrogate: Surrogate
-    about: Mapping[str, Any]
-
-
-def surrogate_file(model: str) -> Path:
-    """Where the surrogate of a model lies, be it there or not. model: what stands for its weights."""
-    name = hashlib.sha256(model.encode()).hexdigest()[:32]
-    return cache_folder() / "surrogate" / f"kvzap{VERSION}-{name}.safetensors"
-
-
-def write_surrogate(made: Surrogate, model: str, about: Mapping[str, Any]) -> Path:
-    """Write a model's surrogate to its file, whole or not at all, in place of an older one; returns the file.
-
-    about: what it was made of. ConfigError where the file cannot be written.
-    """
-    notes = {"version": VERSION, "model": model, "digest": made.digest, "about": dict(about)}
-    tensors = {"weight": made.weight.contiguous(), "bias": made.bias.contiguous()}
-    return write_whole(surrogate_file(model), save(tensors, {ABOUT: json.dumps(notes)}))
-
-
-def read_surrogate(model: str) -> KeptSurrogate | None:
-    """A model's surrogate; None where it has none. ConfigError for a file that is not what was written for it."""
-    file = surrogate_file(model)
-    try:
-        with safe_open(file, "pt") as opened:
-            notes = json.loads((opened.metadata() or {})[ABOUT])
-            made = Surrogate.of(opened.get_tensor("weight"), opened.get_tensor("bias"))
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError, ValueError, KeyError, ConfigError) as error:
-        raise ConfigError(f"{file} is no surrogate ({error})") from error
-    found = (notes.get("version"), notes.get("model"), notes.get("digest"))
-    if found != (VERSION, model, made.digest):
-        raise ConfigError(f"{file} was written for another model, by another version, or changed since")
-    return KeptSurrogate(made, notes["about"])
-
-
-# Training a surrogate of KVzip+'s scores: a model reads prompts twice, and linear maps are fitted to what was seen.
 
 
 LEAST = 1e-10  # score whose logarithm is taken: a value of 0 has none
@@ -334,8 +277,7 @@ def _seen(model: PreTrainedModel, method: Method, ids: Sequence[int], tokenizer:
         if hidden is not None and len(inputs) < count:  # the second pass comes after the prompt's own forward
             inputs.append(hidden[0])
 
-    attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in attentions]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in attention_modules(model)]
     try:
         device = model.get_input_embeddings().weight.device
         model(torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1)

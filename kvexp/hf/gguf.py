@@ -1,4 +1,19 @@
-"""GGUF files as folders of Hugging Face."""
+"""GGUF files as Hugging Face has them: header, configuration, tokenizer and weights.
+
+Layout of the header: llama.cpp's docs, "GGUF", versions 2 and 3, little-endian. Every count is bounded by the bytes
+that are there, and no tensor is read with it.
+
+Configuration: every key of the file is read, is known to change no number, or is refused by name: what a family's
+configuration cannot describe (experts, other scalings of positions, …) would leave a model that runs and computes other
+numbers. Keys mean what they mean to llama.cpp.
+
+Tokenizer: a byte-level vocabulary (tokenizer.ggml.model = gpt2) is put together here: the file names the pattern by
+which its model splits text (tokenizer.ggml.pre), and another pattern would give other tokens than the model learned. A
+SentencePiece vocabulary (llama) is converted by transformers. For a pattern or a key that is not listed here there is
+no tokenizer, rather than a nearly right one.
+
+Weights are dequantised to float32, a tensor at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +43,8 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvexp.hf.patch import check_sizes
-from kvexp.util import SHOWN as SHOWN_of_util
+from kvexp.hf.patch import check_sizes, named_weights
 from kvexp.util import ConfigError
-
-# The header of a GGUF file: its metadata, and where each tensor lies. No tensor is read.
-#
-# Layout: llama.cpp's docs, "GGUF", versions 2 and 3, little-endian. Every count is bounded by the bytes that are there.
-
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -229,14 +238,6 @@ def _placed(path: Path, name: str, shape: tuple[int, ...], number: int, start: i
         raise _Damaged(f"tensor {name!r} has rows of {shape[-1]} numbers, {kind.name} packs {block} at a time")
     tensor = GgufTensor(name, shape, kind.name, start, 0)
     return GgufTensor(name, shape, kind.name, start, tensor.elements // block * size)
-
-
-# The Hugging Face configuration of a GGUF file's model, of the families that kvexp runs and llama.cpp writes.
-#
-# Every key of the file is read, is known to change no number, or is refused by name: what a family's configuration
-# cannot
-# describe (experts, other scalings of positions, …) would leave a model that runs and computes other numbers. Keys mean
-# what they mean to llama.cpp.
 
 
 FAMILIES_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}  # architecture -> model_type
@@ -538,14 +539,6 @@ def _real(header: GgufHeader, key: str, default: float | None = None) -> float:
     return float(found)
 
 
-# The tokenizer that a GGUF file describes, as a Hugging Face tokenizer.
-#
-# A byte-level vocabulary (tokenizer.ggml.model = gpt2) is put together here: the file names the pattern by which its
-# model splits text (tokenizer.ggml.pre), and another pattern would give other tokens than the model learned. A
-# SentencePiece vocabulary (llama) is converted by transformers. For a pattern or a key that is not listed here there is
-# no tokenizer, rather than a nearly right one.
-
-
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 TYPES = {"gpt2": (1, CONTROL, USER_DEFINED, 5), "llama": (1, 2, CONTROL, USER_DEFINED, 5, 6)}  # 2 unknown, 6 a byte
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # ours -> the file's
@@ -710,9 +703,6 @@ def _by(pattern: str) -> Any:
     )
 
 
-# The weights of a GGUF file as safetensors of Hugging Face's names: dequantised to float32, a tensor at a time.
-
-
 PART = 2 << 30  # bytes of a safetensors file: what is held in memory on the way
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the configuration's scaling of positions
 LLAMA = {
@@ -777,8 +767,7 @@ def check_names(header: GgufHeader, config: Any) -> None:
         "unknown": [name for name in found if name not in wanted],
         "of another shape": [name for name, shape in found.items() if name in wanted and wanted[name] != shape],
     }
-    if any(wrong.values()):
-        said = "; ".join(f"{kind}: {_some(names)}" for kind, names in wrong.items() if names)
+    if said := named_weights(wrong):
         raise ConfigError(f"the tensors of {header.path} are not those of its header ({said}): fetch it again")
 
 
@@ -858,9 +847,3 @@ def _transposed(known: str, header: GgufHeader) -> bool:
 def _save(weights: dict[str, Tensor], file: Path) -> None:
     """Write tensors by name into one safetensors file."""
     save_file(weights, file, metadata={"format": "pt"})
-
-
-def _some(names: list[str]) -> str:
-    """The first few names as text for a message, and how many more there are."""
-    more = f" and {len(names) - SHOWN_of_util} more" if len(names) > SHOWN_of_util else ""
-    return ", ".join(names[:SHOWN_of_util]) + more

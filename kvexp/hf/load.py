@@ -1,23 +1,27 @@
-"""Load models and tokenizers of Hugging Face, and check what they are."""
+"""Load models, tokenizers and LoRA adapters of Hugging Face, and put kvexp's attention into a model and out again."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
+import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors import safe_open
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as Tokenizer_of_tokenizers
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -25,7 +29,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,17 +40,8 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import logging as logging_of_utils
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from kvexp.hf.adapter import (
-    adapter_settings,
-    base_of,
-    check_adapter,
-    check_hub,
-    merged,
-    tokenizer_place,
-    without_adapter,
-)
 from kvexp.hf.cpu_linear import MIN_WEIGHTS
 from kvexp.hf.fetch import is_gguf, located
 from kvexp.hf.moving_rope import MovingRope, check_forward, reset_frequencies
@@ -66,15 +60,13 @@ from kvexp.hf.patch import (
     head_dim,
     kvexp_attention,
     max_positions,
+    named_weights,
     num_kv_heads,
     num_layers,
     padding_mask,
 )
-from kvexp.hf.second_pass_hook import second_pass_hook
-from kvexp.util import SHOWN, CacheError, ConfigError, cached_commit, path_of, unreachable
-
-# Kvexp's attention in a loaded Hugging Face model: put in by `patch_model`, taken out again by `unpatch_model`.
-
+from kvexp.hf.second_pass import second_pass_hook
+from kvexp.util import WHEEL, CacheError, ConfigError, cached_commit, path_of, unreachable
 
 AttentionInterface.register(ATTN_IMPLEMENTATION, kvexp_attention)
 AttentionMaskInterface.register(ATTN_IMPLEMENTATION, padding_mask)
@@ -289,9 +281,6 @@ def _check_finite(model: PreTrainedModel) -> None:
                 raise ConfigError(f"weight {name} holds NaN or inf: the checkpoint is damaged")
 
 
-# Whether a checkpoint is whole, and holds the weights that its configuration asks for: all of them and no others.
-
-
 # Tables that older versions of transformers saved and now make anew; what a family's own class ignores is not repeated.
 TABLES = re.compile(r"(^|\.)(attn\.(masked_)?bias|attn\.embed_positions|rotary_emb\.inv_freq)$")
 
@@ -325,28 +314,14 @@ def check_complete(path: str, found: Mapping[str, Any]) -> None:
     path: named in the message. found: from_pretrained's loading info, which leaves out tied heads and follows the
     renamings that it knows.
     """
-    kinds = {
-        "missing": list(found["missing_keys"]),
-        "unexpected": [name for name in found["unexpected_keys"] if not TABLES.search(name)],
-        "of another shape": [
-            f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]
-        ],
-    }
-    wrong = "; ".join(f"{kind}: {_some(names)}" for kind, names in kinds.items() if names)
-    if wrong:
+    shapes = [f"{name} {list(there)} instead of {list(wanted)}" for name, there, wanted in found["mismatched_keys"]]
+    unexpected = [name for name in found["unexpected_keys"] if not TABLES.search(name)]
+    kinds = {"missing": found["missing_keys"], "unexpected": unexpected, "of another shape": shapes}
+    if wrong := named_weights(kinds):
         raise ConfigError(
             f"the weights in {path} are not those of its config.json ({wrong}): what is missing would be random "
             "numbers; correct config.json or fetch the checkpoint again"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few of some weight names, in the order of the layers, as text for a message."""
-    ordered = sorted(
-        names, key=lambda name: [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
-    )
-    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
-    return ", ".join(ordered[:SHOWN]) + more
 
 
 @contextmanager
@@ -362,9 +337,6 @@ def without_report() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(keep)
-
-
-# Load a causal LM: hub id, local folder, or a configuration with seeded random weights.
 
 
 PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -672,58 +644,149 @@ def check_source(path: str, allow_pickle: bool = False, trust_remote_code: bool 
     _check_folder(located(base_of(path))[0], allow_pickle, num_layers(config))
 
 
-# A model made of a state dict in memory, whatever names transformers' releases have given its weights.
+# LoRA adapters (peft's files): found in a model's folder, and merged.
+ADAPTER = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-_BUFFERS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq")  # in state dicts of older releases
+def adapter_settings(path: str) -> dict[str, Any] | None:
+    """The adapter_config.json of the folder at `path`; None where it holds no adapter, or is no folder.
 
-
-def model_from_state(family: str, state: dict[str, Tensor], **config: Any) -> PreTrainedModel:
-    """A float32 model of `family` with exactly these weights, ready for `EvictionCache`.
-
-    config: fields of the family's Hugging Face configuration. ConfigError that names the weight where one is missing,
-    unknown or of another shape.
+    ConfigError for half of an adapter, or a file that cannot be read.
     """
-    configuration = random_config(family, **config)
-    with _quietly():
-        model, found = MODEL_FOR_CAUSAL_LM_MAPPING[type(configuration)].from_pretrained(
-            None,
-            config=configuration,
-            state_dict=dict(state),
-            dtype=torch.float32,
-            attn_implementation="eager",
-            ignore_mismatched_sizes=True,  # refused below, with all the others
-            output_loading_info=True,
+    folder = path_of(path, "model.path")
+    if not folder.is_dir():
+        return None
+    there = [name for name in ADAPTER_WEIGHTS if (folder / name).is_file()]
+    if not (folder / ADAPTER).is_file():
+        if there:
+            raise ConfigError(
+                f"{folder} holds weights of a LoRA adapter ({there[0]}) without {ADAPTER}: add or remove it"
+            )
+        return None
+    if not there:
+        raise ConfigError(
+            f"{folder} holds {ADAPTER} of a LoRA adapter without {ADAPTER_WEIGHTS[0]}: add its weights or remove it"
         )
-    foreign = [name for name in found["unexpected_keys"] if not name.endswith(_BUFFERS)]
-    shapes = [name for name, *_ in found["mismatched_keys"]]
-    wrong = {"missing": found["missing_keys"], "unknown": foreign, "of another shape": shapes}
-    if any(wrong.values()):
-        said = "; ".join(f"{how}: {', '.join(sorted(names))}" for how, names in wrong.items() if names)
-        raise ConfigError(f"these weights are not those of a {family} model: {said}")
-    return patch_model(model)
+    try:
+        settings = json.loads((folder / ADAPTER).read_bytes())
+        return dict(settings)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{folder / ADAPTER} cannot be read ({error}): fetch or copy it again") from error
+
+
+def base_of(path: str) -> str:
+    """Where the weights are that an adapter at `path` changes: there, or where its adapter_config.json says.
+
+    `path` comes back too where there is no adapter.
+    """
+    settings = adapter_settings(path)
+    if settings is None or _has_weights(path_of(path, "model.path")):
+        return path
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{path} is a LoRA adapter that names no model (base_model_name_or_path in {ADAPTER}): name its model there"
+        )
+    if adapter_settings(base) is not None:
+        raise ConfigError(f"{path} is a LoRA adapter of {base}, which has an adapter of its own: merge that one first")
+    return base
+
+
+def beside_weights(path: str | None) -> bool:
+    """Whether the folder at `path` holds weights and an adapter that changes them."""
+    return path is not None and adapter_settings(path) is not None and _has_weights(path_of(path, "model.path"))
+
+
+def tokenizer_place(path: str) -> str:
+    """Where the tokenizer of the model at `path` is: an adapter's folder may have one or leave it to its model."""
+    folder = path_of(path, "model.path")
+    own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+    return path if own else base_of(path)
+
+
+def check_adapter(path: str, allow_pickle: bool = False) -> None:
+    """ConfigError for an adapter that cannot be merged: nothing of it is left out. Loads no weights."""
+    settings = adapter_settings(path)
+    if settings is None:
+        return
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{path} holds an adapter of kind {kind!r}: only LORA can be merged into a model's weights")
+    if not allow_pickle and not (path_of(path, "model.path") / ADAPTER_WEIGHTS[0]).is_file():
+        raise ConfigError(
+            f"{path} holds its adapter as pickled weights ({ADAPTER_WEIGHTS[1]}), which can run code when read: save "
+            f"it as {ADAPTER_WEIGHTS[0]}, or set allow_pickle=true"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"{path} holds a LoRA adapter ({ADAPTER}), and peft, which merges it into the weights, is not installed; "
+            f"run: pip install peft; or move {ADAPTER} and {ADAPTER_WEIGHTS[0]} away to run the model without it"
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def check_hub(path: str, revision: str | None = None) -> None:
+    """ConfigError for a repository of the hub with an adapter: it can be merged from a folder.
+
+    What is in the cache counts where the hub cannot be asked.
+    """
+    if path.startswith((WHEEL, ".", "/", "~")) or path_of(path, "model.path").exists():
+        return
+    try:
+        found = find_adapter_config_file(path, revision=revision, local_files_only=bool(unreachable()))
+    except Exception:  # told when the configuration is asked for
+        found = None
+    if found is not None:
+        raise ConfigError(
+            f"{path} holds a LoRA adapter ({ADAPTER}), which is merged from a folder alone: fetch it (hf download "
+            f"{path} --local-dir FOLDER) and set model=local model.path=FOLDER"
+        )
+
+
+def merged(model: Any, path: str) -> Any:
+    """The model with the weights of the adapter at `path` added to its own, and no trace of peft.
+
+    ConfigError where the adapter's weights are not those of its configuration on this model.
+    """
+    import peft
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that peft still calls in transformers
+            wrapped = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(path))
+            state = peft.utils.load_peft_weights(path, device="cpu")
+            found: Any = peft.set_peft_model_state_dict(wrapped, state)
+        missing = [name for name in found.missing_keys if "lora_" in name or "modules_to_save" in name]
+        if said := named_weights({"missing": missing, "unexpected": found.unexpected_keys}):
+            raise ConfigError(f"the adapter in {path} is not one of this model ({said}): give it its own model")
+        return wrapped.merge_and_unload(safe_merge=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # peft's own: no common base
+        raise ConfigError(f"cannot merge the adapter in {path}: {' '.join(str(error).split())[:300]}") from error
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence transformers' progress bar and table of weights while loading; `model_from_state` raises the errors."""
-    level, bar = logging_of_utils.get_verbosity(), logging_of_utils.is_progress_bar_enabled()
-    logging_of_utils.set_verbosity(logging_of_utils.CRITICAL)
-    logging_of_utils.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging_of_utils.set_verbosity(level)
-        if bar:
-            logging_of_utils.enable_progress_bar()
+def without_adapter(path: str) -> Iterator[str]:
+    """A folder with all files of the one at `path` but the adapter's, inside the block.
+
+    transformers would otherwise load the adapter itself, on weights from elsewhere. Other paths come back as they are.
+    """
+    if adapter_settings(path) is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for file in path_of(path, "model.path").resolve().iterdir():
+            if file.name not in (ADAPTER, *ADAPTER_WEIGHTS):
+                os.symlink(file, Path(place) / file.name)
+        yield place
 
 
-# Half precision: when prompts go through the model one by one, because rows of a batch change each other's numbers.
-#
-# The order in which a product of half-precision matrices is summed depends on its number of rows, and a padded prompt
-# is
-# attended to in other blocks. In float32 that moves the last of 24 bits; of the 8 or 11 bits of half precision it moves
-# tokens, because logits often tie.
+def _has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights of a model, beside those of an adapter."""
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+    return any(file.name not in ADAPTER_WEIGHTS for pattern in patterns for file in folder.glob(pattern))
 
 
 FULL = "float32"
@@ -732,8 +795,11 @@ FULL = "float32"
 def one_row_per_forward(dtype: str, device: str) -> bool:
     """Whether every prompt goes through the model by itself, so that its row is the same in any batch: on a CPU.
 
-    dtype: as text, such as bfloat16; device: such as cpu or cuda:0. On a GPU it would take many times as long; there
-    the batch size is part of a run's identity (`batch_size_identifies_run`).
+    dtype: as text, such as bfloat16; device: such as cpu or cuda:0. The order in which a product of half-precision
+    matrices is summed depends on its number of rows, and a padded prompt is attended to in other blocks. In float32
+    that moves the last of 24 bits; of the 8 or 11 bits of half precision it moves tokens, because logits often tie. On
+    a GPU one row at a time would take many times as long; there the batch size is part of a run's identity
+    (`batch_size_identifies_run`).
     """
     return dtype != FULL and device.startswith("cpu")
 
@@ -741,9 +807,6 @@ def one_row_per_forward(dtype: str, device: str) -> bool:
 def batch_size_identifies_run(dtype: str, device: str) -> bool:
     """Whether the batch size is part of a run's identity, because it can change the numbers of a row."""
     return dtype != FULL and not one_row_per_forward(dtype, device)
-
-
-# The module of a model in which NaN or inf came up first.
 
 
 @contextmanager
@@ -776,17 +839,17 @@ def _tensors(output: Any) -> list[Tensor]:
     return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
-# A tokenizer of single bytes, made in memory: lets random-weight models read any text without a download.
-
-
 SPECIAL = ("<s>", "</s>", "<pad>")  # ids 256, 257, 258
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """259 tokens: the 256 bytes, start, end, padding (on the left). Adds a start token to every text."""
+    """A tokenizer of single bytes, made in memory, with which random models read any text without a download.
+
+    259 tokens: the 256 bytes, start, end, padding (on the left). Adds a start token to every text.
+    """
     alphabet = sorted(ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
-    tokenizer = Tokenizer_of_tokenizers(BPE(vocab=vocabulary, merges=[]))
+    tokenizer = tokenizers.Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteDecoder()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
@@ -797,12 +860,9 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-# The size of a model as its configuration alone tells it: parameters, layers, heads; no weight is read or made.
-
-
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model.
+    """The size of a model as its configuration alone tells it.
 
     parameters: their number, embeddings included; linear: those of linear layers that `kvexp.hf.pack_linear`
     copies; vocabulary: tokens that the model knows; width: query heads times D; positions: the longest sequence in
@@ -851,8 +911,6 @@ def shape_of(config: Any) -> ModelSize:
     )
 
 
-# The types of a Hugging Face model and tokenizer, for annotations in layers that do not import transformers.
-
-
+# For annotations in layers that do not import transformers.
 Model = PreTrainedModel
 Tokenizer = PreTrainedTokenizerBase

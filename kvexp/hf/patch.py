@@ -1,9 +1,13 @@
-"""The attention hook, and the families it knows."""
+"""What Hugging Face calls in place of its own attention, and the model families that kvexp knows.
+
+The attention function never receives the cache, so `EvictionCacheLayer.update` returns a view of the new keys that
+carries its layer as a Python attribute. Keys without that attribute come from another cache or from none: they get
+ordinary causal attention.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Literal
@@ -21,14 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from kvexp.core import CacheConfig, Quantization, RoPE
 from kvexp.core.attention import AttentionInputs, AttentionParams, sdpa_attention
-from kvexp.util import CacheError, ConfigError
-
-# The attention function and the mask function that Hugging Face calls, both registered under the name "kvexp".
-#
-# The attention function never receives the cache, so `EvictionCacheLayer.update` returns a view of the new keys that
-# carries its layer as a Python attribute. Keys without that attribute come from another cache or from none: they get
-# ordinary causal attention.
-
+from kvexp.util import SHOWN, CacheError, ConfigError
 
 ATTN_IMPLEMENTATION = "kvexp"
 LAYER_ATTR = "_kvexp"
@@ -199,9 +196,6 @@ def kvexp_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = cached_attention(query, key, value, attention_mask, AttentionParams(scale, sliding_window))
     return out.transpose(1, 2).contiguous(), None
-
-
-# Model families: what kvexp needs to know of each, read off a Hugging Face model or its configuration.
 
 
 @dataclass(frozen=True)
@@ -377,11 +371,11 @@ def rope_of(model: Any) -> RoPE | None:
     raise ConfigError(f"found no rotary embedding in this {config.model_type} model")
 
 
-# GPT-J, whose attention module ignores Hugging Face's attention interface: a subclass that attends through kvexp.
-
-
 class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
-    """GPT-J's attention through kvexp, with logits in float32 whatever the model's dtype, as in the original."""
+    """GPT-J's attention, which ignores Hugging Face's interface, through kvexp.
+
+    Logits are in float32 whatever the model's dtype, as in the original.
+    """
 
     embed_positions: Tensor
 
@@ -399,13 +393,11 @@ class KvexpGPTJAttention(GPTJAttention):  # type: ignore[misc]
         return self.embed_positions.expand(position_ids.shape[0], -1, -1)
 
 
-# MPT, whose attention module ignores Hugging Face's interface and has ALiBi by slot index: a subclass without both.
-
-
 class KvexpMptAttention(MptAttention):  # type: ignore[misc]
-    """MPT's attention through kvexp, with ALiBi as slope * (slot position - query position).
+    """MPT's attention, which ignores Hugging Face's interface, through kvexp.
 
-    So it is right for survivors that are not contiguous. alibi_power: the checkpoint's alibi_bias_max / 8. transformers
+    ALiBi is slope * (slot position - query position), not by slot index as in the original, so that it is right for
+    survivors that are not contiguous. alibi_power: the checkpoint's alibi_bias_max / 8. transformers
     builds its slopes for 8 whatever the checkpoint says, which is wrong for some (MPT-7B-StoryWriter: 16); slopes are
     powers of two, so raising them to this power gives the right ones.
     """
@@ -437,11 +429,13 @@ class KvexpMptAttention(MptAttention):  # type: ignore[misc]
         return self.out_proj(out.transpose(1, 2).reshape(batch, count, -1)), None
 
 
-# The output projection of every attention layer, head by head, reduced to what the size of a projected value needs.
-
-
 NAMES = ("o_proj", "out_proj", "c_proj", "dense")  # of the projection, in the attention modules of all families
 _FACTORS: WeakKeyDictionary[PreTrainedModel, tuple[Any, list[Tensor]]] = WeakKeyDictionary()
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a model, in the order of its layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
 
 
 def output_factors(model: PreTrainedModel) -> list[Tensor]:
@@ -470,7 +464,7 @@ def output_blocks(model: PreTrainedModel) -> list[Tensor]:
 
 def _weights(model: PreTrainedModel) -> list[Tensor]:
     """The weight of every layer's output projection, in the order of the layers; ConfigError as of `output_factors`."""
-    weights = [_weight(model, module) for module in model.modules() if type(module).__name__.endswith("Attention")]
+    weights = [_weight(model, module) for module in attention_modules(model)]
     if len(weights) != num_layers(model.config):
         raise ConfigError(
             f"found {len(weights)} output projections in {num_layers(model.config)} layers of this "
@@ -505,14 +499,14 @@ def _factor(weight: Tensor, heads: tuple[int, int]) -> Tensor:
     return factor
 
 
-# What a model's attention layers get: kept for a moment, for methods that score tokens by it (KVzap).
-
-
 _HOLDER = "_kvexp_layer_input"  # attribute of a model
 
 
 class LayerInput:
-    """The input [B, Q, n] of the attention layer that computes right now, n: the model's width; hooks put it in."""
+    """The input [B, Q, n] of the attention layer that computes right now, for methods that score tokens by it (KVzap).
+
+    n: the model's width; hooks put it in.
+    """
 
     def __init__(self) -> None:
         self.hidden: Tensor | None = None
@@ -540,7 +534,7 @@ def layer_input(model: PreTrainedModel) -> LayerInput:
     holder: LayerInput | None = vars(model).get(_HOLDER)
     if holder is None:
         holder = LayerInput()
-        attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+        attentions = attention_modules(model)
         holder.hooks = [module.register_forward_pre_hook(holder.note, with_kwargs=True) for module in attentions]
         holder.hooks.append(model.register_forward_hook(holder.forget, always_call=True))
         setattr(model, _HOLDER, holder)
@@ -555,57 +549,18 @@ def forget_layer_input(model: PreTrainedModel) -> None:
             hook.remove()
 
 
-# Forwards that begin above the first layers, where those are known to give what they gave in an earlier forward.
+def named_weights(kinds: Mapping[str, Iterable[str]]) -> str:
+    """Names of weights by kind ("missing", …) as text for a message: the first few of each, in the order of the layers.
 
-
-class KnownLayers:
-    """What each layer of a model gave in one forward of one row of tokens: `noted`, then `beginning_at`.
-
-    outputs: of each layer, as it returned them: a tensor [1, Q, n], or a tuple that begins with one; n: the model's
-    width. A layer that is passed over sees none of its hooks called and its cache not touched.
+    Empty where there is none.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.blocks = blocks_of(model)
-        self.outputs: list[Any] = []
+    def place(name: str) -> list[tuple[bool, int, str]]:
+        return [(word.isdigit(), len(word) * word.isdigit(), word) for word in name.split(".")]
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note what the layers give in the forward inside the block."""
-        self.outputs = []
-        hooks = [block.register_forward_hook(lambda _, __, made: self.outputs.append(made)) for block in self.blocks]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def beginning_at(self, layer: int, rows: int) -> Iterator[None]:
-        """Compute no layer below `layer` in forwards inside the block, of `rows` rows of the tokens that were noted."""
-        passed = self.blocks[:layer]
-        for block, made in zip(passed, self.outputs, strict=False):
-            vars(block)["forward"] = _giving(made, rows)
-        try:
-            yield
-        finally:
-            for block in passed:
-                vars(block).pop("forward", None)
-
-
-def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model, from the first on; ConfigError where no module lists them."""
-    count = num_layers(model.config)
-    found = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
-    blocks = next(found, None)
-    if blocks is None:
-        raise ConfigError(f"{type(model).__name__} has no list of its {count} layers: its forwards begin at the first")
-    return blocks
-
-
-def _giving(made: Any, rows: int) -> Any:
-    """A forward of a layer that gives what it gave before, to every row."""
-    first = made if isinstance(made, Tensor) else made[0]
-    wide = first.expand(rows, *first.shape[1:])
-    given = wide if isinstance(made, Tensor) else (wide, *made[1:])
-    return lambda *_, **__: given
+    told = []
+    for kind, names in kinds.items():
+        if ordered := sorted(names, key=place):
+            more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+            told.append(f"{kind}: {', '.join(ordered[:SHOWN])}{more}")
+    return "; ".join(told)

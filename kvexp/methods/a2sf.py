@@ -20,9 +20,9 @@ class A2SF(Method):
     """
 
     name: ClassVar[str] = "a2sf"
-    alpha: float = 0.1
-    protect_recent: int = 0
-    score_source: Literal["survivors", "full"] = "survivors"
+    alpha: float = 0.1  # the authors' ratio sweeps; the paper does not state it
+    protect_recent: int = 0  # 16: the authors' 2026 code
+    score_source: Literal["survivors", "full"] = "survivors"  # full, with cache.mode=mask
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

@@ -31,10 +31,10 @@ class CAKE(Method):
 
     name: ClassVar[str] = "cake"
     evicts_while_decoding: ClassVar[bool] = False
-    window: int = 32
+    window: int = 32  # queries, and newest tokens kept
     kernel: int = 5
-    gamma: float = 200.0
-    tau1: float = 1.0
+    gamma: float = 200.0  # how much the variance over queries counts
+    tau1: float = 1.0  # the authors' code has others for five models
     tau2: float = 1.0
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ class CAOTE(Method):
     """
 
     name: ClassVar[str] = "caote"
-    form: Literal["exact", "fast"] = "exact"
-    alpha: Literal["newest", "accumulated"] = "newest"
-    recent_ratio: float = 0.0
+    form: Literal["exact", "fast"] = "exact"  # fast: FastCAOTE, the mean value in place of the output
+    alpha: Literal["newest", "accumulated"] = "newest"  # accumulated: over H2O's score
+    recent_ratio: float = 0.0  # 0.5 for CAOTE over H2O
 
     def __post_init__(self) -> None:
         for setting, allowed in (("form", ("exact", "fast")), ("alpha", ("newest", "accumulated"))):

@@ -39,9 +39,9 @@ class Compactor(Method):
     evicts_while_decoding: ClassVar[bool] = False
     n_sinks: int = 8
     n_recent: int = 4
-    chunk: int = 256
-    sketch: int = 48
-    blending: float | None = None
+    chunk: int = 256  # tokens that look at each other
+    sketch: int = 48  # columns of the Gaussian matrix
+    blending: float | None = None  # weight of the leverage scores; null: 1 - k / T
 
     def __post_init__(self) -> None:
         for setting in ("n_sinks", "n_recent"):

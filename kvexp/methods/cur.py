@@ -29,8 +29,8 @@ class CUR(Method):
     name: ClassVar[str] = "cur"
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each token of the prompt with the block around it"
-    n_sinks: int = 4
-    block: int = 16
+    n_sinks: int = 4  # kvpress
+    block: int = 16  # kvpress
     leverage: Literal["product", "mean", "key", "value"] = "product"
 
     def __post_init__(self) -> None:

@@ -31,11 +31,11 @@ class ExpectedAttention(Method):
 
     name: ClassVar[str] = "expected_attention"
     evicts_while_decoding: ClassVar[bool] = False
-    n_sinks: int = 4
-    n_future: int = 512
+    n_sinks: int = 4  # kvpress
+    n_future: int = 512  # positions
     covariance: bool = True
-    epsilon: float = 0.0
-    weight: Literal["value", "output", "none"] = "value"
+    epsilon: float = 0.0  # the paper: 0.02
+    weight: Literal["value", "output", "none"] = "value"  # output: the paper; none
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

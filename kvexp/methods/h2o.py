@@ -25,9 +25,9 @@ class H2O(Method):
     """
 
     name: ClassVar[str] = "h2o"
-    recent_ratio: float = 0.5
-    impl: Literal["real_drop", "mask"] = "real_drop"
-    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"
+    recent_ratio: float = 0.5  # the halves of the official scripts
+    impl: Literal["real_drop", "mask"] = "real_drop"  # or mask, with cache.mode=mask
+    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_beam"  # sum_all: the release
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent_ratio <= 1:

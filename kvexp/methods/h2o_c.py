@@ -21,9 +21,9 @@ class H2OC(Method):
     """
 
     name: ClassVar[str] = "h2o_c"
-    n_sinks: int = 4
+    n_sinks: int = 4  # 32: the release
     recent_ratio: float = 0.5
-    compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"
+    compensation: Literal["codes", "codes_and_fetch", "none"] = "codes"  # codes_and_fetch: 1.5 times the budget too
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

@@ -21,7 +21,7 @@ class H2ODamping(H2O):
     """
 
     name: ClassVar[str] = "h2o_damping"
-    recent_ratio: float = 0.2
+    recent_ratio: float = 0.2  # Fig. 5 of Keyformer
     damping: float = 0.9
 
     def __post_init__(self) -> None:

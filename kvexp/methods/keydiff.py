@@ -27,7 +27,7 @@ class KeyDiff(Method):
     """
 
     name: ClassVar[str] = "keydiff"
-    protect_recent: int = 2
+    protect_recent: int = 2  # 0: as the paper; counts the token being generated
 
     def __post_init__(self) -> None:
         if self.protect_recent < 0:

@@ -27,14 +27,14 @@ class Keyformer(Method):
     """
 
     name: ClassVar[str] = "keyformer"
-    recent_ratio: float = 0.3
-    tau_init: float = 1.0
+    recent_ratio: float = 0.3  # the release's scripts
+    tau_init: float = 1.0  # arXiv:2403.09054 appendix A.8
     tau_end: float = 2.0
-    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"
-    fresh: bool = True
-    score_scope: Literal["layer", "shared"] = "layer"
-    key_window: Literal["paper", "release_frozen"] = "paper"
-    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_sample"
+    noise: Literal["gumbel", "gaussian", "constant", "none"] = "gumbel"  # all but gumbel: Table 4
+    fresh: bool = True  # false: one draw per key
+    score_scope: Literal["layer", "shared"] = "layer"  # shared: Table 3
+    key_window: Literal["paper", "release_frozen"] = "paper"  # release_frozen: the off-by-one of the release
+    score_batch: Literal["per_beam", "per_sample", "sum_all"] = "per_sample"  # sum_all: the release
 
     def __post_init__(self) -> None:
         if not 0 <= self.recent_ratio <= 1:

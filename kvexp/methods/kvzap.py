@@ -22,7 +22,7 @@ class KVzap(Method):
 
     name: ClassVar[str] = "kvzap"
     n_sinks: int = 4
-    protect_recent: int = 8
+    protect_recent: int = 8  # the paper: 128
 
     def __post_init__(self) -> None:
         for setting in ("n_sinks", "protect_recent"):

@@ -32,9 +32,9 @@ class KVzip(Method):
     name: ClassVar[str] = "kvzip"
     evicts_while_decoding: ClassVar[bool] = False
     n_sinks: int = 4
-    chunk: int = 2000
-    instruct: bool = True
-    end_turn: bool = True
+    chunk: int = 2000  # tokens repeated in one forward
+    instruct: bool = True  # false: no words ahead of a chunk
+    end_turn: bool = True  # of the chat template, behind the instruction
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

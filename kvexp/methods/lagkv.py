@@ -29,8 +29,8 @@ class LagKV(Method):
     name: ClassVar[str] = "lagkv"
     evicts_while_decoding: ClassVar[bool] = False
     needs_whole_prompt: ClassVar[str] = "compares each partition of the prompt with the next one"
-    n_sinks: int = 16
-    lag: int = 128
+    n_sinks: int = 16  # the release; kvpress: 4
+    lag: int = 128  # the release's README and kvpress; the release's class: 1024
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

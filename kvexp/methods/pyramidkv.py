@@ -22,10 +22,10 @@ class PyramidKV(SnapKV):
     """
 
     name: ClassVar[str] = "pyramidkv"
-    window: int = 8
+    window: int = 8  # arXiv:2406.02069
     kernel: int = 7
-    beta: float = 20.0
-    form: Literal["paper", "kvpress"] = "paper"
+    beta: float = 20.0  # k over the top layer's slots, without the window; larger: steeper
+    form: Literal["paper", "kvpress"] = "paper"  # kvpress: the window counts within every layer's share
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,7 +28,7 @@ class QFilters(Method):
     """
 
     name: ClassVar[str] = "qfilters"
-    protect_recent: int = 2
+    protect_recent: int = 2  # 0: the paper
 
     def __post_init__(self) -> None:
         if self.protect_recent < 0:

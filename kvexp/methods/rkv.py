@@ -35,11 +35,11 @@ class RKV(Method):
     """
 
     name: ClassVar[str] = "rkv"
-    window: int = 8
+    window: int = 8  # queries, and newest tokens kept
     kernel: int = 7
-    importance: float = 0.1
-    similar: float = 0.5
-    form: Literal["paper", "release"] = "paper"
+    importance: float = 0.1  # the release: 0.07
+    similar: float = 0.5  # cosine
+    form: Literal["paper", "release"] = "paper"  # release: softmax outside the window, pooled after the mean
 
     def __post_init__(self) -> None:
         if self.window < 1:

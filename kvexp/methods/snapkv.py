@@ -26,9 +26,9 @@ class SnapKV(Method):
 
     name: ClassVar[str] = "snapkv"
     evicts_while_decoding: ClassVar[bool] = False
-    window: int = 32
-    kernel: int = 5
-    pool: Literal["max", "avg"] = "max"
+    window: int = 32  # arXiv:2404.14469
+    kernel: int = 5  # 7: the authors' LongBench settings
+    pool: Literal["max", "avg"] = "max"  # avg: the authors' code where nothing is said, and kvpress
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -24,7 +24,7 @@ class StreamingLLM(Method):
     name: ClassVar[str] = "streaming_llm"
     is_window: ClassVar[bool] = True
     positions: ClassVar[str] = "renumbered"
-    n_sinks: int = 4
+    n_sinks: int = 4  # arXiv:2309.17453 section 3.2
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

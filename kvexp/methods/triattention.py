@@ -32,9 +32,9 @@ class TriAttention(Method):
     """
 
     name: ClassVar[str] = "triattention"
-    max_offset: int = 65536
-    group: Literal["max", "mean"] = "max"
-    protect_recent: int = 2
+    max_offset: int = 65536  # positions
+    group: Literal["max", "mean"] = "max"  # mean, over query heads
+    protect_recent: int = 2  # 0: the release
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_offset <= LARGEST:

@@ -24,8 +24,8 @@ class VATP(Method):
     """
 
     name: ClassVar[str] = "vatp"
-    n_sinks: int = 20
-    recent_ratio: float = 0.5
+    n_sinks: int = 20  # the release
+    recent_ratio: float = 0.5  # H2O's
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

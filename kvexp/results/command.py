@@ -1,85 +1,115 @@
-"""The command `kvexp results`."""
+"""The command `kvexp results`: tables of recorded runs, printed, exported and drawn."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+from kvexp.results import views
+from kvexp.results.divergence import print_compared
+from kvexp.results.read import Runs, add_choice, chosen_by, read_runs, unmatched
+from kvexp.results.table import X_AXES, markdown_of, print_blocks
+from kvexp.results.views import VIEWS
+from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS
+from kvexp.util import ConfigError, Console, say, tells_errors
 
-from kvexp.results.divergence import DIVERGENCES, divergence_frames, print_choices, print_divergence
-from kvexp.results.read import add_choice, chosen_by, unmatched
-from kvexp.results.table import X_AXES, print_table, table, to_markdown
-from kvexp.util import ConfigError, Console, say
+DESCRIPTION = (
+    """Tables of recorded runs, with intervals and verdicts: kvexp results OUTPUTS [--view NAME] [--plot FILE]."""
+)
+MEASURED = ("measure", "compare", "alike", "epsilon", "epsilon_top1")  # options of --view divergence alone
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0 if there was something to show, 1 if nothing matched, 2 if the request cannot work."""
-    args = parser().parse_args(argv)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
-        warnings.simplefilter("always")
-        try:
-            chosen = chosen_by(args)
-            if args.metric is not None:
-                return divergence(args, chosen)
-            df = table(args.outputs, chosen)
-            if df.empty:
-                say(unmatched(args.outputs, chosen))
-                return 1
-            write(df, args)
-            print_table(df, Console(markup=False), args.x)
-        except ConfigError as error:
-            say(f"error: {error}", file=sys.stderr)
-            return 2
-    return 0
+    methods, words = [], list(sys.argv[1:] if argv is None else argv)
+    if "--measure" in words:  # which may need the code of a method of the user's own
+        from kvexp.run.compose import without_method_words
+
+        methods, words = without_method_words(words)
+    return results(parser().parse_args(words), methods)
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="kvexp results", description=__doc__)
-    result.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
+    result = argparse.ArgumentParser(prog="kvexp results", description=DESCRIPTION)
+    add = result.add_argument
+    add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     add_choice(result)
-    result.add_argument(
-        "--metric",
-        choices=DIVERGENCES,
-        help="the divergence from the full cache in place of the task's scores, runs of one kv_ratio in its order",
+    add("--view", choices=VIEWS, default=views.RUNS, help="which table (default: runs)", metavar="NAME")
+    add("--x", help="runs: order by kv_ratio or bytes; figure of divergence: kv_ratio, bytes or position")
+    add(
+        "--metric", metavar="NAME", help="of a figure or of needle: a metric of the task; divergence: kl or top1 orders"
     )
-    result.add_argument("--x", choices=X_AXES, default=X_AXES[0], help="what orders the rows (default: kv_ratio)")
-    result.add_argument("--csv", type=Path, metavar="FILE", help="write every column as CSV")
-    result.add_argument("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
-    result.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
+    add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
+    add("--parquet", type=Path, metavar="FILE", help="write every column as parquet")
+    add("--markdown", type=Path, metavar="FILE", help="write what is printed as Markdown")
+    add("--plot", type=Path, metavar="FILE", help="draw the view into a .png, .pdf or .svg")
+    group = result.add_argument_group("--view divergence")
+    add = group.add_argument
+    add("--measure", action="store_true", help="measure what runs lack first: their models are loaded")
+    add("--text", choices=(*TEXTS, "both"), default=OWN, help="forced text: full's own answer, the reference, or both")
+    add("--epsilon", type=float, metavar="NATS", help=f"of KL (default: the runs' own epsilon_kl, {EPSILON_KL})")
+    add("--epsilon-top1", type=float, metavar="SHARE", help=f"(default: the runs' own, {EPSILON_TOP1})")
+    add("--compare", action="store_true", help="every two runs, corrected by Holm")
+    add("--alike", nargs="+", default=[], metavar="LABEL", help="compare only runs that share these, such as kv_ratio")
+    result.epilog = "Views: " + "; ".join(f"{name}: {view.title}" for name, view in VIEWS.items()) + "."
     return result
 
 
-def divergence(args: argparse.Namespace, chosen: Mapping[str, Any]) -> int:
-    """As `main`, of what is measured of divergence; nothing is measured here."""
-    frame, choices = divergence_frames(args.outputs, chosen)
-    if frame.empty and choices.empty:
-        say(f"no run here has a divergence: kvexp divergence {args.outputs} measures it")
-        return 1
-    if args.markdown is not None:
-        raise ConfigError("--markdown writes the table of scores: with --metric use --csv or --parquet")
-    write(choices if frame.empty else frame, args)
-    print_divergence(frame, Console(markup=False), args.metric)
-    print_choices(choices, Console(markup=False))
-    return 0
+def results(args: argparse.Namespace, methods: Sequence[str]) -> int:
+    """Measure what is to be measured, write what is to be written, print the table."""
+    far = args.view == views.DIVERGENCE
+    if not far and (wrong := [name for name in MEASURED if getattr(args, name)]):
+        raise ConfigError(f"--{wrong[0].replace('_', '-')} is of --view divergence")
+    if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
+        raise ConfigError("--epsilon and --epsilon-top1 must be positive")
+    if args.view == views.RUNS and args.x not in (None, *X_AXES) and args.plot is None:
+        raise ConfigError(f"--x must be one of {', '.join(X_AXES)}, got {args.x}")
+    runs, console = read_runs(args.outputs, chosen_by(args)), Console(markup=False)
+    unmeasured = measured(runs, methods, TEXTS if args.text == "both" else (args.text,)) if args.measure else {}
+    asked = {"epsilon_kl": args.epsilon, "epsilon_top1": args.epsilon_top1, "metric": args.metric}
+    given = {name: value for name in VIEWS[args.view].options if (value := asked[name]) is not None}
+    order = args.metric if far else args.x
+    frame, blocks, below = views.shown(runs, args.view, order, given)
+    if frame.empty:
+        nothing = unmatched(args.outputs, chosen_by(args))
+        say(nothing if not runs.shown else f"no run under {args.outputs} {VIEWS[args.view].missing or nothing}")
+    else:
+        write(args.csv, lambda path: frame.to_csv(path, index=False))
+        write(args.parquet, lambda path: frame.to_parquet(path, index=False))
+        write(args.markdown, lambda path: path.write_text(markdown_of(blocks, below), encoding="utf-8"))
+        if args.compare or args.alike:
+            print_compared(runs, frame, args.alike, console)
+        else:
+            print_blocks(blocks, below, console)
+    if args.plot is not None:
+        from kvexp.results.plots import write_figure  # late: a table waits for no matplotlib
+
+        text = OWN if args.text == "both" else args.text
+        write(args.plot, lambda path: write_figure(path, runs, args.view, args.metric, args.x, text))
+    for name, why in unmeasured.items():
+        say(f"{name}: {why}")
+    return 1 if frame.empty else 0
 
 
-def write(df: pd.DataFrame, args: argparse.Namespace) -> None:
-    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
-        (args.csv, lambda path: df.to_csv(path, index=False)),
-        (args.parquet, lambda path: df.to_parquet(path, index=False)),
-        (args.markdown, lambda path: path.write_text(to_markdown(df, args.x), encoding="utf-8")),
-    ]
-    for path, writer in writers:
-        if path is None:
-            continue
-        try:
-            writer(path)
-        except (OSError, ImportError) as error:
-            raise ConfigError(f"cannot write {path}: {error}; choose another file") from error
-        say(f"wrote {path}", file=sys.stderr)
+def measured(runs: Runs, methods: Sequence[str], texts: Sequence[str]) -> dict[str, str]:
+    """Measure the divergence that runs lack; why not, by the name of a run."""
+    from kvexp.run.batches import measure_claimed
+    from kvexp.run.compose import with_user_methods
+
+    with_user_methods(methods)
+    return measure_claimed([folder.run for folder in runs.ran], texts)
+
+
+def write(path: Path | None, writer: Callable[[Path], Any]) -> None:
+    """Have a file written that was asked for; ConfigError where it cannot be."""
+    if path is None:
+        return
+    try:
+        writer(path)
+    except (OSError, ImportError) as error:
+        raise ConfigError(f"cannot write {path}: {error}; choose another file") from error
+    say(f"wrote {path}", file=sys.stderr)

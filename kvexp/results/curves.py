@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.core import Method
 from kvexp.results.plots import draw_quality as draw
 from kvexp.results.table import table
-from kvexp.run.compose import explained, is_option, make_option, meant, settings_of_group
+from kvexp.run.compose import explained, make_option, meant, option, options
 from kvexp.run.jobs import HydraJob, run_jobs
 from kvexp.run.user_methods import MISSING, AdmittedMethod, admitted, class_method, load_method, settings_of_class
 from kvexp.util import CONF, ConfigError, Session
@@ -121,12 +121,11 @@ def _words_of(method: Method | type[Method] | str) -> list[str]:
 
 
 def _named(name: str) -> str:
-    if is_option("method", name):
+    if name in options("method"):
         return name
     method = load_method(name)
     if method is None:
-        options = sorted({option for names in settings_of_group("method").values() for option in names})
-        raise ConfigError(f"there is no method {name!r}{meant(name, options)}")
+        raise ConfigError(f"there is no method {name!r}{meant(name, options('method'))}")
     return make_option(method)
 
 
@@ -137,12 +136,11 @@ def _admitted(cls: type[Method]) -> AdmittedMethod:
 
 
 def _option_of(cls: type[Method]) -> Mapping[str, Any]:
-    """The settings in conf/method of a class of kvexp's."""
-    file = CONF / "method" / f"{cls.name}.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{cls.__name__} has no file in conf/method; give its name instead")
-    plain: Any = OmegaConf.to_container(OmegaConf.load(file))
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()}
+    """The settings of a class of kvexp's, as its option has them."""
+    found = option("method", cls.name)
+    if not found:
+        raise ConfigError(f"{cls.__name__} is no option of method; give its name instead")
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
 def _override(key: str, value: Any) -> str:

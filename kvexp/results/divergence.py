@@ -1,63 +1,50 @@
-"""Tables of divergence from the full cache."""
+"""Divergence from the full cache: divergence.jsonl as a table with intervals by example and verdicts.
+
+Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
+first token that the full prefill predicts is the same for every method and counts apart (`first_kl`). `PerExample` is
+the one reader of the lines. What became of the full cache's own answers, and the scale of known changes of a model that
+`python -m experiments.studies.kl_scale` measures, stand beside it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
-import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.text import Text
 
 from kvexp.results import stats
-from kvexp.results import stats as intervals
-from kvexp.results.read import (
-    Folder,
-    Row,
-    add_choice,
-    baseline_of,
-    check_pair,
-    chosen,
-    chosen_by,
-    folders,
-    number,
-    titled,
-    unmatched,
-)
+from kvexp.results.read import Folder, Row, Runs, baseline_of, check_pair, number, titled
 from kvexp.results.stats import LEVEL, Floats, is_all_or_nothing
 from kvexp.results.table import (
     FEW_SLOTS,
     FEW_SLOTS_WORDS,
     TOO_FEW,
+    Block,
     Column,
     absent,
-    fixed,
+    interval,
     method_and_setting,
+    numeric,
     parts,
     plain,
+    print_blocks,
     print_columns,
+    question_column,
+    records,
     shared_settings,
     without_question,
 )
-from kvexp.results.table import Row as Row_of_table
-from kvexp.run.compose import with_user_methods, without_method_words
+from kvexp.results.table import Row as TableRow
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Line, Run, read, run_name
-from kvexp.util import ConfigError, Console, explained, locked, replace, say
-
-# divergence.jsonl as a table: a row per run and kind of text, with intervals by example and verdicts.
-#
-# Means are over tokens; examples are what an interval resamples, since the tokens of one answer are not independent. A
-# first token that the full prefill predicts is the same for every method and counts apart (`first_kl`).
-
+from kvexp.util import ConfigError, Console, explained, locked, replace
 
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p95": 0.95, "kl_p99": 0.99}
 # Mean divergences are skewed so far that 20 to 50 examples miss the tail: their intervals are made at a fifth of the
@@ -71,7 +58,11 @@ EQUIVALENT, WORSE, UNDECIDED = "equivalent", "worse", "undecided"
 
 @dataclass(frozen=True)
 class PerExample:
-    """Of one run and kind of text, an entry per example [n]: sums over its tokens, and how many there were."""
+    """Of one run and kind of text, an entry per example [n]: sums over its tokens, and how many there were.
+
+    each_kl, each_same, each_place [tokens.sum()]: KL, whether the likeliest token is the same, and the place in the
+    text, from 1, of every token. first_kl: of first tokens that the prefill predicts, which are in nothing else.
+    """
 
     names: list[str]
     tokens: Floats
@@ -79,11 +70,13 @@ class PerExample:
     differs: Floats
     change: Floats  # log-probability of the forced token, variant less full
     change_squared: Floats
-    each_kl: Floats  # every token's, [tokens.sum()]
-    first_kl: Floats  # of first tokens that the prefill predicts
+    each_kl: Floats
+    each_same: Floats
+    each_place: Floats
+    first_kl: Floats
 
     @classmethod
-    def of(cls, lines: Sequence[Line]) -> PerExample | None:
+    def of(cls, lines: Iterable[Line]) -> PerExample | None:
         """None where no line has a token that was predicted after the eviction."""
         names, columns, each, first = [], [], [], []
         for line in sorted(lines, key=lambda line: line["index"]):
@@ -93,14 +86,40 @@ class PerExample:
             first += kl[:skip].tolist()
             if len(kl) == skip:
                 continue
+            place = np.arange(skip + 1, len(kl) + 1)
             kl, same, change = np.maximum(kl[skip:], 0), same[skip:], change[skip:]
             names.append(line["example"])
-            each.append(kl)
+            each.append([kl, same, place])
             columns.append([len(kl), kl.sum(), (1 - same).sum(), change.sum(), (change * change).sum()])
         if not names:
             return None
         tokens, sums, differs, changes, squares = np.array(columns, dtype=np.float64).T
-        return cls(names, tokens, sums, differs, changes, squares, np.concatenate(each), np.array(first))
+        each_kl, each_same, places = np.concatenate(each, axis=1)
+        return cls(names, tokens, sums, differs, changes, squares, each_kl, each_same, places, np.array(first))
+
+    def by_position(self) -> pd.DataFrame:
+        """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1."""
+        rows = []
+        for place in np.unique(self.each_place):
+            there = self.each_place == place
+            means = {"kl": float(self.each_kl[there].mean()), "top1": float(self.each_same[there].mean())}
+            rows.append({"position": int(place), "n": int(there.sum()), **means})
+        return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
+
+
+def per_example(run: Run, text: str, first: int | None = None) -> PerExample | None:
+    """What a run recorded along one kind of text; None where it has nothing. first: of the task's first examples."""
+    lines = read(run).values() if run.baseline is not None else ()
+    return PerExample.of(line for line in lines if line["text"] == text and (first is None or line["index"] < first))
+
+
+def frame_of(runs: Runs, epsilon_kl: float | None = None, epsilon_top1: float | None = None) -> pd.DataFrame:
+    """`divergence_table` of the runs shown, with the columns of `answer_changes`."""
+    frame = divergence_table(runs.ran, epsilon_kl, epsilon_top1, runs.first)
+    if frame.empty:
+        return frame
+    found = {each.run.hash: answer_changes(each, baseline_of(each, runs.known)) for each in runs.ran}
+    return frame.assign(**{name: [found[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
 
 
 def divergence_table(
@@ -116,11 +135,8 @@ def divergence_table(
     """
     families: dict[tuple[str, str], list[tuple[Folder, PerExample]]] = defaultdict(list)
     for folder in folders:
-        lines = list(read(folder.run).values()) if folder.run.baseline is not None else []
-        lines = [line for line in lines if first is None or line["index"] < first]
         for text in TEXTS:
-            found = PerExample.of([line for line in lines if line["text"] == text])
-            if found is not None:
+            if (found := per_example(folder.run, text, first)) is not None:
                 names = repr([folder.labels.get(name) for name in FAMILY])
                 families[names, text].append((folder, found))
     rows = []
@@ -174,26 +190,6 @@ def _sizes(folder: Folder) -> dict[str, Any]:
     return means | {"few_slots": bool(means["slots"] < FEW_SLOTS)}
 
 
-def by_position(lines: Iterable[Line]) -> pd.DataFrame:
-    """Mean KL and share of equal top tokens at each place of the text, from 1: columns position, n, kl, top1.
-
-    lines: of one run and kind of text. A first token that the prefill predicts is left out, as of all means.
-    """
-    kl: dict[int, list[float]] = defaultdict(list)
-    same: dict[int, list[float]] = defaultdict(list)
-    for line in lines:
-        for place, (one, equal) in enumerate(zip(line["kl"], line["same_top1"], strict=True), 1):
-            if place == 1 and line["first_by_prefill"]:
-                continue
-            kl[place].append(max(one, 0.0))
-            same[place].append(float(equal))
-    rows = [
-        {"position": place, "n": len(kl[place]), "kl": float(np.mean(kl[place])), "top1": float(np.mean(same[place]))}
-        for place in sorted(kl)
-    ]
-    return pd.DataFrame(rows, columns=["position", "n", "kl", "top1"])
-
-
 def _mean(values: Floats) -> float:
     return float(values.mean()) if len(values) else math.nan
 
@@ -201,10 +197,10 @@ def _mean(values: Floats) -> float:
 def share_interval(sums: Floats, tokens: Floats, level: float) -> tuple[float, float]:
     """Of sum(sums) / sum(tokens), examples resampled; NaN under MIN_PAIRS of them."""
     if len(sums) < stats.MIN_PAIRS:
-        return intervals.NONE
+        return stats.NONE
     finer = 1 - (1 - level) / TAIL
-    moments = stats.resampled_means(intervals.ratio_moments(sums, tokens), stats.resamples_for(finer))
-    return intervals.ratio_interval(sums, tokens, moments, finer)
+    moments = stats.resampled_means(stats.ratio_moments(sums, tokens), stats.resamples_for(finer))
+    return stats.ratio_interval(sums, tokens, moments, finer)
 
 
 def decide(interval: tuple[float, float], epsilon: float) -> str:
@@ -236,7 +232,7 @@ def compared(folders: Mapping[str, Folder], text: str, alike: Sequence[str] = ()
 
 def example_means(folder: Folder, text: str) -> dict[str, float]:
     """Example -> mean KL per token of a run's forced text; empty where it has none."""
-    one = PerExample.of([line for line in read(folder.run).values() if line["text"] == text])
+    one = per_example(folder.run, text)
     return {} if one is None else dict(zip(one.names, one.kl / one.tokens, strict=True))
 
 
@@ -262,8 +258,8 @@ def _difference(gaps: Floats) -> dict[str, float]:
     n = len(gaps)
     if n < stats.MIN_PAIRS:
         return {"difference": float(gaps.mean()) if n else math.nan, "low": math.nan, "high": math.nan, "p": math.nan}
-    moments = stats.resampled_means(intervals.mean_moments(gaps), stats.RESAMPLES)
-    low, high = intervals.mean_interval(gaps, moments, stats.LEVEL)
+    moments = stats.resampled_means(stats.mean_moments(gaps), stats.RESAMPLES)
+    low, high = stats.mean_interval(gaps, moments, stats.LEVEL)
     error = gaps.std(ddof=1) / math.sqrt(n)
     p = stats.t_tail(abs(float(gaps.mean())) / error, n - 1) if error > 0 else float(gaps.mean() == 0)
     return {"difference": float(gaps.mean()), "low": low, "high": high, "p": p}
@@ -279,16 +275,12 @@ def holm_corrected(p: Floats) -> Floats:
 
 
 def _holm(frame: pd.DataFrame) -> pd.DataFrame:
-    """With p corrected over all pairs, and the run with less divergence where that decides."""
+    """The pairs with `holm`, p corrected over all of them, and `better`: the run with the lower KL where that is below
+    0.05, else "".
+    """
     frame = frame.assign(holm=holm_corrected(frame["p"].to_numpy(dtype=np.float64)))
     ahead = np.where(frame["difference"] < 0, frame["one"], frame["other"])
     return frame.assign(better=np.where(frame["holm"] < 1 - stats.LEVEL, ahead, ""))
-
-
-# What became of the full cache's own answers: where written ones part from it, which choices flip.
-#
-# From the rows of a run and of its baseline alone. Flips as in "Accuracy is Not All You Need" (arXiv:2407.09141): equal
-# accuracies can hide as many answers lost as won.
 
 
 NO_ANSWERS = {"same_answers": math.nan, "same_tokens": math.nan, "parts_at": math.nan}
@@ -322,10 +314,12 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 
 
 def choice_changes(folder: Folder, baseline: Folder | None) -> dict[str, Any]:
-    """Flips of a score that is right or wrong, and KL over the choices; empty where examples are neither.
+    """Flips of a score that is right or wrong, and KL over the choices; empty where nothing was chosen.
 
-    lost: examples right with the full cache and wrong here; won: the other way; choice_kl: KL(full || run) in nats,
-    mean over examples, of the distributions that the choices' summed log-probabilities give, with its 95 % interval.
+    Flips as in "Accuracy is Not All You Need" (arXiv:2407.09141): equal accuracies can hide as many answers lost as
+    won. lost: examples right with the full cache and wrong here; won: the other way; choice_kl: KL(full || run) in
+    nats, mean over examples, of the distributions that the choices' summed log-probabilities give, with its 95 %
+    interval.
     """
     pairs = _pairs(folder, baseline, "choices")
     if not pairs:
@@ -355,90 +349,53 @@ def _log_softmax(logs: Floats) -> Floats:
     return made
 
 
-def with_answers(frame: pd.DataFrame, folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.DataFrame:
-    """A frame of `divergence_table` with the columns of `answer_changes`. known: runs by hash, baselines among them."""
-    if frame.empty:
-        return frame
-    found = {each.run.hash: answer_changes(each, baseline_of(each, known)) for each in folders}
-    return frame.assign(**{name: [found[key][name] for key in frame["hash"]] for name in NO_ANSWERS})
-
-
-def choice_table(folders: Iterable[Folder], known: Mapping[str, Folder]) -> pd.DataFrame:
-    """A row per run of a task that chooses. known: runs by hash, the baselines among them."""
+def choice_table(runs: Runs) -> pd.DataFrame:
+    """A row per run of a task that chooses: labels, question, the numbers of `choice_changes`, hash."""
     rows = []
-    for folder in folders:
-        found = choice_changes(folder, baseline_of(folder, known))
+    for folder in runs.ran:
+        found = choice_changes(folder, baseline_of(folder, runs.known))
         if found:
             rows.append({**folder.labels, "question": folder.question, **found, "hash": folder.run.hash})
     return pd.DataFrame(rows)
 
 
 def _pairs(folder: Folder, baseline: Folder | None, field: str) -> list[tuple[Row, Row]]:
-    """Rows of both with this field, by example; none for the full cache itself, and between NUMERICS."""
+    """(run's row, baseline's row) of the examples of which both have `field`; none for the baseline itself, and for a
+    baseline of another NUMERICS.
+    """
     if baseline is None or folder.is_baseline or baseline.run.numerics != folder.run.numerics:
         return []
     both = [(row, baseline.scored.get(name)) for name, row in folder.scored.items()]
     return [(row, full) for row, full in both if full is not None and row.get(field) and full.get(field)]
 
 
-# The divergence table of runs for people: a block per model, task and text, and comparisons of every two runs.
-
-
-DIVERGENCES = ("kl", "top1")
+DIVERGENCES = ("kl", "top1")  # what may order the runs of one kv_ratio
 NO_END = 100  # nats per token: where few examples diverge at all, an interval may end anywhere above
 
 
-def divergence_frames(
-    outputs_dir: str | Path,
-    where: Mapping[str, Any],
-    epsilon_kl: float | None = None,
-    epsilon_top1: float | None = None,
-    first: int | None = None,
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What is recorded of the chosen runs: a `divergence_table` with `answer_changes`, and a `choice_table`.
-
-    first: of the task's first examples alone.
-    """
-    found = [folder.of_first(first) for folder in folders(outputs_dir)]
-    known = {folder.run.hash: folder for folder in found}
-    shown = [folder for folder in chosen(found, where) if not folder.refused]
-    frame = with_answers(divergence_table(shown, epsilon_kl, epsilon_top1, first), shown, known)
-    return frame, choice_table(shown, known)
+def choice_columns(rows: Sequence[TableRow]) -> tuple[list[Column], list[Column]]:
+    """Columns of a frame of `choice_table`: those that name a row, and all others."""
+    names = [Column("method", method_and_setting, right=False), plain("kv_ratio", "kv_ratio"), *question_column(rows)]
+    return [*names, plain("n", "n")], [
+        numeric("right to\nwrong", "lost", 0),
+        numeric("wrong to\nright", "won", 0),
+        numeric("KL over\nchoices", "choice_kl", 4),
+        _kl_interval(),
+    ]
 
 
-def print_choices(frame: pd.DataFrame, console: Console) -> None:
-    """A frame of `choice_table`; nothing for an empty one."""
-    if frame.empty:
-        return
-    for title, _, part in parts(frame):
-        made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
-        shared, rows = shared_settings(without_question(made))
-        title = titled(f"{title}: choices beside the full cache's", (row.get("question") for row in rows))
-        console.print(Text(", ".join([title, *shared]), style="bold"))
-        columns = [
-            Column("method", method_and_setting, right=False),
-            plain("kv_ratio", "kv_ratio"),
-            *question_column(rows),
-            plain("n", "n"),
-            Column("right to\nwrong", lambda row: fixed(row["lost"], 0)),
-            Column("wrong to\nright", lambda row: fixed(row["won"], 0)),
-            Column("KL over\nchoices", lambda row: fixed(row["choice_kl"], 4)),
-            Column("95 %", lambda row: _ends(row, "kl", 4)),
-        ]
-        print_columns(rows, columns, 3 + len(question_column(rows)), console)
-
-
-def print_divergence(frame: pd.DataFrame, console: Console, metric: str = "kl") -> None:
-    """Every block of a frame of `divergence_table`, and what its columns mean; nothing for an empty one.
-
-    metric: what orders the runs of one kv_ratio, one of DIVERGENCES.
-    """
-    if frame.empty:
-        return
+def blocks(frame: pd.DataFrame, order: str | None = None) -> Iterator[Block]:
+    """A printed table per model, task and text of a frame of `frame_of`. order: one of DIVERGENCES."""
+    metric = order or DIVERGENCES[0]
+    if metric not in DIVERGENCES:
+        raise ConfigError(f"a divergence is ordered by one of {', '.join(DIVERGENCES)}, got {metric}")
     for title, labels, part in parts(frame, "text"):
-        along = said(str(labels["text"]))
-        print_block(f"{title}: KL divergence from the full cache along {along}", part, console, metric)
-    console.print(legend(frame), highlight=False)
+        # no rank across n
+        part = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])
+        shared, rows = shared_settings(without_question(records(part)))
+        words = f"{title}: KL divergence from the full cache along {said(str(labels['text']))}"
+        title = titled(words, (row.get("question") for row in rows))
+        yield ", ".join([title, *shared]), rows, columns_of(rows), 3 + len(question_column(rows))
 
 
 def said(text: str) -> str:
@@ -446,88 +403,66 @@ def said(text: str) -> str:
     return "its own greedy answer" if text == OWN else "the reference answer"
 
 
-def legend(frame: pd.DataFrame) -> str:
-    """What the verdicts and columns of these rows stand for."""
+def notes(runs: Runs, frame: pd.DataFrame) -> list[str]:
+    """The runs of too few slots, and what the verdicts and columns of these rows stand for."""
     kl = " or ".join(f"{value:g}" for value in sorted(set(frame["epsilon"])))
     percent = " or ".join(f"{100 * value:g} %" for value in sorted(set(frame["epsilon_top1"])))
-    return (
+    few = {f"{run_name(row)} ({row['slots']:.1f})": None for row in records(frame) if row["few_slots"]}
+    return [
+        *([f"{FEW_SLOTS_WORDS}: {', '.join(few)}"] if few else []),
         f"KL in nats per token, mean over tokens, 95 % interval over examples; equivalent: within {kl}, worse: beyond; "
         f"top-1: share of tokens with the same likeliest token, equivalent: no more than {percent} differ; a first "
         "token that the prefill predicts, the same for every run, is left out; equal tokens, parts at: of the answers "
-        "a run writes itself, median of the first token that differs (docs/divergence.md)"
-    )
+        "a run writes itself, median of the first token that differs (docs/divergence.md)",
+    ]
 
 
-def print_block(title: str, part: pd.DataFrame, console: Console, metric: str = "kl") -> None:
-    """The rows of one model, task and text."""
-    order = part.sort_values(["kv_ratio", "n", metric], ascending=[True, False, metric == "kl"])  # no rank across n
-    made: list[dict[str, Any]] = order.to_dict("records")  # type: ignore[assignment]
-    console.print()
-    shared, rows = shared_settings(without_question(made))
-    title = titled(title, (row.get("question") for row in rows))
-    console.print(Text(", ".join([title, *shared]), style="bold"))
-    print_columns(rows, columns_of(rows), 3 + len(question_column(rows)), console)
-    few = [row for row in rows if row["few_slots"]]
-    if few:
-        names = ", ".join(f"{run_name(row)} ({row['slots']:.1f})" for row in few)
-        console.print(Text(f"{FEW_SLOTS_WORDS}: {names}", style="yellow"))
-
-
-def question_column(rows: Sequence[Row_of_table]) -> list[Column]:
-    """Whether eviction has seen the question, where that is not the same in all rows."""
-    same = len({row.get("question") for row in rows}) < 2
-    return [] if same else [plain("question", "question", right=False)]
-
-
-def columns_of(rows: Sequence[Row_of_table]) -> list[Column]:
-    """What is shown of a run."""
+def columns_of(rows: Sequence[TableRow]) -> list[Column]:
+    """Columns of a frame of `frame_of`; those of written answers where rows hold their tokens."""
     settings = any(row.get("setting") for row in rows)
+    written = any(not absent(row.get("same_tokens")) for row in rows)
+    answers = [numeric("equal\ntokens %", "same_tokens", 0, 100), numeric("parts\nat", "parts_at", 1)]
     return [
         Column("method", method_and_setting, right=False) if settings else plain("method", "method", right=False),
         plain("kv_ratio", "kv_ratio"),
         *question_column(rows),
         plain("n", "n"),
         plain("tokens", "tokens"),
-        Column("KL", lambda row: fixed(row["kl"], 4)),
-        Column("95 %", lambda row: _ends(row, "kl", 4)),
-        Column("median", lambda row: fixed(row["kl_p50"], 4)),
-        Column("99 % of\ntokens", lambda row: fixed(row["kl_p99"], 2)),
-        Column("verdict\non KL", lambda row: row["verdict_kl"], right=False),
-        Column("same\ntop-1 %", lambda row: fixed(100 * row["top1"], 1)),
-        Column("95 %", lambda row: _ends(row, "top1", 1, 100)),
-        Column("verdict\non top-1", lambda row: row["verdict_top1"], right=False),
-        Column("perplexity\nratio", lambda row: fixed(row["ppl_ratio"], 3)),
-        *_answers(rows),
+        numeric("KL", "kl", 4),
+        _kl_interval(),
+        numeric("median", "kl_p50", 4),
+        numeric("99 % of\ntokens", "kl_p99", 2),
+        plain("verdict_kl", "verdict\non KL", right=False),
+        numeric("same\ntop-1 %", "top1", 1, 100),
+        interval("95 %", "top1_low", "top1_high", 1, 100),
+        plain("verdict_top1", "verdict\non top-1", right=False),
+        numeric("perplexity\nratio", "ppl_ratio", 3),
+        *(answers if written else []),
     ]
 
 
-def _answers(rows: Sequence[Row_of_table]) -> list[Column]:
-    """Where rows hold the tokens of free-running answers."""
-    if all(absent(row.get("same_tokens")) for row in rows):
-        return []
-    return [
-        Column(
-            "equal\ntokens %", lambda row: "-" if absent(row["same_tokens"]) else fixed(100 * row["same_tokens"], 0)
-        ),
-        Column("parts\nat", lambda row: fixed(row["parts_at"], 1)),
-    ]
+def _kl_interval() -> Column:
+    return interval("95 %", "kl_low", "kl_high", 4, most=NO_END)
 
 
-def _ends(row: Row_of_table, name: str, digits: int, times: int = 1) -> str:
-    """Both ends of an interval; times: 100 where its column is in percent."""
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    if absent(low):
-        return TOO_FEW
-    if times != 1:
-        return f"{times * low:.{digits}f}..{times * high:.{digits}f}"
-    return f"{low:.{digits}f}..{f'>{NO_END}' if high > NO_END else f'{high:.{digits}f}'}"
+def print_compared(runs: Runs, frame: pd.DataFrame, alike: Sequence[str], console: Console) -> None:
+    """The tables of a frame of `frame_of`, each with every two of its runs compared.
+
+    alike: labels that two runs have to share.
+    """
+    known = sorted({name for folder in runs.ran for name in folder.labels})
+    if wrong := [name for name in alike if name not in known]:
+        raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
+    for block, (_, labels, part) in zip(blocks(frame), parts(frame, "text"), strict=True):
+        print_blocks([block], [], console)
+        by_hash = {key: folder for key, folder in runs.known.items() if key in set(part["hash"])}
+        print_pairs(compared(by_hash, str(labels["text"]), alike), part, console)
+    print_blocks([], notes(runs, frame), console)
 
 
 def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> None:
     """A frame of `compared`; part: the rows of its runs."""
-    made: list[dict[str, Any]] = part.to_dict("records")  # type: ignore[assignment]
-    names = {row["hash"]: run_name(row) for row in shared_settings(made)[1]}
-    rows: list[dict[str, Any]] = pairs.to_dict("records")  # type: ignore[assignment]
+    names = {row["hash"]: run_name(row) for row in shared_settings(records(part))[1]}
     columns = [
         Column("one", lambda row: names[row["one"]], right=False),
         Column("other", lambda row: names[row["other"]], right=False),
@@ -539,11 +474,7 @@ def print_pairs(pairs: pd.DataFrame, part: pd.DataFrame, console: Console) -> No
             "less", lambda row: {row["one"]: "one", row["other"]: "other"}.get(row["better"], "undecided"), right=False
         ),
     ]
-    print_columns(rows, columns, 2, console)
-
-
-# The scale of divergences that `python -m experiments.studies.kl_scale scale RUN` leaves in the run's folder: read
-# and written.
+    print_columns(records(pairs), columns, 2, console)
 
 
 NAME = "divergence_scale.json"
@@ -558,7 +489,10 @@ def write_scale(run: Run, frame: pd.DataFrame) -> None:
 
 
 def read_scale(run: Run) -> list[dict[str, Any]]:
-    """Its rows: change, n, tokens, kl, top1 and their intervals; none without a file. A wrong file is a warning."""
+    """The rows that `write_scale` kept: change, n, tokens, kl, top1 and their intervals; none without a file.
+
+    A wrong file is a warning.
+    """
     file = run.path / NAME
     try:
         rows = json.loads(file.read_bytes())["changes"]
@@ -575,7 +509,7 @@ def read_scale(run: Run) -> list[dict[str, Any]]:
 
 
 def scale_of(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """The scale of the run, of these, that was measured on the most examples; none where none has one."""
+    """The largest scale that one of the runs has, by number of examples; none where none has one."""
     found = [rows for run in runs if (rows := read_scale(run))]
     return max(found, key=lambda rows: rows[0].get("n") or 0, default=[])
 
@@ -586,73 +520,3 @@ def _right(row: Any) -> bool:
 
 def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-DIVERGENCE_DOC = (
-    """kvexp divergence outputs/: measure what runs lack, then print how far each is from the full cache."""
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 if there was something to show, 1 if nothing was, 2 if the request cannot work."""
-    methods, others = without_method_words(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(others)
-    console = Console()
-    try:
-        with_user_methods(methods)
-        wanted = chosen_by(args)
-        texts = TEXTS if args.text == "both" else (args.text,)
-        if any(value is not None and value <= 0 for value in (args.epsilon, args.epsilon_top1)):
-            raise ConfigError("--epsilon and --epsilon-top1 must be positive")
-        shown = [folder for folder in chosen(folders(args.outputs), wanted) if not folder.refused]
-        refused: dict[str, str] = {}
-        if not args.no_measure:
-            from kvexp.run.batches import measure_claimed
-
-            refused = measure_claimed([folder.run for folder in shown], texts)
-        alike = labels_of(args.alike, shown)
-        frame, choices = divergence_frames(args.outputs, wanted, args.epsilon, args.epsilon_top1)
-        if args.csv is not None and not frame.empty:
-            frame.to_csv(args.csv, index=False)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    if frame.empty and choices.empty:
-        console.print(unmatched(args.outputs, wanted) if not shown else "no run here has a divergence")
-    if (args.compare or alike) and len(frame):
-        for title, labels, part in parts(frame, "text"):
-            text = str(labels["text"])
-            print_block(f"{title}: KL divergence from the full cache along {said(text)}", part, console)
-            by_hash = {folder.run.hash: folder for folder in shown if folder.run.hash in set(part["hash"])}
-            print_pairs(compared(by_hash, text, alike), part, console)
-        console.print(legend(frame), highlight=False)
-    elif len(frame):
-        print_divergence(frame, console)
-    print_choices(choices, console)
-    for name, why in refused.items():
-        console.print(f"{name}: {why}")
-    return 0 if len(frame) or len(choices) else 1
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="kvexp divergence", description=DIVERGENCE_DOC)
-    add = result.add_argument
-    add("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
-    add_choice(result)
-    add("--text", choices=(*TEXTS, "both"), default=OWN, help="forced text: full's own answer, the reference, or both")
-    add("--epsilon", type=float, metavar="NATS", help=f"of KL (default: the runs' own epsilon_kl, {EPSILON_KL})")
-    add("--epsilon-top1", type=float, metavar="SHARE", help=f"(default: the runs' own, {EPSILON_TOP1})")
-    add("--compare", action="store_true", help="every two runs, corrected by Holm")
-    add("--alike", nargs="+", default=[], metavar="LABEL", help="compare only runs that share these, such as kv_ratio")
-    add("--no-measure", action="store_true", help="only read what was measured before")
-    add("--csv", type=Path, metavar="FILE", help="write every column as CSV")
-    return result
-
-
-def labels_of(names: Sequence[str], shown: Sequence[Folder]) -> list[str]:
-    """The labels named; a ConfigError where no run has one of them."""
-    known = sorted({name for folder in shown for name in folder.labels})
-    wrong = [name for name in names if name not in known]
-    if wrong:
-        raise ConfigError(f"--alike: no run has a label {', '.join(wrong)}; their labels are {', '.join(known)}")
-    return list(names)

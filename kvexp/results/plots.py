@@ -1,14 +1,11 @@
-"""Figures of runs."""
+"""Figures of runs: each view of `kvexp.results.views` that has one, in the colors and markers of its methods."""
 
 from __future__ import annotations
 
-import argparse
 import math
-import re
-import sys
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from math import ceil
 from pathlib import Path
@@ -23,37 +20,44 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from kvexp.results.divergence import by_position, divergence_table, scale_of
-from kvexp.results.read import Folder, add_choice, chosen, chosen_by, folders, titled
+from kvexp.results import views
+from kvexp.results.divergence import divergence_table, per_example, scale_of
+from kvexp.results.read import Folder, Runs, titled
 from kvexp.results.stats import MIN_PAIRS
-from kvexp.results.table import called, n_words, parts, shared_settings, table, with_n
-from kvexp.results.views import VIEWS, Line, Side, Value, chart_of
-from kvexp.run.store import OWN, TEXTS, read, run_name
-from kvexp.util import ConfigError, say
-
-# Write a figure to the file a command was asked for.
-
+from kvexp.results.table import called, n_words, parts, quality_table, shared_settings, with_n
+from kvexp.results.views import VIEWS, Line, Side, chart_of
+from kvexp.run.store import OWN, run_name
+from kvexp.util import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
 DPI = 150
 
 
-def write_picture(file: Path, draw: Callable[[], Figure]) -> int:
-    """The exit code of a command: 0, or 2 where there is nothing to draw or no place to put it, which is told."""
+def write_figure(
+    file: Path, runs: Runs, view: str, metric: str | None = None, x: str | None = None, text: str = OWN
+) -> None:
+    """Draw a view of runs into a file; ConfigError where there is nothing to draw or no place to put it.
+
+    metric: of quality (None: the first of each task; kl in the view of bytes: divergence alone). x: of divergence, one
+    of X_AXES or POSITION. text: along which it was measured.
+    """
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if view == views.RUNS:
+        figure = draw_quality(runs.frame(quality_table), metric)
+    elif view == views.DIVERGENCE:
+        figure = draw_divergence(runs, x or "kv_ratio", text)
+    elif view == "bytes":
+        figure = draw_bytes(views.bytes_table(runs, metric), BYTES_PANELS[:1] if metric == "kl" else BYTES_PANELS)
+    elif view == "needle":
+        figure = draw_needle(runs, metric)
+    else:
+        figure = draw_life(runs, view)
     try:
-        if file.suffix not in SUFFIXES:
-            raise ConfigError(f"{file} must end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-        figure = draw()
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=DPI)
-    except (ConfigError, OSError) as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
-    say(f"wrote {file}")
-    return 0
-
-
-# Points of one x side by side, so that no error bar hides another, and none is cut at an axis.
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error}; choose another file") from error
 
 
 STEP = 3.5  # points (1/72 inch) from one line to the next
@@ -61,7 +65,8 @@ MOST = 14.0  # of all lines of one place together
 
 
 def dodge(artists: Iterable[Artist], place: int, count: int) -> None:
-    """Draw these, of the line `place` of `count`, a few points aside; the data stay what they are.
+    """Draw artists of the line `place` of `count` a few points aside, so that no error bar hides another, and whole
+    where an axis cuts them; the data stay what they are.
 
     Once they stand in their axes: matplotlib finds no limits by artists that were moved before.
     """
@@ -72,9 +77,6 @@ def dodge(artists: Iterable[Artist], place: int, count: int) -> None:
         artist.set_transform(artist.get_transform() + ScaledTranslation(away / 72, 0, figure.dpi_scale_trans))
         artist.set_clip_on(False)
         artist.set_in_layout(False)  # else what is not clipped takes room from the panels
-
-
-# One legend for all panels of a figure.
 
 
 LEGEND_LETTER = 0.062  # inches of a letter in the legend
@@ -96,8 +98,6 @@ def legend_below(figure: Figure, width: float) -> int:
 
 
 # One color and one marker per method, in every figure: Okabe and Ito's color-blind-safe palette and shades of it.
-
-
 MARK_COLOR = "#c00000"  # of the 99 % mark
 
 # Of the settings of one method; the mark's own dashes, short and even, are none of them.
@@ -137,15 +137,39 @@ def marker_of(method: str) -> str:
     return _MARKERS[place % len(_MARKERS)]
 
 
-QUALITY_DOC = """Quality against kv_ratio, one line per method, with the full cache's level and the 99 % mark.
-
-kvexp plot quality outputs/ quality.png --metric rouge2
-"""
-
-
 Dashes = Mapping[tuple[str, str], Any]  # (method, setting) -> line style
 PANEL = (4.4, 3.3)  # inches
 PANELS = 4  # in a row
+
+
+def series(
+    axes: Axes, method: str, points: pd.DataFrame, label: str, dash: Any, color: str | None = None, width: float = 1.4
+) -> list[Artist]:
+    """Draw one line of a method, whose artists come back.
+
+    points: columns x, y, low and high (ends of the interval, NaN: none), few (too few examples: hollow).
+    """
+    ends = (points["y"] - points["low"], points["high"] - points["y"])
+    reach = [side.clip(lower=0).to_numpy(dtype=float) for side in ends]  # matplotlib takes a series of one for a number
+    look: dict[str, Any] = {"color": color or color_of(method), "marker": marker_of(method), "markersize": 4}
+    bars: dict[str, Any] = {"linestyle": dash, "linewidth": width, "elinewidth": 0.8, "capsize": 2}
+    drawn = axes.errorbar(points["x"], points["y"], reach, label=label, **bars, **look)
+    few = points[points["few"].astype(bool)]
+    over = axes.plot(few["x"], few["y"], linestyle="none", markerfacecolor="white", zorder=3, **look)
+    return [*drawn.get_children(), *over]
+
+
+def points_of(
+    line: pd.DataFrame, x: str, y: str, low: str, high: str, few: Any = None, least: float = -math.inf
+) -> Any:
+    """What `series` takes, of columns of a frame. few: None: points without an interval; least: below it nothing is."""
+    each = {"x": line[x], "y": line[y].clip(lower=least), "low": line[low].clip(lower=least), "high": line[high]}
+    return pd.DataFrame(each).assign(few=line[low].isna() if few is None else few).sort_values("x", kind="stable")
+
+
+def _grid_lines(axes: Axes) -> None:
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
 
 
 def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None = None) -> None:
@@ -164,27 +188,15 @@ def quality(frame: pd.DataFrame, metric: str, axes: Axes, dashes: Dashes | None 
     lines = runs.groupby(["method", "setting"], sort=True)
     for place, (key, line) in enumerate(lines):
         method, setting = map(str, key)
-        line = line.sort_values("kv_ratio")
-        middle = line[f"{metric}_of_full"]
-        sides = (middle - line[f"{metric}_low"], line[f"{metric}_high"] - middle)
-        reach = [side.clip(lower=0).to_numpy() for side in sides]  # matplotlib takes a series of one for a number
-        look: dict[str, Any] = {
-            "color": color_of(method),
-            "marker": marker_of(method),
-            "markersize": 4,
-        }
-        bars = {"linestyle": dashes[method, setting], "linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
-        drawn = axes.errorbar(line["kv_ratio"], middle, reach, label=f"{method} {setting}".rstrip(), **look, **bars)
-        few = line[line["paired"] < MIN_PAIRS]
-        hollow: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white", "zorder": 3}
-        over = axes.plot(few["kv_ratio"], few[f"{metric}_of_full"], **hollow, **look)
-        dodge([*drawn.get_children(), *over], place, lines.ngroups)
+        of_full, low, high = (f"{metric}{ending}" for ending in ("_of_full", "_low", "_high"))
+        points = points_of(line, "kv_ratio", of_full, low, high, few=line["paired"] < MIN_PAIRS)
+        drawn = series(axes, method, points, f"{method} {setting}".rstrip(), dashes[method, setting])
+        dodge(drawn, place, lines.ngroups)
     axes.set_xlabel("kv_ratio (budget / prompt tokens)")
     axes.set_ylabel(f"{called(metric, runs['task'].iloc[0] if 'task' in runs else None)}, % of full")
     axes.set_ylim(bottom=min(0.0, runs[[f"{metric}_of_full", f"{metric}_low"]].min().min()))
     axes.locator_params(axis="x", nbins=6)
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    _grid_lines(axes)
 
 
 def drawable(frame: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -246,24 +258,6 @@ def _comparable(part: pd.DataFrame) -> bool:
     return bool((part["verdict99"].ne("baseline") & part["paired"].notna()).any())
 
 
-def plot_quality(argv: Sequence[str] | None = None) -> int:
-    """Draw what was run."""
-    parser = argparse.ArgumentParser(prog="kvexp plot quality", description=QUALITY_DOC.splitlines()[0])
-    parser.add_argument("outputs", type=Path, help="the folder of the runs")
-    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
-    parser.add_argument("--metric", help="default: the task's first")
-    add_choice(parser)
-    args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw_quality(table(args.outputs, chosen_by(args)), args.metric))
-
-
-DIVERGENCE_CURVES_DOC = """KL divergence from the full cache on a log axis, a line per method, with epsilon and known
-changes of the model.
-
-kvexp plot divergence outputs/ kl.png --x bytes
-"""
-
-
 X_AXES = {"kv_ratio": "kv_ratio (budget / prompt tokens)", "bytes": "KV cache at the end, MiB per row"}
 POSITION = "position"
 LINE = 0.05  # between the words of two levels, of the axis
@@ -282,24 +276,10 @@ def divergence(frame: pd.DataFrame, axes: Axes, x: str = "kv_ratio", scale: Sequ
         raise ConfigError(f"no run with a divergence has a place on the axis {x}: nothing to draw")
     dashes = dashes_of(runs)
     _levels(frame, axes, scale)
-    for (method, setting), line in runs.groupby(["method", "setting"], sort=True):
-        line = line.sort_values("x")
-        kl = line["kl"].clip(lower=LEAST)
-        ends = (kl - line["kl_low"].clip(lower=LEAST), line["kl_high"] - kl)
-        reach = [side.fillna(0).clip(lower=0).to_numpy() for side in ends]
-        look: dict[str, Any] = {"color": color_of(str(method)), "marker": marker_of(str(method)), "markersize": 4}
-        bars: dict[str, Any] = {"linewidth": 1.4, "elinewidth": 0.8, "capsize": 2}
-        few = line["kl_low"].isna()
-        axes.errorbar(
-            line["x"],
-            kl,
-            reach,
-            label=f"{method} {setting}".rstrip(),
-            linestyle=dashes[str(method), str(setting)],
-            **look,
-            **bars,
-        )
-        axes.plot(line["x"][few], kl[few], linestyle="none", markerfacecolor="white", zorder=3, **look)
+    for key, line in runs.groupby(["method", "setting"], sort=True):
+        method, setting = map(str, key)
+        points = points_of(line, "x", "kl", "kl_low", "kl_high", least=LEAST)
+        series(axes, method, points, f"{method} {setting}".rstrip(), dashes[method, setting])
     axes.set_xlabel(X_AXES[x])
 
 
@@ -307,9 +287,9 @@ def along(runs: Sequence[Folder], text: str, frame: pd.DataFrame, axes: Axes) ->
     """Draw mean KL at each place of the text, a line per run; wider lines hold more."""
     _levels(frame, axes, ())
     for folder in runs:
-        lines = [line for (_, kind), line in read(folder.run).items() if kind == text]
-        each, method = by_position(lines), str(folder.labels["method"])
-        ratio = folder.labels.get("kv_ratio")
+        measured, method = per_example(folder.run, text), str(folder.labels["method"])
+        assert measured is not None  # it has a row
+        each, ratio = measured.by_position(), folder.labels.get("kv_ratio")
         row = frame[frame["hash"] == folder.run.hash].iloc[0]
         label = run_name({str(name): value for name, value in row.items()})
         width = 0.6 + 1.6 * (0.5 if ratio is None else ratio)
@@ -331,8 +311,7 @@ def _levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]]) ->
     axes.set_ylabel("KL from the full cache, nats per token")
     for _, value, color, style in _marks(frame, scale):
         axes.axhline(value, color=color, linewidth=1.0, linestyle=style)
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    _grid_lines(axes)
 
 
 def _marks(frame: pd.DataFrame, scale: Sequence[dict[str, Any]]) -> list[tuple[str, float, str, str]]:
@@ -351,26 +330,30 @@ def _name_levels(frame: pd.DataFrame, axes: Axes, scale: Sequence[dict[str, Any]
         free = place + LINE
 
 
-def draw_divergence(outputs: str | Path, wanted: dict[str, Any], x: str, text: str = OWN) -> Figure:
-    """A panel per model and task of the folder, along one kind of text. x: kv_ratio, bytes or position."""
-    shown = [folder for folder in chosen(folders(outputs), wanted) if not folder.refused]
-    frame = divergence_table(shown)
+def draw_divergence(runs: Runs, x: str, text: str = OWN) -> Figure:
+    """A panel per model and task, along one kind of text. x: kv_ratio, bytes or position."""
+    if x not in (*X_AXES, POSITION):
+        raise ConfigError(f"x of a divergence must be one of {', '.join((*X_AXES, POSITION))}, got {x}")
+    frame = divergence_table(runs.ran)
     frame = frame[frame["text"] == text] if len(frame) else frame
     if frame.empty:
-        raise ConfigError(f"no run here has a divergence along {text}: kvexp divergence {outputs} measures it")
+        raise ConfigError(
+            f"no run here has a divergence along {text}: "
+            f"kvexp results {runs.outputs} --view divergence --measure {text} measures it"
+        )
     panels = [(title, part) for title, _, part in parts(frame.sort_values(["model", "task"], kind="stable"))]
     columns = min(PANELS, len(panels))
     size = ((PANEL[0] + 1.2) * columns, (PANEL[1] + 0.9) * ceil(len(panels) / columns))  # room for words and a legend
     figure = Figure(layout="constrained", figsize=size)
     for place, (title, part) in enumerate(panels):
         axes = figure.add_subplot(ceil(len(panels) / columns), columns, place + 1)
-        runs = [folder for folder in shown if folder.run.hash in set(part["hash"])]
-        runs.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
+        inside = [folder for folder in runs.ran if folder.run.hash in set(part["hash"])]
+        inside.sort(key=lambda folder: (str(folder.labels["method"]), folder.labels.get("kv_ratio") or 0))
         part, shared = _without_shared(part)
         part = with_n(part)
-        scale = [] if x == POSITION else scale_of(folder.run for folder in runs)
+        scale = [] if x == POSITION else scale_of(folder.run for folder in inside)
         if x == POSITION:
-            along(runs, text, part, axes)
+            along(inside, text, part, axes)
         else:
             divergence(part, axes, x, scale)
         _name_levels(part, axes, scale)
@@ -380,65 +363,11 @@ def draw_divergence(outputs: str | Path, wanted: dict[str, Any], x: str, text: s
     return figure
 
 
-def plot_divergence(argv: Sequence[str] | None = None) -> int:
-    """Draw what was measured."""
-    parser = argparse.ArgumentParser(prog="kvexp plot divergence", description=DIVERGENCE_CURVES_DOC.splitlines()[0])
-    parser.add_argument("outputs", type=Path, help="the folder of the runs")
-    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
-    parser.add_argument("--x", choices=(*X_AXES, POSITION), default="kv_ratio", help="default: kv_ratio")
-    parser.add_argument("--text", choices=TEXTS, default=OWN, help="the text that was forced (default: own)")
-    add_choice(parser)
-    args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw_divergence(args.outputs, chosen_by(args), args.x, args.text))
-
-
-BYTES_FRONTIER_DOC = """Tokens or bits: divergence and quality against the share of the full cache's bytes, a line per
-method and bits.
-
-kvexp plot bytes outputs/ frontier.png
-"""
-
-
-BYTES_FRONTIER_DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: (0, (1, 1))}
-BITS = re.compile(r"\+?cache\.(key_|value_)?bits=(\d+)")
-BUDGETS = re.compile(r"\+?(bytes_ratio|budget\.tokens|kv_ratio)=\S+")
+BYTES_DASHES: dict[int, Any] = {16: "-", 8: (0, (6, 1.5)), 4: (0, (3, 1.5)), 2: (0, (1, 1))}
 TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 QUANTISED_FULL, FULL_BITS = "full_quantised", 16  # as labels of runs say
-BYTES_FRONTIER_PANELS = ("kl", "quality")
+BYTES_PANELS = ("kl", "quality")
 COLUMNS = 4  # of the legend
-
-
-def frontier(outputs: str | Path, wanted: dict[str, Any], metric: str | None = None) -> pd.DataFrame:
-    """The runs of a folder that have a place on the axis of bytes: columns of `kvexp.results.table`, and for each run
-
-    bits: of keys and values, the fewer where they differ; line: method and bits in words; rest, shared: what of the
-    setting is neither bits nor budget, of this run and of all; quality, quality_low, quality_high: percent of full in
-    `metric` (None: each task's first); kl, kl_low, kl_high: along the full cache's own answer, NaN where none was
-    measured.
-    """
-    runs = table(outputs, wanted)
-    runs = runs[runs["bytes_share"].notna() & runs["verdict99"].ne("baseline")] if len(runs) else runs
-    if runs.empty:
-        raise ConfigError(f"no run of {outputs} has bytes to compare with its full cache's: nothing to draw")
-    settings = runs["setting"].fillna("").astype(str)
-    bits = [min([16, *(int(found[2]) for found in BITS.finditer(words))]) for words in settings]
-    left = [" ".join(BUDGETS.sub("", BITS.sub("", words)).split()) for words in settings]
-    names = [f"{method}, {n} bits" for method, n in zip(runs["method"], bits, strict=True)]
-    own = [metric or row["headline"] for _, row in runs.iterrows()]
-    each: dict[str, list[float]] = {}
-    for name, ending in (("quality", "_of_full"), ("quality_low", "_low"), ("quality_high", "_high")):
-        keys = [f"{of}{ending}" for of in own]
-        each[name] = [
-            float(row[key]) if key in row else float("nan") for key, (_, row) in zip(keys, runs.iterrows(), strict=True)
-        ]
-    shared, records = shared_settings([{"setting": words} for words in left])
-    rest = [str(record["setting"]) for record in records]
-    runs = runs.assign(bits=bits, line=names, rest=rest, shared=" ".join(shared), metric=own, **each)
-    diverged = divergence_table([folder for folder in chosen(folders(outputs), wanted) if not folder.refused])
-    if len(diverged):
-        diverged = diverged[diverged["text"] == OWN][["hash", "kl", "kl_low", "kl_high"]]
-        return runs.merge(diverged, on="hash", how="left")
-    return runs.assign(kl=float("nan"), kl_low=float("nan"), kl_high=float("nan"))
 
 
 def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
@@ -448,36 +377,21 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
     """
     runs = runs.assign(joined=runs["bits"].where(runs["method"] != QUANTISED_FULL, 0))
     for (method, bits, rest), line in runs[runs[name].notna()].groupby(["method", "joined", "rest"], sort=True):
-        line = line.sort_values("bytes_share")
-        middle = line[name].clip(lower=LEAST) if name == "kl" else line[name]
-        low = line[f"{name}_low"].clip(lower=LEAST) if name == "kl" else line[f"{name}_low"]
-        reach = [side.fillna(0).clip(lower=0).to_numpy() for side in (middle - low, line[f"{name}_high"] - middle)]
-        few = line[f"{name}_low"].isna()
-        look: dict[str, Any] = {"color": color_of(str(method)), "marker": marker_of(str(method)), "markersize": 4}
+        least = LEAST if name == "kl" else -math.inf
+        points = points_of(line, "bytes_share", name, f"{name}_low", f"{name}_high", least=least)
         label = f"{method}, {bits} bits {rest}".rstrip()
         if not bits:
-            look["color"], label = "black", f"full, {', '.join(map(str, line['bits'][::-1]))} bits {rest}".rstrip()
-        dashes = BYTES_FRONTIER_DASHES[int(str(bits)) or FULL_BITS] if len(line) > 1 else "none"
-        axes.errorbar(
-            line["bytes_share"],
-            middle,
-            reach,
-            label=label,
-            linestyle=dashes,
-            linewidth=1.3,
-            elinewidth=0.8,
-            capsize=2,
-            **look,
-        )
-        axes.plot(line["bytes_share"][few], middle[few], linestyle="none", markerfacecolor="white", zorder=3, **look)
+            each = line.sort_values("bytes_share")["bits"][::-1]
+            label = f"full, {', '.join(map(str, each))} bits {rest}".rstrip()
+        dash = BYTES_DASHES[int(str(bits)) or FULL_BITS] if len(line) > 1 else "none"
+        series(axes, str(method), points, label, dash, None if bits else "black", width=1.3)
     axes.set_xscale("log", base=2)
     ends = runs["bytes_share"].min(), runs["bytes_share"].max()
     axes.set_xticks([tick for tick in TICKS if ends[0] / 2 <= tick <= 2 * ends[1]])
     axes.xaxis.set_major_formatter(lambda share, _: f"{share:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bytes, share of the full cache's at 16 bits")
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
+    _grid_lines(axes)
     if name == "kl":
         axes.set_yscale("log")
         axes.set_ylabel("KL from the full cache, nats per token")
@@ -486,8 +400,10 @@ def curves(runs: pd.DataFrame, name: str, axes: Axes) -> None:
         axes.set_ylabel(f"{called(str(runs['metric'].iloc[0]), runs['task'].iloc[0])}, % of full")
 
 
-def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_FRONTIER_PANELS) -> Figure:
-    """A row of panels for each model and task of a `frontier`, one for each of `names`, and one legend below."""
+def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_PANELS) -> Figure:
+    """A row of panels for each model and task of a `views.bytes_table`, one for each of `names`; one legend below."""
+    if frame.empty:
+        raise ConfigError("no run here has bytes to compare with its full cache's: nothing to draw")
     rows = [(title, runs) for title, _, runs in parts(frame.sort_values(["model", "task"], kind="stable"))]
     width = 2.4 * PANEL[0] if len(names) > 1 else 1.6 * PANEL[0]
     figure = Figure(layout="constrained", figsize=(width, len(rows) * (PANEL[1] + 0.3) + 1.4))
@@ -511,62 +427,11 @@ def draw_bytes(frame: pd.DataFrame, names: Sequence[str] = BYTES_FRONTIER_PANELS
     return figure
 
 
-def plot_bytes(argv: Sequence[str] | None = None) -> int:
-    """Draw what was measured."""
-    parser = argparse.ArgumentParser(prog="kvexp plot bytes", description=BYTES_FRONTIER_DOC.splitlines()[0])
-    parser.add_argument("outputs", type=Path, help="the folder of the runs")
-    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
-    parser.add_argument("--metric", default=None, help="default: the first metric of each task")
-    parser.add_argument("--panel", choices=BYTES_FRONTIER_PANELS, default=None, help="this one alone (default: both)")
-    add_choice(parser)
-    args = parser.parse_args(argv)
-    panels = (args.panel,) if args.panel else BYTES_FRONTIER_PANELS
-    return write_picture(args.picture, lambda: draw_bytes(frontier(args.outputs, chosen_by(args), args.metric), panels))
-
-
-HEATMAP_DOC = """Needle in a haystack as a heat-map: length across, depth down, greener is better.
-
-kvexp plot heatmap outputs/HASH needle.png
-"""
-
-
 LETTER = 0.085  # inches of a letter in the title
 
 
-def grid(rows: Iterable[Mapping[str, Any]], metric: str = "word_recall") -> pd.DataFrame:
-    """Rows of a needle run -> mean of the metric in percent, index depth (percent), columns length (tokens).
-
-    Repeats and questions of a cell are averaged; a cell of which nothing was scored, or skipped as too long, is NaN.
-    `attrs["depths"]`: the words for each depth, with the measured one where needles stand elsewhere.
-    """
-    rows = list(rows)
-    cells = [
-        {**{key: row["info"][key] for key in ("length", "depth")}, metric: row["metrics"].get(metric)}
-        for row in rows
-        if {"length", "depth"} <= set(row.get("info") or {})
-    ]
-    if not cells:
-        raise ConfigError("no row has a length and a depth: a heat-map is of task=needle, needle_multi or passkey")
-    frame = pd.DataFrame(cells).astype({metric: float})
-    if frame[metric].isna().all():
-        raise ConfigError(f"no row has the metric {metric!r}: either all were skipped, or it is word_recall or exact")
-    table = frame.pivot_table(metric, "depth", "length", aggfunc="mean", dropna=False)
-    table.attrs["depths"] = [_depth(depth, rows) for depth in table.index]
-    return table
-
-
-def _depth(depth: float, rows: Iterable[Mapping[str, Any]]) -> str:
-    """A depth as it was asked for, and from where to where needles really stand, where that is another place."""
-    infos = [row["info"] for row in rows if (row.get("info") or {}).get("depth") == depth]
-    found = [info["depth_measured"] for info in infos if info.get("depth_measured") is not None]
-    if not found or max(abs(each - depth) for each in found) < 0.5:
-        return f"{depth:g}"
-    low, high = f"{min(found):.0f}", f"{max(found):.0f}"
-    return f"{depth:g} ({low if low == high else f'{low}-{high}'})"
-
-
 def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) -> AxesImage:
-    """Draw a `grid` into axes, 0 red to 100 green; a cell without a number stays grey.
+    """Draw a `views.grid` into axes, 0 red to 100 green; a cell without a number stays grey.
 
     bar=False: without a colour bar, for one that several of them share.
     """
@@ -584,50 +449,39 @@ def heatmap(cells: pd.DataFrame, axes: Axes, title: str = "", bar: bool = True) 
     return image
 
 
-def plot_heatmap(argv: Sequence[str] | None = None) -> int:
-    """Draw what a run found at each length and depth."""
-    parser = argparse.ArgumentParser(prog="kvexp plot heatmap", description=HEATMAP_DOC.splitlines()[0])
-    parser.add_argument("run", type=Path, help="the folder of a run: outputs/HASH")
-    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
-    parser.add_argument("--metric", default="word_recall", choices=("word_recall", "exact"))
-    args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw_heatmap(args.run, args.metric))
-
-
-def draw_heatmap(run: Path, metric: str) -> Figure:
-    """The grid of one run's folder; ConfigError where it has none."""
-    found = [folder for folder in folders(run.parent) if folder.run.path.name == run.name]
+def draw_needle(runs: Runs, metric: str | None = None) -> Figure:
+    """A heat-map per run, length across, depth down; metric: None: each task's first."""
+    found = [(folder, metric or folder.metrics[0]) for folder in runs.ran if views.is_needle(folder)]
     if not found:
-        raise ConfigError(f"{run} is no run; name its folder, as in outputs/HASH")
-    cells = grid(found[0].rows, metric)
-    labels = found[0].labels
-    cells.attrs["metric"] = f"{metric} (%)"
-    wide = 2.2 + 0.6 * cells.shape[1]
-    figure = Figure(figsize=(wide, 1.9 + 0.35 * cells.shape[0]), layout="constrained")
-    title = titled(f"{run_name(labels)}, {labels['model']}", [found[0].question])
-    heatmap(cells, figure.add_subplot(), textwrap.fill(title, int(wide / LETTER)))
+        raise ConfigError(f"no run under {runs.outputs} {VIEWS['needle'].missing}")
+    cells = [views.grid(folder.rows, name) for folder, name in found]
+    wide = 2.2 + 0.6 * max(each.shape[1] for each in cells)
+    heights = [1.9 + 0.35 * each.shape[0] for each in cells]
+    figure = Figure(figsize=(wide, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(cells), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, each, (folder, name) in zip(panels, cells, found, strict=True):
+        each.attrs["metric"] = f"{name} (%)"
+        title = titled(f"{run_name(folder.labels)}, {folder.labels['model']}", [folder.question])
+        heatmap(each, axes, textwrap.fill(title, int(wide / LETTER)))
     return figure
 
 
-LIFE_CURVES_DOC = """The life of a context as curves: turns, distance of a fact, questions asked, chunks, long
-answers, instructions.
-
-kvexp plot life outputs/ turns.png --of turns
-"""
-
-
-def draw_life(outputs: str | Path, wanted: dict[str, Any], of: str) -> Figure:
-    """A row of panels for each table that `kvexp` prints of this view (`kvexp.results.views`).
+def draw_life(runs: Runs, name: str) -> Figure:
+    """A row of panels for each table that is printed of a view, by its name.
 
     Bars are 95 % intervals; points without one are hollow where others of the panel have one. ConfigError where no run
     is of this kind.
     """
-    view = VIEWS[of]
-    frame = view.read(outputs, wanted)
-    blocks = [(title, rows) for title, rows, _, _ in view.blocks(frame)] if len(frame) else []
+    view = VIEWS[name]
+    if not view.sides:
+        drawn = [key for key, one in VIEWS.items() if one.sides]
+        raise ConfigError(
+            f"the view {name} has no figure; these have: runs, divergence, bytes, needle, {', '.join(drawn)}"
+        )
+    blocks = [(title, rows) for title, rows, _, _ in view.blocks(runs.frame(view.table))]
     panels = [(title, places, lines) for title, rows in blocks for places, lines in [chart_of(view, rows)] if lines]
     if not panels:
-        raise ConfigError(f"no run under {outputs} has a place in this figure; kvexp {view.command} says what it needs")
+        raise ConfigError(f"no run under {runs.outputs} {view.missing}")
     figure = Figure(layout="constrained")
     every = figure.subplots(len(panels), len(view.sides), squeeze=False)
     for row, (title, places, lines) in zip(every, panels, strict=True):
@@ -646,41 +500,18 @@ def _side(axes: Axes, side: Side, number: int, lines: Sequence[Line]) -> None:
     """The lines of one axis, of the `number`-th value of their points."""
     if side.level is not None:
         axes.axhline(side.level, color="black", linewidth=1.0)
-    least = LEAST if side.log else -math.inf
     bars = any(math.isfinite(values[number][1]) for line in lines for _, _, values in line.points)
     seen: dict[str, int] = {}
     for place, line in enumerate(lines):
         dash = DASHES[seen.setdefault(line.method, 0) % len(DASHES)]
         seen[line.method] += 1
-        found = [(x, values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
-        if not found:
-            continue
         aside = 0.3 * ((place + 0.5) / len(lines) - 0.5)
-        xs, ys = [x + aside for x, _ in found], [max(value[0], least) for _, value in found]
-        look: dict[str, Any] = {"color": color_of(line.method), "marker": marker_of(line.method), "markersize": 4}
-        reach = [[_reach(value, end, least) for _, value in found] for end in (1, 2)]
-        axes.errorbar(xs, ys, reach, label=line.label, linestyle=dash, linewidth=1.2, elinewidth=0.8, capsize=2, **look)
-        few = [math.isnan(value[1]) and bars for _, value in found]
-        hollow = [(x, y) for x, y, is_few in zip(xs, ys, few, strict=True) if is_few]
-        alone = [[point[end] for point in hollow] for end in (0, 1)]
-        axes.plot(*alone, linestyle="none", markerfacecolor="white", zorder=3, **look)
+        found = [(x + aside, *values[number]) for x, _, values in line.points if math.isfinite(values[number][0])]
+        if found:
+            frame = pd.DataFrame(found, columns=["x", "y", "low", "high"])
+            few = frame["low"].isna() & bars
+            points = points_of(frame, "x", "y", "low", "high", few, LEAST if side.log else -math.inf)
+            series(axes, line.method, points, line.label, dash, width=1.2)
     axes.set_ylabel(side.title, fontsize=8)
     axes.set_yscale("log") if side.log else axes.set_ylim(bottom=0)
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def _reach(value: Value, end: int, least: float) -> float:
-    """From a value to an end of its interval; 0 without one."""
-    return 0.0 if math.isnan(value[end]) else abs(max(value[end], least) - max(value[0], least))
-
-
-def plot_life(argv: Sequence[str] | None = None) -> int:
-    """Draw what was run."""
-    parser = argparse.ArgumentParser(prog="kvexp plot life", description=LIFE_CURVES_DOC.splitlines()[0])
-    parser.add_argument("outputs", type=Path, help="the folder of the runs")
-    parser.add_argument("picture", type=Path, help="what to write: a .png, .pdf or .svg")
-    parser.add_argument("--of", choices=tuple(VIEWS), required=True, help="which of the views")
-    add_choice(parser)
-    args = parser.parse_args(argv)
-    return write_picture(args.picture, lambda: draw_life(args.outputs, chosen_by(args), args.of))
+    _grid_lines(axes)

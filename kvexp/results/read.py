@@ -1,4 +1,4 @@
-"""Read runs and choose among them."""
+"""The runs under a folder of outputs, read once, and the choice among them that a command line makes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvexp
 from kvexp.run.source_files import code_digest, place_of, source_files
 from kvexp.run.store import Refusal, Run, check_of, check_same_prompts, refusals, runs
 from kvexp.util import ConfigError
 
-# What eviction knows of a question: is it in the prompt, or does it come after the eviction?
+if TYPE_CHECKING:
+    import pandas as pd
 
-
+# Where a question stands: in the prompt that is evicted, or behind the eviction.
 IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
 WORDS = {IN_PROMPT: "question in prompt", AFTER_EVICTION: "question after eviction"}
 KEY = "task.question="
@@ -49,9 +50,6 @@ def question_words(values: Iterable[Any]) -> str:
 def titled(title: str, values: Iterable[Any]) -> str:
     """The title of a table or figure, with what is said of the question behind it."""
     return ", ".join(filter(None, [title, question_words(values)]))
-
-
-# What the table needs of a run folder, and which folders it is asked for.
 
 
 Row = dict[str, Any]
@@ -200,6 +198,63 @@ def number(value: Any) -> float:
 
 def _why(row: Row) -> str:
     return str(row.get("skipped") or "no metrics")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What one command reads of a folder of outputs: its tables, figures and pages are all made of this.
+
+    everything: all runs; shown: those asked for; left_out: lines that say which versions of methods are not shown;
+    first: the task's first examples alone are read, None: all.
+    """
+
+    outputs: Path
+    everything: list[Folder]
+    shown: list[Folder]
+    left_out: list[str]
+    first: int | None = None
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def known(self) -> dict[str, Folder]:
+        """Hash -> run, baselines that are not shown included."""
+        return {folder.run.hash: folder for folder in self.everything}
+
+    @property
+    def ran(self) -> list[Folder]:
+        """The runs shown that are no refused jobs."""
+        return [folder for folder in self.shown if not folder.refused]
+
+    def compared(self) -> Iterator[tuple[Folder, Folder]]:
+        """(run, its baseline) of the runs shown that have scores and are no baselines, in the order of a table."""
+        for folder in in_order(self.ran):
+            baseline = baseline_of(folder, self.known)
+            if baseline is not None and folder.metrics and not folder.is_baseline:
+                yield folder, baseline
+
+    def frame(self, table: Callable[[Runs], pd.DataFrame]) -> pd.DataFrame:
+        """`table(self)`, computed the first time it is asked for."""
+        if table not in self._made:
+            self._made[table] = table(self)
+        return self._made[table]  # type: ignore[no-any-return]
+
+
+def read_runs(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> Runs:
+    """The runs under a folder; where: label -> value or values, as `chosen` takes them.
+
+    first: with the rows of the task's first examples alone. ConfigError without such a folder, or for a label that no
+    run has.
+    """
+    found = [folder.of_first(first) for folder in folders(outputs_dir)]
+    return Runs(Path(outputs_dir), found, *chosen_and_left_out(found, where or {}), first)
+
+
+def score_pairs(folder: Folder, baseline: Folder) -> Iterator[tuple[Row, float, float]]:
+    """(row, its score, the baseline's) in the headline metric, of the examples that count and both runs scored."""
+    metric, full = folder.metrics[0], baseline.of_answered(baseline).scored
+    for name, row in folder.of_answered(baseline).scored.items():
+        if name in full:
+            yield row, number(row["metrics"].get(metric)), number(full[name]["metrics"].get(metric))
 
 
 def folders(outputs_dir: str | Path) -> list[Folder]:
@@ -519,9 +574,6 @@ def _same(found: Any, wanted: Any) -> bool:
         return float(found) == float(wanted)
     except (TypeError, ValueError):
         return str(found) == str(wanted)
-
-
-# What --where takes on every command line that reads outputs.
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

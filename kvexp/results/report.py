@@ -3,16 +3,14 @@
 The file needs no server and no network: plotly.js, the page's own scripts and the data are in it. Filters act on all
 sections at once. No torch.
 
-A section is two files and one line:
+A `Section` is a function here, which gives what JSON can hold (None leaves the section out), a script, and a place in
+SECTIONS, the order of the page:
 
-    sections/NAME.py   SECTION = Section("NAME", title, lead, data); data(source) returns what JSON can hold, or None
-                       to leave the section out; NAME_section.py where another file of kvexp has that name
     assets/NAME.js     kvexp.section("NAME", (root, data, page) => draw): called once; `root` is the section's empty
                        element, `page.runs` the runs, and draw(shown) is called with the runs that pass the filters,
                        now and whenever a filter changes
-    html_page.py       its SECTION in SECTIONS, in the order of the page
 
-Whatever comes from rows or configurations is text, never markup: Python hands it over as JSON only (`escape.embed`), a
+Whatever comes from rows or configurations is text, never markup: Python hands it over as JSON only (`embed`), a
 script makes elements with `kvexp.el` (text nodes) and passes what plotly shows through `kvexp.plain`. The page's
 Content-Security-Policy names each script by its digest and forbids all requests, should that ever be forgotten.
 """
@@ -25,8 +23,6 @@ import hashlib
 import json
 import math
 import re
-import sys
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,29 +35,27 @@ from typing import Any
 import pandas as pd
 
 import kvexp
-from kvexp.results.divergence import by_position, divergence_table, scale_of
-from kvexp.results.plots import DASHES, color_of, dashes_of, grid, marker_of
+from kvexp.results.divergence import divergence_table, per_example, scale_of
+from kvexp.results.plots import DASHES, color_of, dashes_of, marker_of
 from kvexp.results.read import (
     Folder,
     Row,
+    Runs,
     add_choice,
     baseline_of,
     chosen_by,
-    folders,
     number,
     question_words,
+    read_runs,
     titled,
     unmatched,
 )
 from kvexp.results.stats import lower_is_better
-from kvexp.results.table import Block, Column, absent, called, few, groups, notes, table
-from kvexp.results.views import VIEWS, LifeView, Line, chart_of
+from kvexp.results.table import Block, Column, absent, called, few, groups, notes, quality_table
+from kvexp.results.views import VIEWS, Line, View, chart_of, grid, is_needle
 from kvexp.run.evictions import EVICTIONS, has, made, read_table, require_example_log
 from kvexp.run.store import TEXTS
-from kvexp.run.store import read as read_of_store
-from kvexp.util import ConfigError, say, visible
-
-# Data for a page, so that no text in it, whatever a model wrote, is ever markup or script.
+from kvexp.util import ConfigError, say, tells_errors, visible
 
 
 def plain(value: Any) -> Any:
@@ -89,9 +83,6 @@ def digest(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-# The colors, markers and dashes of `kvexp.results.plots` in plotly's words.
-
-
 _SYMBOLS = {
     **{"o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross"},
     **{"X": "x", "*": "star", "<": "triangle-left", ">": "triangle-right", "h": "hexagon", "p": "pentagon"},
@@ -100,12 +91,9 @@ _DASHES = {"-": "solid", ":": "dot", "-.": "dashdot"}
 
 
 def look(method: str, dashes: Any) -> dict[str, str]:
-    """color, symbol and dash of one line; dashes: as matplotlib takes them."""
+    """color, symbol and dash of one line in plotly's words; dashes: as matplotlib takes them."""
     dash = _DASHES[dashes] if isinstance(dashes, str) else ",".join(f"{length}px" for length in dashes[1])
     return {"color": color_of(method), "symbol": _SYMBOLS[marker_of(method)], "dash": dash}
-
-
-# What a report is made of: the run folders, and their table.
 
 
 @dataclass(frozen=True)
@@ -125,12 +113,22 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class ReportSource:
-    """folders: by hash, baselines included; frame: `kvexp.results.table` of those shown; samples: per run."""
+    """What a report is made of. frame: `quality_table` of the runs shown; samples: texts per run."""
 
-    outputs: Path
-    folders: dict[str, Folder]
+    runs: Runs
     frame: pd.DataFrame
     samples: int
+
+    @property
+    def folders(self) -> dict[str, Folder]:
+        """By hash, baselines that are not shown included."""
+        return self.runs.known
+
+    @property
+    def shown(self) -> list[Folder]:
+        """The runs of the frame, in its order; refused jobs are none."""
+        ran = {folder.run.hash: folder for folder in self.runs.ran}
+        return [ran[key] for key in self.frame["hash"] if key in ran]
 
     @property
     def groups(self) -> list[RunGroup]:
@@ -147,10 +145,10 @@ def read(outputs: str | Path, where: Mapping[str, Any] | None = None, samples: i
     """Everything under the folder; ConfigError if there is no such folder, or no run that `where` leaves."""
     if samples < 0:
         raise ConfigError(f"--samples must be 0 or more, got {samples}")
-    frame = table(outputs, where)
-    if frame.empty:
+    runs = read_runs(outputs, where)
+    if not runs.shown:
         raise ConfigError(unmatched(outputs, where or {}))
-    return ReportSource(Path(outputs), {folder.run.hash: folder for folder in folders(outputs)}, frame, samples)
+    return ReportSource(runs, runs.frame(quality_table), samples)
 
 
 def _label(row: Mapping[str, Any], name: str) -> str:
@@ -158,17 +156,15 @@ def _label(row: Mapping[str, Any], name: str) -> str:
     return "-" if pd.isna(value := row.get(name)) else str(value)
 
 
-# The runs as every section's script sees them: `page.runs`.
-
-
 COST = ("slots", "kv_bytes", "peak_kv_bytes", "ttft_s", "tpot_s", "tokens_per_s", "smallest_batch", "batch_size")
 SAID = ("kv_ratio", "status", "note", "verdict99", "verdict999", "n", "paired", "headline", "numerics", "baseline")
 
 
 def index(source: ReportSource) -> list[dict[str, Any]]:
-    """One entry per run, in the table's order; `line` parts the lines of a chart, `of` holds percentages of full.
+    """One entry per run, as every section's script sees them (`page.runs`), in the table's order.
 
-    Refused jobs are none: they have nothing that a filter could choose.
+    `line` parts the lines of a chart, `of` holds percentages of full. Refused jobs are none: they have nothing that a
+    filter could choose.
     """
     return [entry for group in source.groups for entry in _entries(source, group)]
 
@@ -229,9 +225,6 @@ def _where(source: ReportSource, key: str) -> dict[str, str]:
     return {"commit": str(env.get("commit") or ""), "place": ", ".join(word for word in place if word)}
 
 
-# What a section of the page is; the package's docstring says how to add one.
-
-
 @dataclass(frozen=True)
 class Section:
     """name: of assets/NAME.js and of the element; title, lead: the page's own words, as HTML.
@@ -245,13 +238,10 @@ class Section:
     data: Callable[[ReportSource], Any]
 
 
-# Where the numbers come from, and which runs have none.
-
-
-def data(source: ReportSource) -> dict[str, Any]:
+def about_data(source: ReportSource) -> dict[str, Any]:
     """Runs by NUMERICS, commit and machine (one who-when-where per line); runs that are not done, with the reason."""
     real = source.frame[source.frame["status"] != "refused"]
-    envs = [source.folders[key].run.env for key in real["hash"] if key in source.folders]
+    envs = [folder.run.env for folder in source.shown]
     names = ("kvexp", "commit", "device", "threads", "python", "torch", "transformers")
     made: dict[tuple[str, ...], int] = {}
     for env, numerics in zip(envs, real["numerics"], strict=True):
@@ -260,7 +250,7 @@ def data(source: ReportSource) -> dict[str, Any]:
     problems = source.frame[source.frame["status"] != "done"].to_dict("records")  # refused jobs too: here alone
     said = ("status", "model", "task", "method", "kv_ratio", "n", "note", "hash")
     return {
-        "outputs": source.outputs.name,
+        "outputs": source.runs.outputs.name,
         "numerics": kvexp.NUMERICS,
         "heads": ["NUMERICS", *names, "runs"],
         "made": [[*key, count] for key, count in made.items()],
@@ -269,16 +259,13 @@ def data(source: ReportSource) -> dict[str, Any]:
     }
 
 
-SECTION = Section(
+ABOUT_SECTION = Section(
     "about",
     "Where these numbers come from",
     "Runs by the code and the machine that made them. Numbers of different NUMERICS are never compared; seconds are "
     "compared only on one machine.",
-    data,
+    about_data,
 )
-
-
-# Quality against speed and memory: all it draws is in the index.
 
 
 COST_SECTION = Section(
@@ -291,25 +278,21 @@ COST_SECTION = Section(
 )
 
 
-# Divergence from the full cache against budget and bytes, and along the answer.
-
-
 SHOWN = ("kl", "kl_low", "kl_high", "kl_p99", "top1", "ppl_ratio", "verdict_kl", "verdict_top1")
 MORE = ("text", "n", "tokens", "kv_bytes", "epsilon", "epsilon_top1")
 
 
 def divergence_data(source: ReportSource) -> dict[str, Any] | None:
     """runs: hash -> kind of text -> numbers and KL by position; marks: (model, task) -> known changes of the model."""
-    shown = [source.folders[key] for key in source.frame["hash"] if key in source.folders]
-    shown = [folder for folder in shown if not folder.refused]
-    runs = {folder.run.hash: folder.run for folder in shown}
-    frame = divergence_table(shown)
+    runs = {folder.run.hash: folder.run for folder in source.shown}
+    frame = divergence_table(source.shown)
     if frame.empty:
         return None
     found: dict[str, dict[str, Any]] = {}
     for row in frame.to_dict("records"):
-        lines = [line for (_, text), line in read_of_store(runs[row["hash"]]).items() if text == row["text"]]
-        along = by_position(lines)
+        measured = per_example(runs[row["hash"]], row["text"])
+        assert measured is not None  # it has a row
+        along = measured.by_position()
         entry = {name: row[name] for name in (*SHOWN, *MORE)}
         entry |= {"position": along["position"].tolist(), "along": [float(f"{kl:.4g}") for kl in along["kl"]]}
         found.setdefault(row["hash"], {})[row["text"]] = entry
@@ -331,9 +314,6 @@ DIVERGENCE_SECTION = Section(
 )
 
 
-# Quality against budget: all it draws is in the index.
-
-
 EXPLORER_SECTION = Section(
     "explorer",
     "Quality against budget",
@@ -344,9 +324,6 @@ EXPLORER_SECTION = Section(
 )
 
 
-# Which tokens were kept: the text of some examples, each token with the heads of every layer that hold it.
-
-
 MOST = 4  # examples of a run
 TOTAL = 60_000  # tokens of all texts together: a page a browser still opens at once
 
@@ -355,15 +332,12 @@ def kept_data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> its diagnosed examples, the first in order; None where no run was made with diagnose=log or twin."""
     found: dict[str, Any] = {}
     room = TOTAL
-    for key in source.frame["hash"]:
-        folder = source.folders.get(key)
-        if folder is None:
-            continue
+    for folder in source.shown:
         for example in _diagnosed(folder)[:MOST]:
             text = _text(folder, example)
             room -= len(text["tokens"]) if text else 0
             if text and room >= 0:
-                found.setdefault(key, []).append(text)
+                found.setdefault(folder.run.hash, []).append(text)
     return {"texts": found, "cut": room < 0} if found else None
 
 
@@ -398,37 +372,40 @@ KEPT_SECTION = Section(
 )
 
 
-# The life of a context: turns, many questions, prompts in chunks, long answers, instructions; tables and charts.
-
-
 def life_data(source: ReportSource) -> list[dict[str, Any]] | None:
-    """A part for each kind of run that is there, with the tables that its command prints and a chart of each."""
-    parts, shown = [], list(source.frame["hash"])
-    there = [source.folders[key] for key in shown if key in source.folders and not source.folders[key].refused]
+    """A part for each view with a chart of which there are runs: its tables, and a chart of each."""
+    parts = []
     for name, view in VIEWS.items():
-        if not any(map(view.has, there)):
+        if not view.sides or not any(map(view.applies, source.shown)):
             continue
-        frame = view.read(source.outputs, {"hash": shown})
-        blocks = [_block(view, block) for block in view.blocks(frame)] if len(frame) else []
-        if blocks:
-            said = {"name": name, "title": view.title, "command": f"kvexp {view.command}", "legend": view.legend}
+        frame = source.runs.frame(view.table)
+        if blocks := [_block(view, block) for block in view.blocks(frame)]:
+            legend = " ".join(view.below(source.runs, frame))
+            said = {"name": name, "title": view.title, "command": f"kvexp results --view {name}", "legend": legend}
             parts.append({**said, "blocks": blocks})
     return parts or None
 
 
-def _block(view: LifeView, block: Block) -> dict[str, Any]:
+def _block(view: View, block: Block) -> dict[str, Any]:
     """One table, and its chart: places along the axis, and lines with points (place, hash, values and their ends)."""
     title, rows, columns, _ = block
     places, lines = chart_of(view, rows)
+    return {
+        **_cells_of(title, rows, columns),
+        "x": view.x,
+        "places": places,
+        "sides": [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides],
+        "lines": list(_looks(lines)),
+    }
+
+
+def _cells_of(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
+    """A printed table for a script: its title, heads, which columns stand to the right, and rows of hash and cells."""
     return {
         "title": title,
         "heads": [column.head for column in columns],
         "right": [column.right for column in columns],
         "rows": [[row["hash"], *(column.cell(row) for column in columns)] for row in rows],
-        "x": view.x,
-        "places": places,
-        "sides": [{"title": side.title, "log": side.log, "level": side.level} for side in view.sides],
-        "lines": list(_looks(lines)),
     }
 
 
@@ -450,25 +427,14 @@ LIFE_SECTION = Section(
 )
 
 
-# Needle in a haystack: a heat-map per run, length across, depth down.
-
-
 def needle_data(source: ReportSource) -> dict[str, Any] | None:
     """hash -> lengths, depths and, per metric, rows of percentages; None where no run has a length and a depth."""
-    grids = {key: _cells(source.folders[key]) for key in source.frame["hash"] if key in source.folders}
-    return {key: cells for key, cells in grids.items() if cells} or None
+    return {folder.run.hash: _cells(folder) for folder in source.shown if is_needle(folder)} or None
 
 
-def _cells(folder: Folder) -> dict[str, Any] | None:
-    found = {}
+def _cells(folder: Folder) -> dict[str, Any]:
     rows = [{**row, "metrics": row.get("metrics") or {}} for row in folder.rows]
-    for metric in folder.metrics:
-        try:
-            found[metric] = grid(rows, metric)
-        except ConfigError:  # rows of another task
-            return None
-    if not found:
-        return None
+    found = {metric: grid(rows, metric) for metric in folder.metrics}
     first = next(iter(found.values()))
     return {
         "lengths": [f"{length:g}" for length in first.columns],
@@ -486,9 +452,6 @@ NEEDLE_SECTION = Section(
 )
 
 
-# What the runs wrote beside what the full cache wrote: some examples of each run.
-
-
 LONGEST = 4_000  # letters of one text
 SAMPLES_TOTAL = 12_000_000  # letters of all texts together: a page a browser still opens at once
 
@@ -500,15 +463,14 @@ def samples_data(source: ReportSource) -> dict[str, Any]:
     Half of a run's examples are the first in order, half those that lost most against the full cache: the latter are
     the worst by choice, and say nothing of how often that happens.
     """
-    shown = [source.folders[key] for key in source.frame["hash"] if key in source.folders]
-    per_run = source.samples
+    shown, per_run = source.shown, source.samples
     while True:
         chosen = {folder.run.hash: _choose(folder, _baseline(source, folder), per_run) for folder in shown}
         texts = _texts(source, shown, chosen)
         letters = sum(len(row[part] or "") for rows in texts.values() for row in rows.values() for part in _PARTS)
         if letters <= SAMPLES_TOTAL or per_run <= 1:
             sizes = {"per_run": per_run, "longest": LONGEST, "asked": source.samples}
-            return {"texts": texts, "chosen": chosen, "outputs": quote(str(source.outputs)), **sizes}
+            return {"texts": texts, "chosen": chosen, "outputs": quote(str(source.runs.outputs)), **sizes}
         per_run //= 2
 
 
@@ -582,9 +544,6 @@ SAMPLES_SECTION = Section(
 )
 
 
-# The terminal's tables, to be sorted.
-
-
 VERDICT = re.compile(r"99(\.9)? %\n|.* %\nof full$|95 %\ninterval$")  # heads of the columns that decide
 
 
@@ -595,12 +554,7 @@ def verdicts_data(source: ReportSource) -> dict[str, Any]:
 
 def _table(group: RunGroup) -> dict[str, Any]:
     columns = _verdicts_first(group.columns)
-    return {
-        **{"model": group.model, "task": group.task, "title": group.title},
-        "heads": [column.head for column in columns],
-        "right": [column.right for column in columns],
-        "rows": [[row["hash"], *(column.cell(row) for column in columns)] for row in group.rows],
-    }
+    return {"model": group.model, "task": group.task, **_cells_of(group.title, group.rows, columns)}
 
 
 def _verdicts_first(columns: Sequence[Column]) -> list[Column]:
@@ -623,9 +577,6 @@ VERDICTS_SECTION = Section(
 )
 
 
-# The page: template, style, scripts and data put into one file.
-
-
 SECTIONS: tuple[Section, ...] = (
     VERDICTS_SECTION,
     EXPLORER_SECTION,
@@ -635,7 +586,7 @@ SECTIONS: tuple[Section, ...] = (
     SAMPLES_SECTION,
     KEPT_SECTION,
     NEEDLE_SECTION,
-    SECTION,
+    ABOUT_SECTION,
 )
 BEFORE = ("dom", "filters", "panels", "diff")  # scripts the sections use
 AFTER = ("start",)
@@ -681,6 +632,7 @@ def asset(name: str) -> str:
 REPORT_DOC = """kvexp report [OUTPUTS] [FILE]: write one HTML file of whatever has been run."""
 
 
+@tells_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 where there is nothing to show or no place to put it."""
     parser = argparse.ArgumentParser(prog="kvexp report", description=REPORT_DOC)
@@ -690,16 +642,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=20, help="sample outputs per run (default: 20)")
     args = parser.parse_args(argv)
     file = args.file or args.outputs / "report.html"
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}", file=sys.stderr)
-        warnings.simplefilter("always")
-        try:
-            source = read(args.outputs, chosen_by(args), args.samples)
-            text = page(source)
-            write(file, text)
-        except ConfigError as error:
-            say(f"error: {error}", file=sys.stderr)
-            return 2
+    source = read(args.outputs, chosen_by(args), args.samples)
+    text = page(source)
+    write(file, text)
     runs = int(source.frame["status"].ne("refused").sum())
     say(f"wrote {file}: {runs} runs, {len(text) / 1e6:.1f} MB; open it in a browser")
     return 0

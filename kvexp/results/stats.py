@@ -1,4 +1,15 @@
-"""Intervals, tests and verdicts of paired scores."""
+"""Percentages of a baseline over paired examples: intervals, tests, and what an interval decides.
+
+Examples are the units that are resampled: tokens of one answer are not independent of each other.
+
+- Means and ratios of means take the wider end of two intervals on each side: Student's t, and the bootstrap-t (Efron
+  and Tibshirani, An Introduction to the Bootstrap, section 12.5), which divides every resample's deviation by its own
+  standard error and so follows the skew of the scores. Ratios, and means of what cannot be negative, are treated on
+  the log scale. Neither alone holds its level on both skewed and sparsely changed scores; docs/protocols.md has the
+  rates that simulation found.
+- Shares (scores that are all or nothing) take the hybrid interval of Bonett and Price (2006), doi:10.1002/sim.2388,
+  which needs no resampling and keeps its level where next to no example changed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +24,6 @@ from numpy.typing import NDArray
 from scipy.special import betaincinv, stdtr, stdtrit
 
 from kvexp.results.read import Folder, Row, number
-
-# Percentages of a baseline over paired examples, their bootstrap intervals, and what an interval decides.
-
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -145,19 +153,6 @@ def n_range(metric: str, scores: Floats, base: Floats, mark: float, level: float
     return float(low), float(high)
 
 
-# Confidence intervals of a mean, of a ratio of two paired means, and of a ratio of two paired shares.
-#
-# Examples are the units that are resampled: tokens of one answer are not independent of each other.
-#
-# - Means and ratios of means take the wider end of two intervals on each side: Student's t, and the bootstrap-t (Efron
-#   and Tibshirani, An Introduction to the Bootstrap, section 12.5), which divides every resample's deviation by its own
-#   standard error and so follows the skew of the scores. Ratios, and means of what cannot be negative, are treated on
-#   the log scale. Neither alone holds its level on both skewed and sparsely changed scores; docs/protocols.md has the
-#   rates that simulation found.
-# - Shares (scores that are all or nothing) take the hybrid interval of Bonett and Price (2006), doi:10.1002/sim.2388,
-#   which needs no resampling and keeps its level where next to no example changed.
-
-
 LEAST_ERROR = 0.4  # a resample's standard error counts as at least this share of the sample's: one near 0 explodes t
 LARGEST_LOG = 50.0  # an end of a ratio beyond exp(+-50) is 0 or infinity
 
@@ -253,6 +248,24 @@ def _times_exp(at: Floats | float, power: float) -> float:
     return float(at * math.exp(power))
 
 
+def percent_of_sums(metric: str, top: Floats, bottom: Floats) -> Interval:
+    """95 % interval of sum(top) / sum(bottom) in percent; an entry per unit that is drawn [n], such as a conversation.
+
+    NaN for fewer than MIN_PAIRS units, and for a metric of which less is better.
+    """
+    if len(top) < MIN_PAIRS or lower_is_better(metric):
+        return NONE
+    low, high = _score_ratio(top, bottom, resampled_means(ratio_moments(top, bottom), resamples_for(LEVEL)), LEVEL)
+    return 100 * low, 100 * high
+
+
+def _score_ratio(top: Floats, bottom: Floats, resampled: Floats, level: float) -> Interval:
+    """Of mean(top) / mean(bottom): that of shares where every score is all or nothing."""
+    if is_all_or_nothing(top, bottom):
+        return share_ratio_interval(top, bottom, level)
+    return ratio_interval(top, bottom, resampled, level)
+
+
 def is_all_or_nothing(*columns: Floats) -> bool:
     """Whether scores, in percent, are shares of examples that are right: every one 0 or 100."""
     return all(bool(np.isin(column, (0.0, 100.0)).all()) for column in columns)
@@ -278,9 +291,6 @@ def _wilson(k: int, n: int, z: float) -> Interval:
     share, more = k / n, z * z / n
     half = z * math.sqrt(share * (1 - share) / n + more / (4 * n))
     return (share + more / 2 - half) / (1 + more), (share + more / 2 + half) / (1 + more)
-
-
-# A run beside its baseline: the examples both scored, percentages with intervals, and the verdict.
 
 
 SUFFIX = {99.0: "99", 99.9: "999"}  # mark -> ending of its columns
@@ -358,10 +368,7 @@ def percent_interval(comparison: Comparison, index: int, level: float) -> tuple[
     if lower_is_better(comparison.metrics[index]):
         low, high = mean_interval(base - scores, means, level)
         return 100.0 * math.exp(low), 100.0 * math.exp(high)
-    if is_all_or_nothing(scores, base):
-        low, high = share_ratio_interval(scores, base, level)
-    else:
-        low, high = ratio_interval(scores, base, means, level)
+    low, high = _score_ratio(scores, base, means, level)
     return 100.0 * low, 100.0 * high
 
 

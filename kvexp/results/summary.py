@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from kvexp.run.build import typed
 from kvexp.run.jobs import plan_jobs
 from kvexp.run.labels import check_objective_of
-from kvexp.util import ConfigError, Session, check_writable, current, say
+from kvexp.util import ConfigError, Console, Session, check_writable, current, say
 
 SEVERAL = re.compile(r"[,(]")  # in a value that may be a sweep of several
 GRIDS = ("BasicSweeper", "OnceComposedSweeper")  # sweepers whose jobs are known from the command line
@@ -26,25 +26,18 @@ def print_summary(outputs_dir: str | Path, session: Session, *, jobs: bool = Fal
 
     limit: of the task's examples only so many, as was asked of all runs; some may have more.
     """
-    from kvexp.util import Console
-
     console = Console(markup=False)
     if session.hashes:
-        from kvexp.results.divergence import divergence_frames, print_choices, print_divergence
-        from kvexp.results.table import (
-            print_table,
-            table,  # late: a command that made nothing does not wait for pandas
-        )
+        from kvexp.results import views  # late: a command that made nothing does not wait for pandas
+        from kvexp.results.read import read_runs
+        from kvexp.results.table import print_blocks
 
-        made = {"hash": session.hashes}
-        frame, (divergence, choices) = (
-            table(outputs_dir, made, limit),
-            divergence_frames(outputs_dir, made, first=limit),
-        )
-        if frame["n"].sum() or divergence.empty:  # divergence=only makes no rows
-            print_table(frame, console)
-        print_divergence(divergence, console)
-        print_choices(choices, console)
+        runs = read_runs(outputs_dir, {"hash": session.hashes}, limit)
+        frame, blocks, below = views.shown(runs, views.RUNS)
+        far, far_blocks, far_below = views.shown(runs, views.DIVERGENCE)
+        if frame["n"].sum() or far.empty:  # divergence=only makes no rows
+            print_blocks(blocks, below, console)
+        print_blocks(far_blocks, far_below, console)
         for why, names in session.unmeasured.items():
             console.print(f"no divergence of {', '.join(names)}: {why}", highlight=False)
         console.print(f"rows, configurations and environments: {outputs_dir}/<hash>/", highlight=False)

@@ -1,4 +1,8 @@
-"""The table of finished runs."""
+"""The table of all runs, and what every table is printed with.
+
+A run's row has means, percentages of the baseline, verdicts, memory and speed, and why something is missing. A printed
+table is a `Block`: a title, rows, columns (what names a row first), and how many of them name a row.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +27,21 @@ from kvexp.results.read import (
     KEY,
     WORDS,
     Folder,
+    Runs,
     baseline_of,
-    chosen_and_left_out,
     evicted,
-    folders,
     number,
     question_words,
+    read_runs,
 )
-from kvexp.results.read import Row as Row_of_read
 from kvexp.results.stats import SUFFIX, Comparison, compare, quality, resample
 from kvexp.run.store import run_name
 from kvexp.util import ConfigError, Console, visible
 
-# What attending to few of everything cost a run: means over its rows, and what fell back on something else.
+Row = Mapping[str, Any]
+Record = dict[str, Any]
 
-
+# Means of what receipts say of retrieval.
 MEANS = ("offloaded_bytes", "moved_bytes", "cache_hit_rate", "search_share", "kmeans_iterations")
 NAMES = (*MEANS, "fell_back")
 
@@ -52,9 +56,6 @@ def cost(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     told = Counter(note for one in found for note in one.get("notes", []))
     result["fell_back"] = "; ".join(f"{count} of {len(found)} rows: {note}" for note, count in told.items())
     return result
-
-
-# What a run's cache holds as a share of its full cache's bytes, at 16 bits per number whatever dtype ran.
 
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # by model.dtype
@@ -72,20 +73,17 @@ def bytes_share(folder: Folder, baseline: Folder | None) -> float:
     return mine / full if full > 0 else math.nan
 
 
-def _total(folder: Folder, rows: Iterable[Row_of_read]) -> float:
+def _total(folder: Folder, rows: Iterable[Record]) -> float:
     """Bytes at 16 bits of these rows together; NaN where one does not say, 0 for none."""
     model = folder.run.config.get("model")
     itemsize = ITEMSIZE.get(str(model.get("dtype")) if isinstance(model, dict) else "", math.nan)
     return sum((_at_16(row, itemsize) for row in rows), 0.0)
 
 
-def _at_16(row: Row_of_read, itemsize: float) -> float:
+def _at_16(row: Record, itemsize: float) -> float:
     receipt = row.get("receipt") or {}
     known = receipt.get("kv_bytes_at_16")
     return number(known) if known is not None else number(receipt.get("kv_bytes")) * 2 / itemsize
-
-
-# One row per run: means, percentages of the baseline, verdicts, memory and speed, and why something is missing.
 
 
 FIRST = ("experiment", "model", "task", "question", "method", "kv_ratio")
@@ -123,22 +121,34 @@ LAST = ("status", "note", "unscored", "also", "headline", "numerics", "baseline_
 
 
 def table(outputs_dir: str | Path, where: Mapping[str, Any] | None = None, first: int | None = None) -> pd.DataFrame:
-    """The runs under outputs_dir, one row each; `where` keeps those whose label has (one of) the given value(s).
+    """`quality_table` of the runs under outputs_dir; `where` keeps those whose label has (one of) the given value(s).
 
     first: of the task's examples, only so many: a run that was asked for with a higher limit since has more.
+    """
+    return quality_table(read_runs(outputs_dir, where, first))
 
-    A baseline is found also where `where` hides it. The verdicts are corrected for the number of compared runs of the
+
+def quality_table(runs: Runs) -> pd.DataFrame:
+    """One row per run shown.
+
+    A baseline is found also where it is not shown. The verdicts are corrected for the number of compared runs of the
     same model, task and NUMERICS in this table: choosing runs by their results, with a narrower `where`, takes that
     protection away. `attrs["left_out"]`: lines that say which versions of methods are not in it (`read.chosen`).
     """
-    found = [folder.of_first(first) for folder in folders(outputs_dir)]
-    known = {folder.run.hash: folder for folder in found}
-    shown, left_out = chosen_and_left_out(found, where or {})
-    rows = [row for family in _families(shown) for row in _judged(family, known)]
+    return _table(runs, runs.shown)
+
+
+def everything_table(runs: Runs) -> pd.DataFrame:
+    """`quality_table` of the runs that are not shown too; its verdicts are of no choice that anybody made."""
+    return _table(runs, runs.everything)
+
+
+def _table(runs: Runs, shown: list[Folder]) -> pd.DataFrame:
+    rows = [row for family in _families(shown) for row in _judged(family, runs.known)]
     metrics = list(dict.fromkeys(name for folder in shown for name in folder.metrics))
     labels = {"question", *(name for folder in shown for name in folder.labels)}
     frame = _tidy(rows, labels, metrics)
-    frame.attrs["left_out"] = left_out
+    frame.attrs["left_out"] = runs.left_out
     return frame
 
 
@@ -150,7 +160,7 @@ def _families(shown: Iterable[Folder]) -> list[list[Folder]]:
     return list(found.values())
 
 
-def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Row_of_read]:
+def _judged(family: list[Folder], known: Mapping[str, Folder]) -> list[Record]:
     """Rows with verdicts at the level that these runs need to be compared together; no other run changes them."""
     sides = [_counted(folder, baseline_of(folder, known)) for folder in family]
     number_compared = sum(bool(folder.scored) and not (folder.is_baseline or folder.void) for folder, _ in sides)
@@ -169,9 +179,9 @@ def _counted(folder: Folder, baseline: Folder | None) -> tuple[Folder, Folder | 
     return folder.of_answered(full), baseline and baseline.of_answered(baseline)
 
 
-def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Row_of_read:
+def _row(folder: Folder, baseline: Folder | None, pair: Comparison | None, level: float) -> Record:
     obstacle = "" if folder.is_baseline else _obstacle(folder, baseline, pair)
-    row: Row_of_read = {
+    row: Record = {
         **folder.labels,
         "question": folder.question,
         **_counts(folder),
@@ -282,7 +292,7 @@ def _cost(folder: Folder) -> dict[str, float]:
     }
 
 
-def _reached(row: Row_of_read) -> float:
+def _reached(row: Record) -> float:
     """Slots that a row held per kv head at its end, over its prompt's tokens."""
     slots, tokens = number((row.get("receipt") or {}).get("slots")), number(row.get("prompt_tokens"))
     return slots / tokens if tokens > 0 else math.nan
@@ -293,7 +303,7 @@ def _over(reduce: Callable[[Any], Any], values: Iterable[Any]) -> float:
     return float(reduce(finite)) if finite else math.nan
 
 
-def _tidy(rows: list[Row_of_read], labels: set[str], metrics: list[str]) -> pd.DataFrame:
+def _tidy(rows: list[Record], labels: set[str], metrics: list[str]) -> pd.DataFrame:
     """Columns in reading order, one type each; rows by model, task, baseline first, method, kv_ratio."""
     own = {*COUNTS, *VERDICTS, *COST, *LAST}
     names = [name for name in FIRST if name in labels] + sorted(labels - own - set(FIRST) - set(metrics))
@@ -319,9 +329,6 @@ def _label(column: pd.Series[Any]) -> pd.Series[Any]:
     if present and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
         return pd.to_numeric(column)
     return column.map(lambda value: None if value is None or value != value else str(value))
-
-
-# Numbers the way people read them; what is missing is a dash.
 
 
 TOO_FEW = "too few"  # examples for a percentage or an interval to mean anything
@@ -382,20 +389,73 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s" if value < 999.5 else f"{value:.0f} s"
 
 
-# The columns of a table for people: what names a row, and what is said of it.
-
-
-Row = Mapping[str, Any]
-Record = dict[str, Any]
 _KEY = re.compile(r" +(?=[\w.@/+~]+=)")  # before the key of an override
 MOVING = "moving"  # in the label `revision`: a hub id without a pinned commit
 
 
 @dataclass(frozen=True)
 class Column:
+    """One column of a printed table: its head, a row's cell, and whether cells stand to the right."""
+
     head: str
     cell: Callable[[Row], str]
     right: bool = True
+
+
+Block = tuple[str, list[Record], list[Column], int]
+
+
+def plain(name: str, head: str, right: bool = True) -> Column:
+    """The value as it is."""
+
+    def cell(row: Row) -> str:
+        value = row.get(name)
+        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
+
+    return Column(head, cell, right)
+
+
+def numeric(head: str, name: str, digits: int, times: int = 1) -> Column:
+    """The number with so many digits behind the point; times: 100 for a share that is shown in percent."""
+
+    def cell(row: Row) -> str:
+        value: Any = row.get(name)
+        return fixed(value if absent(value) or times == 1 else times * value, digits)
+
+    return Column(head, cell)
+
+
+def interval(
+    head: str, low: str, high: str, digits: int, times: int = 1, most: float = math.inf, of: str | None = None
+) -> Column:
+    """Both ends; TOO_FEW without. most: an upper end beyond is no number; of: without this number a dash."""
+
+    def cell(row: Row) -> str:
+        if of is not None and absent(row.get(of)):
+            return "-"
+        if absent(row.get(low)):
+            return TOO_FEW
+        ends = [fixed(times * row[end], digits) for end in (low, high)]
+        return f"{ends[0]}..{f'>{most:g}' if row[high] > most else ends[1]}"
+
+    return Column(head, cell)
+
+
+def budget_column(rows: Sequence[Row]) -> Column:
+    """kv_ratio where a row has one, else tokens."""
+    name = "kv_ratio" if any(not absent(row.get("kv_ratio")) for row in rows) else "tokens"
+    return plain(name, name)
+
+
+def question_column(rows: Sequence[Row]) -> list[Column]:
+    """Whether eviction has seen the question, where that is not the same in all rows."""
+    same = len({row.get("question") for row in rows}) < 2
+    return [] if same else [plain("question", "question", right=False)]
+
+
+def records(frame: pd.DataFrame) -> list[Record]:
+    """The rows of a frame, by name of column."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def parts(frame: pd.DataFrame, *by: str) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
@@ -447,24 +507,14 @@ def method_and_setting(row: Row) -> str:
 
 def without_question(rows: Sequence[Record]) -> list[Record]:
     """The rows without task.question among their settings: titles and a column say it, of every run that has one."""
-    return [row if row.get("question") not in WORDS else _without(row, KEY) for row in rows]
+    return [row if row.get("question") not in WORDS else without(row, KEY) for row in rows]
 
 
-def without_tokens(row: Row) -> Record:
-    """The row without budget.tokens among its settings, where a column says it."""
-    return _without(row, "budget.tokens=")
-
-
-def without_code(row: Row) -> Record:
-    """The row without the code of a user's method among its settings, where a column says it."""
-    return _without(row, "code=")
-
-
-def _without(row: Row, key: str) -> Record:
-    """The row with what begins with `key` taken out of its setting."""
-    if key not in str(row.get("setting")):
+def without(row: Row, *keys: str) -> Record:
+    """The row with what begins with one of `keys` (such as "code=") taken out of its setting."""
+    if not any(key in str(row.get("setting")) for key in keys):
         return dict(row)
-    return {**row, "setting": " ".join(word for word in _KEY.split(str(row["setting"])) if not word.startswith(key))}
+    return {**row, "setting": " ".join(word for word in _KEY.split(str(row["setting"])) if not word.startswith(keys))}
 
 
 def marks_of(rows: Sequence[Row]) -> dict[str, str]:
@@ -503,6 +553,7 @@ def _tells(name: str, rows: Sequence[Row]) -> bool:
 
 
 def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
+    """What is said of a run behind what names it; columns without anything to say are left out."""
     metrics = [
         name.removesuffix("_of_full") for name in rows[0] if name.endswith("_of_full") and name != "length_of_full"
     ]
@@ -518,28 +569,43 @@ def columns_of(rows: Sequence[Row], x: str) -> list[Column]:
             Column(f"{short(headline, task)} %\nof full", lambda row: _percent(row, headline)),
             Column("95 %\ninterval", lambda row: _interval(row, headline)),
         ]
-    columns += [
+    # A chat model's turn has an end: that none came is worth a column.
+    ended = any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows)
+    moved = any(not absent(row["moved_bytes"]) for row in rows)
+    return [
+        *([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []),
+        *columns,
         Column(f"99 %\n{runs}", lambda row: _verdict(row, "99", metrics), right=False),
         Column(f"99.9 %\n{runs}", lambda row: _verdict(row, "999", metrics), right=False),
-        Column("n to\ndecide", lambda row: _needed(row)),
+        Column("n to\ndecide", _needed),
         *([] if _n_differs(rows) else [_N]),
-        *_questions(rows),
-        Column("paired", lambda row: "-" if absent(row["paired"]) else str(row["paired"])),
-        *_columns_counted("skip-\nped", "skipped", rows),
-        *_columns_counted("prompt\ncut", "prompt_cut", rows),
-        *_columns_counted("cut while\nthinking", "thinking_cut", rows),
-        *_columns_counted("letters\ndropped", "dropped_letters", rows),
-        *_columns_counted("hal-\nved", "halved", rows),
-        *_ended(rows),
-        Column("status", lambda row: str(row["status"]), right=False),
-        Column("slots", lambda row: fixed(row["slots"], 1)),
+        *_telling(rows, plain("questions", "of asked")),
+        plain("paired", "paired"),
+        *_telling(
+            rows,
+            plain("skipped", "skip-\nped"),
+            plain("prompt_cut", "prompt\ncut"),
+            plain("thinking_cut", "cut while\nthinking"),
+            plain("dropped_letters", "letters\ndropped"),
+            plain("halved", "hal-\nved"),
+        ),
+        *([numeric("ended\n%", "ended", 0)] if ended else []),
+        plain("status", "status", right=False),
+        numeric("slots", "slots", 1),
         *ratio_reached(rows),
         Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
-        *_times(rows),
-        *_moving(rows),
+        *_telling(
+            rows,
+            Column("TTFT", lambda row: seconds(row["ttft_s"])),
+            Column("TPOT", lambda row: seconds(row["tpot_s"])),
+            numeric("tokens/s", "tokens_per_s", 1),
+        ),
+        *([plain("timed", "timed")] if any(map(partly_timed, rows)) else []),
+        *(_telling(rows, Column("TT2T", lambda row: seconds(row["tt2t_s"]))) if moved else []),
+        *([Column("moved", lambda row: size(row["moved_bytes"]))] if moved else []),
+        *([numeric("cache\nhits", "cache_hit_rate", 2)] if moved else []),
         *([Column("batch", _batch)] if any(_batch(row) not in ("1", "-") for row in rows) else []),
     ]
-    return [*([plain("kv_ratio", "kv_ratio")] if x == "bytes" else []), *columns]
 
 
 _N = Column("n", lambda row: str(row["n"]))
@@ -550,9 +616,9 @@ def _n_differs(rows: Sequence[Row]) -> bool:
     return len({row["n"] for row in rows if row["n"]}) > 1
 
 
-def _columns_counted(head: str, name: str, rows: Sequence[Row]) -> list[Column]:
-    """A column of counts, where there is anything to count."""
-    return [Column(head, lambda row: str(row[name]))] if any(row[name] for row in rows) else []
+def _telling(rows: Sequence[Row], *columns: Column) -> list[Column]:
+    """The columns in which a row has something else than a dash or 0."""
+    return [column for column in columns if any(column.cell(row) not in ("-", "0") for row in rows)]
 
 
 def ratio_reached(rows: Sequence[Row]) -> list[Column]:
@@ -560,33 +626,7 @@ def ratio_reached(rows: Sequence[Row]) -> list[Column]:
     open_ended = [absent(row["kv_ratio"]) and absent(row.get("tokens")) for row in rows]
     if not any(free and row["verdict99"] != "baseline" for free, row in zip(open_ended, rows, strict=True)):
         return []
-    return [Column("ratio\nreached", lambda row: fixed(row["kv_ratio_reached"], 3))]
-
-
-def _questions(rows: Sequence[Row]) -> list[Column]:
-    """Where a task counts the questions alone that the full cache answers: of how many those n are."""
-    if all(absent(row["questions"]) for row in rows):
-        return []
-    return [Column("of asked", lambda row: "-" if absent(row["questions"]) else str(row["questions"]))]
-
-
-def _ended(rows: Sequence[Row]) -> list[Column]:
-    """Where any answer ended before max_new_tokens ended it, or should have: a chat model's turn has an end."""
-    if not any(row["ended"] > 0 or (str(row.get("chat")) == "True" and not absent(row["ended"])) for row in rows):
-        return []
-    return [Column("ended\n%", lambda row: fixed(row["ended"], 0))]
-
-
-def _times(rows: Sequence[Row]) -> list[Column]:
-    """Where any run was timed by itself."""
-    each = {
-        "ttft_s": Column("TTFT", lambda row: seconds(row["ttft_s"])),
-        "tpot_s": Column("TPOT", lambda row: seconds(row["tpot_s"])),
-        "tokens_per_s": Column("tokens/s", lambda row: fixed(row["tokens_per_s"], 1)),
-    }
-    columns = [column for name, column in each.items() if not all(absent(row[name]) for row in rows)]
-    some = any(partly_timed(row) for row in rows)
-    return [*columns, *([Column("timed", lambda row: str(row["timed"]))] if some else [])]
+    return [numeric("ratio\nreached", "kv_ratio_reached", 3)]
 
 
 def partly_timed(row: Row) -> bool:
@@ -594,29 +634,10 @@ def partly_timed(row: Row) -> bool:
     return bool(0 < row["timed"] < row["n"])
 
 
-def _moving(rows: Sequence[Row]) -> list[Column]:
-    """Where a method keeps everything: what crosses to it and back, and the time that its index is part of."""
-    if all(absent(row["moved_bytes"]) for row in rows):
-        return []
-    return [
-        *([] if all(absent(row["tt2t_s"]) for row in rows) else [Column("TT2T", lambda row: seconds(row["tt2t_s"]))]),
-        Column("moved", lambda row: size(row["moved_bytes"])),
-        Column("cache\nhits", lambda row: fixed(row["cache_hit_rate"], 2)),
-    ]
-
-
 def _batch(row: Row) -> str:
     """Prompts per forward, from the smallest batch to the largest."""
     least, most = row["smallest_batch"], row["batch_size"]
     return "-" if absent(most) else f"{most:.0f}" if least == most else f"{least:.0f}-{most:.0f}"
-
-
-def plain(name: str, head: str, right: bool = True) -> Column:
-    def cell(row: Row) -> str:
-        value = row.get(name)
-        return "-" if absent(value) or value == "" else f"{value:g}" if isinstance(value, float) else str(value)
-
-    return Column(head, cell, right)
 
 
 def _metric(name: str, task: Any) -> Column:
@@ -662,16 +683,12 @@ def _interval(row: Row, metric: str) -> str:
     return TOO_FEW if few(row) else "-" if absent(low) else f"{low:.1f}..{high:.1f}"
 
 
-# The same runs with the question in the prompt and after the eviction, beside each other: percent of full in both.
-
-
 HEADS = {IN_PROMPT: "question in prompt", AFTER_EVICTION: "after eviction"}
 NOTE = (
     "question in prompt: eviction has seen what is asked; after eviction: it has not. Each is in percent of a full "
     "cache that was asked in the same place."
 )
 ALIKE = ("method", "kv_ratio", "tokens", "setting")
-Block = tuple[str, list[Record], list[Column], int]
 
 
 def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
@@ -684,7 +701,7 @@ def seen_and_hidden(df: pd.DataFrame) -> Iterator[Block]:
         return
     ran = df[df["status"].ne("refused") & df["verdict99"].ne("baseline") & df["question"].isin(HEADS)]
     for title, _, part in parts(ran):
-        rows = _pairs([{str(name): value for name, value in row.items()} for row in part.to_dict("records")])
+        rows = _pairs(records(part))
         if rows:
             shared, rows = shared_settings(rows)
             metric = str(rows[0]["headline"])
@@ -715,56 +732,17 @@ def _keys(rows: list[Record]) -> list[Column]:
 
 
 def _columns(metric: str) -> list[Column]:
+    def of(side: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: "-" if absent(row["sides"][side]["paired"]) else cell(row["sides"][side])
+
     columns = []
     for name, head in HEADS.items():
         columns += [
-            Column(f"{head}:\n% of full", _cell(name, lambda row: fixed(row.get(f"{metric}_of_full"), 1))),
-            Column("95 %\ninterval", _cell(name, lambda row: _seen_and_hidden_interval(row, metric))),
-            Column("paired", lambda row, name=name: str(row["sides"][name]["paired"])),  # type: ignore[misc]
+            Column(f"{head}:\n% of full", of(name, lambda row: _percent(row, metric))),
+            Column("95 %\ninterval", of(name, lambda row: _interval(row, metric))),
+            Column("paired", of(name, lambda row: str(row["paired"]))),
         ]
     return columns
-
-
-def _cell(side: str, of: Callable[[Row], str]) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
-        run: Any = row["sides"][side]
-        return "-" if absent(run["paired"]) else TOO_FEW if few(run) else of(run)
-
-    return cell
-
-
-def _seen_and_hidden_interval(row: Row, metric: str) -> str:
-    low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
-    return "-" if absent(low) else f"{low:.1f}..{high:.1f}"
-
-
-# Which runs of a table have another one of their own, and the command that prints it.
-
-
-# What a run's label `task`, or the beginning of a word of its settings, says of it -> the command and what that shows.
-OF_TASK = {
-    **dict.fromkeys(("dialogue", "soda_turns"), ("turns", "turn by turn")),
-    **dict.fromkeys(("instructions", "instructions_leak"), ("instructions", "what is followed and told")),
-    "long_answers": ("long-answers", "length, ends, loops"),
-}
-OF_SETTING = {
-    "questions=all": ("many-questions", "by number of questions asked"),
-    **dict.fromkeys(("prefill=bounded", "prefill.chunk="), ("prefill-chunks", "by size of the chunks")),
-}
-
-
-def other_tables(df: pd.DataFrame) -> list[str]:
-    """A line that names the commands for the runs of a frame of `kvexp.results.table`; none where there are none."""
-    found: dict[str, str] = {}
-    for row in df.to_dict("records"):
-        words = [] if absent(row.get("setting")) else str(row.get("setting")).split()
-        found |= dict(each for word in words for start, each in OF_SETTING.items() if word.startswith(start))
-        found |= dict([OF_TASK[task]] if (task := str(row.get("task"))) in OF_TASK else [])
-    named = [f"kvexp {command} OUTPUTS ({what})" for command, what in found.items()]
-    return [f"more of these runs: {'; '.join(named)}."] if named else []
-
-
-# The table for people: in a terminal of any width, in a file, as Markdown.
 
 
 STYLES = {"pass": "green", "fail": "bold red", "undecided": "yellow", "void": "dim", "baseline": "dim"}
@@ -776,8 +754,7 @@ WIDEST = 3  # a column that names the rows takes a third of the width at most an
 
 def print_table(df: pd.DataFrame, console: Console | None = None, x: str = "kv_ratio") -> None:
     """A table per NUMERICS, model and task, in parts where the console is narrow. x: order by kv_ratio or bytes."""
-    console = console or Console(markup=False)
-    print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console)
+    print_blocks((*groups(df, x), *seen_and_hidden(df)), notes(df), console or Console(markup=False))
 
 
 def print_blocks(blocks: Iterable[Block], below: Iterable[str], console: Console) -> None:
@@ -805,13 +782,18 @@ def print_columns(rows: Sequence[Row], columns: list[Column], keys: int, console
 
 
 def to_markdown(df: pd.DataFrame, x: str = "kv_ratio") -> str:
-    """The same tables as GitHub-flavoured Markdown."""
+    """What `print_table` prints as GitHub-flavoured Markdown."""
+    return markdown_of((*groups(df, x), *seen_and_hidden(df)), notes(df))
+
+
+def markdown_of(blocks: Iterable[Block], below: Iterable[str]) -> str:
+    """What `print_blocks` prints as GitHub-flavoured Markdown."""
     lines = []
-    for title, rows, columns, _ in (*groups(df, x), *seen_and_hidden(df)):
+    for title, rows, columns, _ in blocks:
         heads = (column.head.replace("-\n", "").replace("\n", " ") for column in columns)
         lines += [f"**{title}**", "", _line(heads), _line("---:" if column.right else "---" for column in columns)]
         lines += [*(_line(column.cell(row) for column in columns) for row in rows), ""]
-    return visible("\n".join([*lines, *(f"- {line}" for line in notes(df)), ""]))
+    return visible("\n".join([*lines, *(f"- {line}" for line in below), ""]))
 
 
 def _line(cells: Iterator[str]) -> str:
@@ -855,7 +837,7 @@ def notes(df: pd.DataFrame) -> list[str]:
         lines += [
             "TTFT, TPOT: medians over the n examples (TPOT: those of two new tokens or more), after an untimed warm-up."
         ]
-    if any(partly_timed(row) for row in _records(df)):
+    if any(partly_timed(row) for row in records(df)):
         lines += ["timed: of how many of the n examples TTFT, TPOT and tokens/s are; the others shared a prefill."]
     if df.loc[df["n"] > 0, ["ttft_s", "tpot_s"]].isna().any(axis=None):
         lines += [
@@ -863,7 +845,6 @@ def notes(df: pd.DataFrame) -> list[str]:
             "are not timed (hydra/launcher=basic takes them one at a time)."
         ]
     lines += [NOTE] if any(True for _ in seen_and_hidden(df)) else []
-    lines += other_tables(df)
     if any(len(set(part["n"]) - {0}) > 1 for _, _, part in parts(df[df["status"] != "refused"])):
         lines += [
             "n differs between runs of one table, which are of other examples: compare % of full (paired), or run them "
@@ -871,7 +852,7 @@ def notes(df: pd.DataFrame) -> list[str]:
         ]
     lines += refused_line(df)
     named: dict[tuple[str, str], list[str]] = {}
-    for row in _records(df):
+    for row in records(df):
         for note in () if row["status"] == "refused" and not only_refused(df) else _own_notes(row):
             named.setdefault((_title(row), note), []).append(_name(row))
     return lines + [f"{title}: {', '.join(names)}: {note}" for (title, note), names in named.items()]
@@ -884,7 +865,7 @@ def only_refused(df: pd.DataFrame) -> bool:
 
 def refused_line(df: pd.DataFrame) -> list[str]:
     """A line that names the jobs that were refused before they had rows; none where they have tables of their own."""
-    jobs = [row for row in _records(df) if row["status"] == "refused"]
+    jobs = [row for row in records(df) if row["status"] == "refused"]
     if not jobs or only_refused(df):
         return []
     names = dict.fromkeys(f"{_title(row)} {run_name(row) if row.get('method') else ''}".strip() for row in jobs)
@@ -894,7 +875,7 @@ def refused_line(df: pd.DataFrame) -> list[str]:
 def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
     """(title, "58 of 144, 40 %") per model and task of which the questions alone count that the full cache answers."""
     found: dict[str, str] = {}
-    for row in _records(df):
+    for row in records(df):
         if row["verdict99"] == "baseline" and not absent(row["questions"]):
             n, asked = int(row["n"]), int(row["questions"])
             found.setdefault(_title(row), f"{n} of {asked}, {100 * n / asked:.0f} %")
@@ -904,7 +885,7 @@ def _shares(df: pd.DataFrame) -> list[tuple[str, str]]:
 def _checks(df: pd.DataFrame) -> list[tuple[str, str]]:
     """(what the yardstick found, the models of which it found that), of runs that can have a verdict."""
     found: dict[str, dict[str, None]] = {}
-    for row in _records(df):
+    for row in records(df):
         if row["verdict99"] not in ("baseline", "void") and row["status"] != "refused":
             found.setdefault(row["baseline_check"], {})[str(row.get("model") or "this model")] = None
     return [(check, ", ".join(models)) for check, models in found.items()]
@@ -939,22 +920,18 @@ def _name(row: Row) -> str:
     return " ".join([*parts, f"({row['hash'][:6]})"])
 
 
-def _records(df: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
-
-
-def groups(df: pd.DataFrame, x: str) -> Iterator[tuple[str, list[dict[str, Any]], list[Column], int]]:
+def groups(df: pd.DataFrame, x: str) -> Iterator[Block]:
     """(title, rows, columns, how many of them name the row) per NUMERICS, model and task; without refused jobs."""
     if x not in X_AXES:
         raise ConfigError(f"x must be one of {', '.join(X_AXES)}, got {x}")
     if not only_refused(df):
         df = df[df["status"] != "refused"]
-    rows = _records(df)
+    rows = records(df)
     if x == "bytes":
         rows.sort(key=lambda row: (math.isnan(row["kv_bytes"]), row["kv_bytes"]))
     for title, _, part in parts(df):
         hashes = set(part["hash"])
-        inside = [without_code(row) for row in rows if row["hash"] in hashes]
+        inside = [without(row, "code=") for row in rows if row["hash"] in hashes]
         shared, inside = shared_settings(without_question(inside))
         keys = keys_of(inside, x)
         title = ", ".join([title, *marks_of(inside).values(), *shared])

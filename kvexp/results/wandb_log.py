@@ -1,4 +1,4 @@
-"""Runs and the report's panels in Weights & Biases."""
+"""Runs in Weights & Biases: a run each, a run per sweep with charts, and the report's panels as a saved view."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import json
 import math
 import netrc
 import os
-import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pandas as pd
 
-from kvexp.results.divergence import divergence_frames
+from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
-from kvexp.results.read import add_choice, chosen, chosen_by, folders, titled, unmatched
-from kvexp.results.table import absent, parts, table, with_n
+from kvexp.results.read import add_choice, chosen_by, read_runs, titled, unmatched
+from kvexp.results.table import absent, parts, quality_table, records, with_n
 from kvexp.run.store import Run
-from kvexp.util import ConfigError, say
-
-# Where and how to publish: what wandb can take, said before anything runs.
-
+from kvexp.util import ConfigError, say, tells_errors
 
 PROJECT = "kvexp"
 MODES = ("online", "offline", "disabled")
@@ -67,9 +64,6 @@ def has_account() -> bool:
     return False
 
 
-# Run folders to wandb runs, and each group of them to one more run with a table and charts.
-
-
 SAMPLES = 20
 DataFrame = Any  # a pandas one, as `table` returns it
 MARKS = (99.0, 99.9)
@@ -95,12 +89,12 @@ def publish(
     written: list[Path] = []
     for outputs, paths in _by_parent(run_paths).items():
         loaded = {run.hash: run for run in map(Run.load, paths)}
-        df = table(outputs, {"hash": list(loaded)})
-        divergence, _ = divergence_frames(outputs, {"hash": list(loaded)})
+        runs = read_runs(outputs, {"hash": list(loaded)})
+        df, divergence = quality_table(runs), frame_of(runs)
         place = Path(directory) if directory is not None else outputs
         place.mkdir(parents=True, exist_ok=True)  # wandb makes a folder `wandb` in it
-        groups = [[experiment] if experiment else _groups(row) for row in _records(df)]
-        for row, names in zip(_records(df), groups, strict=True):
+        groups = [[experiment] if experiment else _groups(row) for row in records(df)]
+        for row, names in zip(records(df), groups, strict=True):
             row |= summary_of(divergence, row["hash"])
             written.append(_publish_run(loaded[row["hash"]], row, names[-1], project, mode, place, samples))
         for name in dict.fromkeys(name for names in groups for name in names):
@@ -149,7 +143,7 @@ def _publish_run(
 def summary_of(divergence: DataFrame, key: str) -> dict[str, Any]:
     """What a run's summary says of its divergence: `divergence.own.kl` and the like, nothing where none is measured."""
     found: dict[str, Any] = {}
-    for row in _records(divergence[divergence["hash"] == key]) if len(divergence) else ():
+    for row in records(divergence[divergence["hash"] == key]) if len(divergence) else ():
         found |= {f"divergence.{row['text']}.{name}": row[name] for name in DIVERGENCE}
     return found
 
@@ -163,64 +157,70 @@ def _publish_sweep(group: str, df: DataFrame, divergence: DataFrame, project: st
         **{"project": project, "mode": mode, "dir": place, "id": f"sweep-{key}", "job_type": "sweep"},
         **{"group": group, "name": f"sweep {group}", "config": {"hashes": list(df["hash"])}},
     ) as published:
-        whole = [_plain(row, keep_missing=True) for row in _records(df)]
+        whole = [_plain(row, keep_missing=True) for row in records(df)]
         columns = list(df.columns)
         cells: list[Iterable[Any]] = [[row[name] for name in columns] for row in whole]
         published.log({"runs": wandb.Table(columns, cells)})
-        for title, rows in charts(df).items():
-            metric = rows[0]["headline"]
-            for axis in ("kv_ratio", "kv_bytes"):
-                data = wandb.Table(["line", axis, f"{metric}_of_full"], _points(rows, axis, metric))
-                words = f"{titled(title, (row.get('question') for row in rows))}: {metric}, % of full"
-                chart = wandb.plot.line(data, axis, f"{metric}_of_full", stroke="line", title=words)
-                published.log({chart_key(axis, title): chart})
-        for title, rows in divergence_charts(divergence).items():
-            for axis in ("kv_ratio", "kv_bytes"):
-                points = sorted(_along(rows, axis, "kl"), key=lambda point: point[1])
-                data = wandb.Table(["line", axis, "log10_kl"], [[line, x, math.log10(kl)] for line, x, kl in points])
-                words = f"{titled(title, (row.get('question') for row in rows))}: log10 of KL, nats"
-                chart = wandb.plot.line(data, axis, "log10_kl", stroke="line", title=words)
-                published.log({divergence_key(axis, title): chart})
+        for chart in charts(df, divergence):
+            data = wandb.Table(["line", chart.x, chart.y], [list(point) for point in chart.points])
+            line = wandb.plot.line(data, chart.x, chart.y, stroke="line", title=chart.title)
+            published.log({chart.key: line})
         published.summary.update({"n_runs": len(df), **_verdict_counts(df)})
         return Path(published.dir).parent
 
 
-def charts(df: DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """Rows that have a percentage, by model, task and NUMERICS. A void or failed run has none."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    if df.empty:
-        return found
-    for title, _, part in parts(df):
-        rows = _records(
-            with_n(part.assign(setting=part["setting"].fillna("")) if "setting" in part else part.assign(setting=""))
-        )
-        kept = [
-            row for row in rows if row["headline"] is not None and not _missing(row.get(f"{row['headline']}_of_full"))
-        ]
-        found |= {title: kept} if kept else {}
-    return found
+@dataclass(frozen=True)
+class Chart:
+    """One chart of a sweep. key: what it is logged as; wandb keeps its points under this and `_table`.
+
+    x, y: columns; points: (line, x, y).
+    """
+
+    key: str
+    title: str
+    x: str
+    y: str
+    points: list[Iterable[Any]]
 
 
-def divergence_charts(divergence: DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """Rows of `divergence_table` by model, task, NUMERICS and kind of text; a KL of 0 has no place on a log axis."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    if divergence.empty:
-        return found
-    for title, labels, part in parts(divergence, "text"):
+AXES = ("kv_ratio", "kv_bytes")
+
+
+def charts(df: DataFrame, divergence: DataFrame | None = None) -> list[Chart]:
+    """Quality and divergence against budget and bytes, by model, task, NUMERICS (and kind of text).
+
+    A run without a percentage (void, failed) is in none; nor is a KL of 0 on its log axis.
+    """
+    made = []
+    for title, _, rows in _panels(df):
+        kept = [row for row in rows if row["headline"] and not _missing(row.get(f"{row['headline']}_of_full"))]
+        if kept:
+            metric, words = kept[0]["headline"], titled(title, (row.get("question") for row in kept))
+            for axis in AXES:
+                given = f"quality vs {axis}: {title}", f"{words}: {metric}, % of full", axis, f"{metric}_of_full"
+                made.append(Chart(*given, _points(kept, axis, metric)))
+    for title, labels, rows in _panels(divergence, "text"):
+        kept, title = [row for row in rows if row["kl"] > 0], f"{title}, {labels['text']}"
+        words = f"{titled(title, (row.get('question') for row in kept))}: log10 of KL, nats"
+        for axis in AXES if kept else ():
+            points = [[line, x, math.log10(kl)] for line, x, kl in _along(kept, axis, "kl")]
+            made.append(
+                Chart(
+                    f"divergence vs {axis}: {title}",
+                    words,
+                    axis,
+                    "log10_kl",
+                    sorted(points, key=lambda point: point[1]),
+                )
+            )
+    return made
+
+
+def _panels(frame: DataFrame | None, *by: str) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """(title, labels, rows) of each printed table of a frame; the setting says where a run has fewer examples."""
+    for title, labels, part in parts(frame, *by) if frame is not None and len(frame) else ():
         filled = part.assign(setting=part["setting"].fillna("") if "setting" in part else "")
-        if kept := [row for row in _records(with_n(filled)) if row["kl"] > 0]:
-            found[f"{title}, {labels['text']}"] = kept
-    return found
-
-
-def divergence_key(axis: str, title: str) -> str:
-    """What a sweep's chart of divergence is logged as."""
-    return f"divergence vs {axis}: {title}"
-
-
-def chart_key(axis: str, title: str) -> str:
-    """What a sweep's chart is logged as; wandb keeps its points under this and `_table`."""
-    return f"quality vs {axis}: {title}"
+        yield title, labels, records(with_n(filled))
 
 
 def _points(rows: Sequence[Mapping[str, Any]], axis: str, metric: str) -> list[Iterable[Any]]:
@@ -276,10 +276,6 @@ def _started(**settings: Any) -> Iterator[Any]:
         yield run
 
 
-def _records(df: DataFrame) -> list[dict[str, Any]]:
-    return [{str(name): value for name, value in row.items()} for row in df.to_dict("records")]
-
-
 def _plain(row: Mapping[str, Any], keep_missing: bool = False) -> dict[str, Any]:
     """Python values; what is missing is left out, or None."""
     values = {
@@ -292,16 +288,15 @@ def _missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and not math.isfinite(value))
 
 
-# kvexp log outputs/: publish whatever has been run.
-
-
 DESCRIPTION = """Replays recorded runs into Weights & Biases: kvexp log outputs/ [--project P] [--online].
 
 Everything comes from the run folders, so publishing can wait, fail or be repeated without touching a number. A run's id
 is its hash: published again, it is the same run there."""
 
 
-def log_main(argv: Sequence[str] | None = None) -> int:
+@tells_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, 1 where no run was chosen, 2 where the request cannot work."""
     parser = argparse.ArgumentParser(prog="kvexp log", description=DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
@@ -310,26 +305,16 @@ def log_main(argv: Sequence[str] | None = None) -> int:
     how.add_argument("--online", action="store_const", dest="mode", const="online", help="even if no account is found")
     how.add_argument("--offline", action="store_const", dest="mode", const="offline", help="even if one is found")
     args = parser.parse_args(argv)
-    try:
-        if not Path(args.outputs).is_dir():
-            raise ConfigError(f"no folder {args.outputs}; name the outputs_dir of your runs, or run: kvexp run")
-        paths = [folder.run.path for folder in chosen(folders(args.outputs), chosen_by(args)) if not folder.refused]
-        if not paths:
-            say(unmatched(args.outputs, chosen_by(args)))
-            return 1
-        mode = check(args.project, args.mode)
-        written = publish(paths, args.project, mode)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    paths = [folder.run.path for folder in read_runs(args.outputs, chosen_by(args)).ran]
+    if not paths:
+        say(unmatched(args.outputs, chosen_by(args)))
+        return 1
+    mode = check(args.project, args.mode)
+    written = publish(paths, args.project, mode)
     say(f"published {len(paths)} runs to project {args.project}, {mode}")
     if mode == "offline" and written:
         say(f"upload them with: wandb sync {written[0].parent}/offline-run-*")
     return 0
-
-
-# Which panels, over which keys of what `kvexp.results.wandb_log` publishes: plain data, made from the runs, without
-# network.
 
 
 MEMORY = ("kv_bytes", "peak_kv_bytes")
@@ -345,13 +330,13 @@ def spec(frame: pd.DataFrame, divergence: pd.DataFrame | None = None) -> dict[st
     kind of a panel: points (one per run, over two summary keys), lines (a chart that the sweep's run logged: key),
     table (a table that runs logged: key). An axis that no run has recorded, such as a time, has no panel.
     """
-    found = charts(frame)
-    metrics = list(dict.fromkeys(rows[0]["headline"] for rows in found.values()))
+    found = charts(frame, divergence)
+    metrics = list(dict.fromkeys(chart.y.removesuffix("_of_full") for chart in found if chart.y != "log10_kl"))
     sections = {
-        "Quality against budget": [*_lines(found, "kv_ratio"), *_spec_points(frame, metrics, ("kv_ratio",))],
+        "Quality against budget": [*_lines(found, "quality vs kv_ratio"), *_spec_points(frame, metrics, ("kv_ratio",))],
         "Quality against speed": _spec_points(frame, metrics, SPEED),
-        "Quality against memory": [*_lines(found, "kv_bytes"), *_spec_points(frame, metrics, MEMORY)],
-        "Divergence from the full cache": _divergence(divergence),
+        "Quality against memory": [*_lines(found, "quality vs kv_bytes"), *_spec_points(frame, metrics, MEMORY)],
+        "Divergence from the full cache": _lines(found, "divergence"),
         "Verdicts": [{"kind": "table", "key": "runs"}],
         "Sample outputs": [{"kind": "table", "key": "examples"}],
     }
@@ -363,22 +348,12 @@ def spec(frame: pd.DataFrame, divergence: pd.DataFrame | None = None) -> dict[st
     }
 
 
-def _lines(found: dict[str, list[dict[str, Any]]], axis: str) -> list[dict[str, str]]:
+def _lines(found: Sequence[Chart], kind: str) -> list[dict[str, str]]:
+    """The charts whose key begins with `kind`, those of divergence where they have a point."""
     return [
-        {"kind": "lines", "key": chart_key(axis, title), "x": axis, "y": f"{rows[0]['headline']}_of_full"}
-        for title, rows in found.items()
-    ]
-
-
-def _divergence(divergence: pd.DataFrame | None) -> list[dict[str, str]]:
-    """The charts of `kvexp.results.wandb_log` of log10 KL that have a point."""
-    if divergence is None or divergence.empty:
-        return []
-    return [
-        {"kind": "lines", "key": divergence_key(axis, title), "x": axis, "y": "log10_kl"}
-        for title, rows in divergence_charts(divergence).items()
-        for axis in ("kv_ratio", "kv_bytes")
-        if any(not absent(row[axis]) for row in rows)
+        {"kind": "lines", "key": chart.key, "x": chart.x, "y": chart.y}
+        for chart in found
+        if chart.key.startswith(kind) and (chart.points or kind != "divergence")
     ]
 
 
@@ -389,9 +364,6 @@ def _spec_points(frame: pd.DataFrame, metrics: list[str], axes: tuple[str, ...])
         for axis in axes
         if axis in frame and (frame[axis].notna() & frame[f"{metric}_of_full"].notna()).any()
     ]
-
-
-# A spec as the objects of wandb's public API; nothing is sent before they are saved.
 
 
 NAME = "kvexp"
@@ -448,37 +420,28 @@ def panel(described: dict[str, str], place: int = 0) -> Any:
     )
 
 
-# kvexp dashboards outputs/: make the saved view and the report in Weights & Biases.
-
-
 DASHBOARDS_DESCRIPTION = """The report's panels in Weights & Biases, as a saved view of a project and as a report there.
 
-kvexp dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
+kvexp log dashboards outputs/ (after: kvexp log outputs/ --online). Which panels, over which keys that
 were logged, is plain data (`spec`), printed by --print; wandb's public API (wandb_workspaces) makes them. Needle
 heat-maps are not among them: what kvexp.results.wandb_log publishes has no such table."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@tells_errors
+def dashboards(argv: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why not."""
-    parser = argparse.ArgumentParser(prog="kvexp dashboards", description=DASHBOARDS_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="kvexp log dashboards", description=DASHBOARDS_DESCRIPTION)
     parser.add_argument("outputs", nargs="?", default="outputs", help="the folder of the runs (default: outputs)")
     parser.add_argument("--project", default=PROJECT, help=f"wandb project (default: {PROJECT})")
     parser.add_argument("--entity", help="user or team (default: WANDB_ENTITY, else the account's own)")
     parser.add_argument("--print", action="store_true", help="print the spec as JSON; needs no account and no network")
     args = parser.parse_args(argv)
-    try:
-        frame = table(args.outputs)
-        if frame.empty:
-            raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
-        described = spec(frame, divergence_frames(args.outputs, {})[0])
-        if args.print:
-            say(json.dumps(described, indent=2))
-            return 0
-        for url in save(described, args.entity, args.project):
-            say(url)
-    except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
-        return 2
+    runs = read_runs(args.outputs)
+    if not runs.shown:
+        raise ConfigError(f"no run under {args.outputs}; run: kvexp run")
+    described = spec(quality_table(runs), frame_of(runs))
+    for line in [json.dumps(described, indent=2)] if args.print else save(described, args.entity, args.project):
+        say(line)
     return 0
 
 

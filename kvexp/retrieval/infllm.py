@@ -256,13 +256,15 @@ class InfLLM(Retrieval):
     name: ClassVar[str] = "infllm"
     whole_prompt: ClassVar[bool] = True
     block: int = 128
-    repr_tokens: int = 1
-    choice: Literal["shared", "kv_head", "query_head"] = "shared"
-    rounding: Literal["exact", "blocks"] = "exact"
+    repr_tokens: int = 1  # representative tokens per block
+    choice: Literal["shared", "kv_head", "query_head"] = "shared"  # kv_head | query_head (keys and values repeated)
+    rounding: Literal["exact", "blocks"] = "exact"  # blocks: whole blocks, rounded up, and the incomplete one on top
+    # blockwise: the prompt is read in chunks that see only chosen blocks
     prefill: Literal["full", "blockwise"] = "full"
+    # clamped: all that is beyond the window stands at its edge
     far_positions: Literal["ordinary", "clamped"] = "ordinary"
     chunk: int = 512
-    cache_tokens: int = 4096
+    cache_tokens: int = 4096  # block cache on the device, per kv head; 0: none
     cache_policy: Literal["lfu", "lru"] = "lru"
     cache_blocks_per_step: int = 32
 

@@ -210,9 +210,9 @@ class Retrieval(Method):
 
     full_cache: ClassVar[bool] = True
     whole_prompt: ClassVar[bool] = False  # whether it can only index a prompt that comes in one forward
-    n_sinks: int = 4
-    recent_ratio: float = 0.5
-    offload: bool = True
+    n_sinks: int = 4  # 32: PQCache's release, for every method; 0: SparQ's authors
+    recent_ratio: float = 0.5  # of the budget less sinks and current token
+    offload: bool = True  # false: everything stays on the device
 
     def __post_init__(self) -> None:
         if self.n_sinks < 0:

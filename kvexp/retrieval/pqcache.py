@@ -39,14 +39,16 @@ class PQCache(Retrieval):
     """
 
     name: ClassVar[str] = "pqcache"
-    m: int = 2
-    b: int = 6
+    m: int = 2  # sub-vectors
+    b: int = 6  # bits per code
+    # adaptive: as many k-means iterations as hide behind one layer's prefill on this machine
     max_iter: int | Literal["adaptive"] = 10
     combine: Literal["softmax_sum", "raw_sum", "max"] = "softmax_sum"
+    # outside_window: only keys outside the recent window are clustered
     cluster: Literal["prompt", "outside_window"] = "prompt"
-    cluster_on: Literal["cpu", "model"] = "cpu"
+    cluster_on: Literal["cpu", "model"] = "cpu"  # model: where the keys are
     kmeans_seed: int = 4321
-    cache_tokens: int = 4096
+    cache_tokens: int = 4096  # block cache on the device, per kv head; 0: none
     cache_block: int = 128
     cache_policy: Literal["lfu", "lru"] = "lfu"
     cache_blocks_per_step: int = 32

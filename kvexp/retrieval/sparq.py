@@ -26,8 +26,8 @@ class SparQ(Retrieval):
     """
 
     name: ClassVar[str] = "sparq"
-    r: int = 1
-    mean_value: bool = False
+    r: int = 1  # components of the query to score with; PQCache's runs have 1
+    mean_value: bool = False  # true: its authors
     combine: Literal["softmax_sum", "raw_sum", "max"] = "raw_sum"
 
     def __post_init__(self) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import kvexp
 from kvexp.hf.calibrate import (
+    HEADS,
+    QUERIES,
+    SURROGATES,
     calibrate_queries_and_heads,
     train_surrogate,
-    write_calibration,
-    write_head_scores,
-    write_surrogate,
 )
 from kvexp.methods import KVzipPlus
 from kvexp.run.calibrated import model_digest
@@ -251,7 +251,7 @@ def train_kvzap(words: Sequence[str], data: str, tokens: int, count: int) -> Non
         "device": spec.resolved_device().split(":")[0],
         "numerics": kvexp.NUMERICS,
     }
-    file = write_surrogate(made.surrogate, model_digest(spec), about)
+    file = SURROGATES.write(made.surrogate, model_digest(spec), about)
     if made.r2 is None:
         told = f"nothing was held out ({EVERY} prompts are needed)"
     else:
@@ -315,9 +315,9 @@ def calibrate_model(words: Sequence[str], data: str, tokens: int, count: int) ->
         "device": spec.resolved_device().split(":")[0],
         "numerics": kvexp.NUMERICS,
     }
-    file = write_calibration(made, model_digest(spec), about)
+    file = QUERIES.write(made, model_digest(spec), about)
     if heads is not None:
-        write_head_scores(heads, model_digest(spec), about)
+        HEADS.write(heads, model_digest(spec), about)
     of_heads = ", none of heads, which have no RoPE" if heads is None else f", of heads {heads.digest}"
     say(
         f"{name} has read {read} tokens of {texts.name} in {time.monotonic() - start:.0f} s; digest {made.digest}"

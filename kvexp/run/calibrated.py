@@ -27,12 +27,12 @@ def calibration_for(
     """
     if not getattr(method.needs, "calibration", False):  # needs that are no declaration are told by CacheConfig
         return None
-    from kvexp.hf.calibrate import read_calibration
+    from kvexp.hf.calibrate import QUERIES
     from kvexp.hf.patch import query_shape
 
     shape = query_shape(config_of_spec(model))  # first, for a hub may have a newer commit, and this asks it
     try:
-        found = read_calibration(model_digest(model))
+        found = QUERIES.read(model_digest(model))
         if found is not None:
             found.check_shape(*shape)
             return found
@@ -54,7 +54,7 @@ def head_scores_for(
     """
     if budget is None or budget.heads != "duo":
         return None
-    from kvexp.hf.calibrate import read_head_scores
+    from kvexp.hf.calibrate import HEADS
     from kvexp.hf.patch import family_of, query_shape
 
     config = config_of_spec(model)
@@ -65,7 +65,7 @@ def head_scores_for(
         )
     layers, heads, _, _ = query_shape(config)
     try:
-        found = read_head_scores(model_digest(model))
+        found = HEADS.read(model_digest(model))
         if found is not None:
             found.check_shape(layers, heads)
             return found
@@ -118,20 +118,20 @@ def surrogate_for(
     """
     if not getattr(method.needs, "surrogate", False):  # needs that are no declaration are told by CacheConfig
         return None
-    from kvexp.hf.calibrate import read_surrogate
+    from kvexp.hf.calibrate import SURROGATES
 
     command = f"kvexp calibrate kvzap {shlex.join(words_of_model(choices, overrides))}"
     try:
-        found = read_surrogate(model_digest(model))
+        found = SURROGATES.read(model_digest(model))
         why = "this model has none yet"
     except ConfigError as error:
         found, why = None, str(error)
     if found is None:
         raise ConfigError(f"method={method.name} needs a trained surrogate of its scores: {why}. Run: {command}")
-    trained = set(found.about.get("articles", ()))
+    trained = set(SURROGATES.about(model_digest(model)).get("articles", ()))
     if trained:
         _check_apart(trained, task, method.name, command)
-    return found.surrogate
+    return found
 
 
 def _check_apart(trained: set[str], task: Task, method: str, command: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -28,6 +29,8 @@ from kvexp.util import CONF, ConfigError, current, say
 
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
+PAIRS = ("model_task", "protocol_task")  # groups whose options are of two others, and whose keys are the root's
+OF_THE_ROOT = (*PAIRS, "experiment")  # listed groups whose options set keys of the root
 MOST = 4  # suggestions
 
 
@@ -66,16 +69,63 @@ def settings() -> dict[str, tuple[str, ...]]:
 def settings_of_group(group: str) -> dict[str, tuple[str, ...]]:
     """Dotted key -> the options of this group that have it."""
     found: dict[str, tuple[str, ...]] = {}
-    for path in sorted((CONF / group).glob("*.yaml")):
-        if not path.read_text(encoding="utf-8").startswith(GLOBAL):
-            for key in _leaves(_read(path)):
-                found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), path.stem)
+    for name in options(group):
+        for key in _leaves(option(group, name)):
+            found[f"{group}.{key}"] = (*found.get(f"{group}.{key}", ()), name)
     return found
 
 
-def is_option(group: str, name: str) -> bool:
-    """Whether the group has an option of this name."""
-    return "/" not in name and (CONF / group / f"{name}.yaml").is_file()
+def options(group: str) -> list[str]:
+    """The names of a group's options, without those of users' methods."""
+    return sorted({path.stem for path in (CONF / group).glob("*.yaml")} | listed(group).keys())
+
+
+def option(group: str, name: str) -> dict[str, Any]:
+    """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
+    file = CONF / group / f"{name}.yaml"
+    if name in listed(group):
+        return {} if group in OF_THE_ROOT else dict(listed(group)[name])
+    if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
+        return {}
+    return _read(file)
+
+
+@functools.cache
+def listed(group: str) -> dict[str, dict[str, Any]]:
+    """Name -> what it sets, of a group's options that stand together in one file of conf/."""
+    if group == "task":
+        from kvexp.tasks import defaults_of
+
+        return {name: defaults_of(node["_target_"]) | node for name, node in _read(CONF / "tasks.yaml").items()}
+    if group == "model":
+        found = _read(CONF / "models.yaml")
+        pretrained = found.pop("_pretrained")
+        return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
+    if group == "method":  # made of the classes
+        return _read(CONF / "methods.yaml")
+    if group == "experiment":  # made of the exhibits, which are no part of this package
+        found: dict[str, dict[str, Any]] = json.loads((CONF / "experiments.json").read_text(encoding="utf-8"))
+        return found
+    return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
+
+
+class _Unmade(dict[str, Any]):
+    """An option that is made a configuration when Hydra copies it for a command: to make all of them takes 0.3 s."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return OmegaConf.create(dict(self))
+
+
+def _store_listed() -> None:
+    """Make what is listed options of their groups, as a user's method becomes one when it is named."""
+    for group in ("model", "task", "method", *OF_THE_ROOT):
+        package = "_global_" if group in OF_THE_ROOT else None
+        for path, node in listed(group).items():
+            *folders, name = f"{group}/{path}.yaml".split("/")
+            place = ConfigStore.instance().repo
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            place[name] = ConfigNode(name, _Unmade(node), "/".join(folders), package, "kvexp")  # type: ignore[arg-type]
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -199,11 +249,11 @@ def _no_option(error: MissingConfigException) -> str:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return _first_line(error)
-    options = [option for option in error.options or () if not option.endswith("/")]
+    there = [each for each in error.options or () if not each.endswith("/")]
     if group == "method":
-        options += sorted(installed_methods())
+        there += sorted(installed_methods())
     wrong = f"there is no {group}={name}" if name else f"{group}= names no option"
-    return f"{wrong}{meant(name, options)}\n{group} may be {', '.join(options)}"
+    return f"{wrong}{meant(name, there)}\n{group} may be {', '.join(there)}"
 
 
 def _several(key: str, values: str) -> str:
@@ -217,7 +267,7 @@ def _unreadable(override: str) -> str:
     """A word that is no KEY=VALUE, or one whose value Hydra's grammar does not take."""
     key, equals, value = override.partition("=")
     if not equals:
-        groups = [f"{group}={key}" for group in defaults() if is_option(group, key)]
+        groups = [f"{group}={key}" for group in defaults() if key in options(group)]
         known = [f"{key}=VALUE"] if key in roots() else groups
         hint = f"; did you mean {' or '.join(known)}?" if known else meant(key, list(roots()))
         return f"expected KEY=VALUE without spaces, got {override}{hint}"
@@ -571,8 +621,8 @@ def _translated(word: str, known: dict[str, AdmittedMethod]) -> str:
             raise ConfigError(f"{word}: {wrong[0] or 'nothing'} is no file FILE.py or FILE.py:CLASS")
         return f"method={','.join(_option(name, known) for name in names)}"
     for name in _typed_names(word):
-        if is_option("method", name):
-            installed_methods()  # a package that offers a method of this name too is told
+        if name in options("method"):
+            installed_methods(options("method"))  # a package that offers a method of this name too is told
         elif (option := _option(name, known)) != name:
             value = value.replace(name, option)
     return f"{key}={value}"
@@ -601,3 +651,6 @@ def _typed_names(word: str) -> Iterator[str]:
         name = each.text if isinstance(each, QuotedString) else each
         if isinstance(name, str) and name:
             yield name
+
+
+_store_listed()

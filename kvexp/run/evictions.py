@@ -1,4 +1,11 @@
-"""The log of what a run evicted: its files, and what was held at a step."""
+"""The log of what a run evicted, beside its rows, one set of files per example; and what was held at a step.
+
+    outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether they are those of its row
+                            NAME.evictions.parquet   every eviction
+                            NAME.twin.parquet        what it did to attention, per step, layer and head
+
+NAME is made of the example's id. NAME.json is written last: an example without it has no diagnosis.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +24,6 @@ import pyarrow.parquet as pq
 
 from kvexp.run.store import Run
 from kvexp.util import ConfigError, explained, load, replace
-
-# Where a diagnosis lies: beside the rows of its run, one set of files per example.
-#
-#     outputs/<hash>/diagnose/NAME.json                tokens of the example, and whether they are those of its row
-#                             NAME.evictions.parquet   every eviction
-#                             NAME.twin.parquet        what it did to attention, per step, layer and head
-#
-# NAME is made of the example's id. NAME.json is written last: an example without it has no diagnosis.
-
 
 FOLDER = "diagnose"
 EVICTIONS, TWIN = "evictions.parquet", "twin.parquet"

@@ -1,4 +1,8 @@
-"""Jobs of a command line: queue, progress, failures, summary."""
+"""Jobs of a command line: what Hydra composed as recorded runs, in which order, how far, and what went wrong.
+
+A job that cannot be run is a line on stderr and a record, and the sweep goes on. Ctrl-C and SIGTERM end the command
+with a summary. No torch is imported here, so that --help and mistakes of the configuration do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -41,9 +44,6 @@ from kvexp.util import CONF, CacheError, ConfigError, Session, active, current, 
 
 if TYPE_CHECKING:
     from kvexp.run.settings import Settings
-
-
-# The jobs of a command: what Hydra composed, the runs that are meant, and the order in which processes take them.
 
 
 Item = TypeVar("Item")
@@ -115,14 +115,6 @@ def runs_of(job: HydraJob, session: Session) -> list[Settings]:
     return settings_of_job(job, session).parts()
 
 
-def settings_or_none(job: HydraJob, session: Session) -> Settings | None:
-    """The job's settings; None where they are wrong, which its turn will say."""
-    try:
-        return settings_of_job(job, session)
-    except Exception:
-        return None
-
-
 def runs_or_none(job: HydraJob, session: Session) -> list[Settings]:
     """The runs of a job; none where its settings are wrong, which its turn will say."""
     try:
@@ -150,18 +142,15 @@ def run_unclaimed_first(items: Sequence[tuple[Item, Sequence[Settings]]], work: 
 def is_unclaimed(wanted: Sequence[Settings]) -> bool:
     """Whether nobody works on these runs or their baselines now; a moment later somebody may."""
     each = (one for asked in wanted for one in (asked, asked if asked.is_baseline else asked.baseline()))
-    runs = {(one.outputs_dir / identity(one.identity), one.shard.name) for one in each}
-    return not any(_claimed(path, part) for path, part in runs)
-
-
-def _claimed(path: Path, part: str | None) -> bool:
-    try:
-        with Run.load(path).claim(timeout=0, part=part):
+    for path, part in {(one.outputs_dir / identity(one.identity), one.shard.name) for one in each}:
+        try:
+            with Run.load(path).claim(timeout=0, part=part):
+                pass
+        except TimeoutError:
             return False
-    except TimeoutError:
-        return True
-    except (ConfigError, OSError):  # not there yet, or not to be used: its own turn will say so
-        return False
+        except (ConfigError, OSError):  # not there yet, or not to be used: its own turn will say so
+            pass
+    return True
 
 
 def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
@@ -175,9 +164,6 @@ def _resolved(config: DictConfig, session: Session) -> dict[str, Any]:
     check(plain, session.typed_keys)
     check_keys(plain)
     return {key: value for key, value in plain.items() if key not in ("log", "experiment", "diagnose")}
-
-
-# Where a sweep is, as a person follows it: which job of how many, and how long the rest takes.
 
 
 def plan_jobs(session: Session, overrides: Sequence[str], params: dict[str, Any]) -> None:
@@ -227,17 +213,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
-# One Hydra job: composed configuration to a recorded run; what goes wrong is noted and the sweep goes on.
-
-
 def main_job(config: DictConfig, session: Session) -> float | None:
     """Hydra's task function: run the job, or leave it to the launcher that collects. Returns the job's objective."""
     session.begun = True
     hydra = HydraConfig.get()
     number = hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
-    overrides: Any = OmegaConf.to_container(
-        hydra.overrides.task, resolve=False
-    )  # as typed: never what ${...} stands for
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # never what ${...} stands for
     job = HydraJob(config, overrides, dict(hydra.runtime.choices), number)
     if session.collected is not None:
         session.collected.append(job)
@@ -251,13 +232,19 @@ def main_job(config: DictConfig, session: Session) -> float | None:
 
 def run_deferred(session: Session) -> None:
     """Run the jobs of a sweep that were left because another process was at them."""
-    jobs = [(job, runs_or_none(job, session)) for job in session.deferred]
-    session.deferred.clear()
+    jobs, session.deferred = session.deferred, []
+    _take_turns([(job, runs_or_none(job, session)) for job in jobs], session)
 
-    def take(job: HydraJob) -> None:
-        run_job(job, session)
 
-    run_unclaimed_first(jobs, take)
+def _take_turns(jobs: Sequence[tuple[HydraJob, Sequence[Settings]]], session: Session) -> list[float | None]:
+    """Run the jobs, those first whose runs nobody else is at; their objectives, in the jobs' order."""
+    found: dict[int, float | None] = {}
+
+    def take(place: int) -> None:
+        found[place] = run_job(jobs[place][0], session)
+
+    run_unclaimed_first([(place, runs) for place, (_, runs) in enumerate(jobs)], take)
+    return [found[place] for place in range(len(jobs))]
 
 
 def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
@@ -276,13 +263,7 @@ def run_jobs(jobs: list[HydraJob], session: Session) -> list[float | None]:
 
     groups = prefill_groups(settings for _, runs in each for settings in runs)
     run_unclaimed_first([(group, group) for group in groups], filled)
-    found: dict[int, float | None] = {}
-
-    def take(place: int) -> None:
-        found[place] = run_job(jobs[place], session)
-
-    run_unclaimed_first([(place, runs) for place, (_, runs) in enumerate(each)], take)
-    return [found[place] for place in range(len(jobs))]
+    return _take_turns(each, session)
 
 
 def run_job(job: HydraJob, session: Session) -> float | None:
@@ -292,8 +273,9 @@ def run_job(job: HydraJob, session: Session) -> float | None:
         try:
             settings = settings_of_job(job, session)
             diagnosis = diagnosis_of(job.config)
-            made, wrong = [], []
-            parts = _parts(settings)
+            made, wrong, parts = [], [], settings.parts()
+            if len(parts) > 1:  # all are checked before the first one loads a model
+                settings.task.check()
             for part in parts:
                 settings = part  # what a failure is of
                 try:
@@ -338,14 +320,6 @@ def error_text(error: Exception) -> str:
     """The error in one line, without Python's own words around it."""
     message = error.strerror if is_user_error(error) and isinstance(error, OSError) else str(error)
     return message or type(error).__name__
-
-
-def _parts(settings: Settings) -> list[Settings]:
-    """The runs of a job; where there are several, all are checked before the first one loads a model."""
-    parts = settings.parts()
-    if len(parts) > 1:
-        settings.task.check()
-    return parts
 
 
 def _error_of(wrong: Sequence[tuple[Settings, ConfigError]], parts: int) -> ConfigError:
@@ -418,8 +392,6 @@ def _refuse(job: HydraJob, settings: Settings | None, error: Exception) -> None:
 
 
 # Ctrl-C or SIGTERM at any moment: a summary and exit status 130 or 143, no traceback; a second one stops at once.
-#
-# Nothing beyond the standard library is loaded by importing this, so that it holds also while the rest is imported.
 
 
 INTERRUPTED, TERMINATED = 130, 143  # 128 + SIGINT, 128 + SIGTERM: what a shell expects
@@ -448,7 +420,7 @@ def interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = error.args[0] if error.args in {(each,) for each in WORDS} else signal.SIGINT
-        say(f"\n{WORDS[number]}: {_summary()}{KEPT}", file=sys.stderr, flush=True)
+        say(f"\n{WORDS[number]}: {summary(current())}{KEPT}", file=sys.stderr, flush=True)
         sys.exit(128 + number)
     finally:
         for number, handler in before.items():
@@ -473,10 +445,6 @@ def _stop_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def _summary() -> str:
-    return summary(current())
-
-
 def summary(session: Session) -> str:
     """What a command has done so far."""
     if not session.begun:
@@ -485,9 +453,6 @@ def summary(session: Session) -> str:
     done = f"{session.jobs_done} of {jobs} jobs are complete; " if jobs else "the run is not complete; "
     texts = f"{session.texts_measured} texts were measured, " if session.texts_measured else ""
     return f"{session.rows_written} rows were written, {texts}{done}"
-
-
-# The model that the words of a command line choose, for commands that need no method, budget or task.
 
 
 def composed_model(words: Sequence[str]) -> tuple[str, ModelSpec]:

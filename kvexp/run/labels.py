@@ -11,10 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from kvexp.run.build import STORAGE, build, typed
-from kvexp.run.compose import root_values
+from kvexp.run.compose import option, root_values
 from kvexp.run.store import EPSILON_KL, EPSILON_TOP1, OWN, TEXTS, Run
 from kvexp.util import CONF, ConfigError
 
@@ -48,10 +46,8 @@ MOVING = "main (moving)"  # what a hub id without a revision stands for; the res
 
 @functools.cache
 def of_option(group: str, choice: str, key: str) -> Any:
-    """What conf/GROUP/CHOICE.yaml says of this key; None where there is no such file, or it says nothing."""
-    file = CONF / group / f"{choice}.yaml"
-    plain: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
-    return plain.get(key)
+    """What the option says of this key; None where there is no such option, or it says nothing."""
+    return option(group, choice).get(key)
 
 
 def model_label(choice: str, path: str | None) -> str:

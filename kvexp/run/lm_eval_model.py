@@ -1,4 +1,11 @@
-"""kvexp as a model of lm-eval, and the command `kvexp lm-eval`."""
+"""kvexp as a model of lm-eval, and the command `kvexp lm-eval`. Importing this module needs lm-eval.
+
+`--model_args` are in the words of `kvexp run`: pretrained=…,method=keyformer,kv_ratio=0.5,method.recent_ratio=0.2,…
+
+The command is lm-eval's own with two options added: --data_dir FOLDER reads local files NAME.SPLIT.jsonl in place of
+the hub's data, and --fewshot_split SPLIT says where examples are drawn. What is wrong with the model's arguments or
+the tasks is said before the model loads, which lm-eval by itself does first.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,19 +30,15 @@ from lm_eval.api.registry import register_model
 
 import kvexp.retrieval
 from kvexp.core import Budget, CacheConfig, Method
-from kvexp.hf import cpu_linear, load_model, load_tokenizer
-from kvexp.hf.chat_template import Thinking, facts_of, render, with_arguments
-from kvexp.hf.chat_template import check_arguments as check_arguments_of_chat_template
+from kvexp.hf import chat_template, cpu_linear, load_model, load_tokenizer
+from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
-from kvexp.lm_eval.evaluator import Ask, Bench, check_row_mask
+from kvexp.lm_eval import Ask, Bench, check_row_mask
 from kvexp.run.build import build, build_cache, typed
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Protocol, protocol_of
 from kvexp.util import CacheError, ConfigError, say
-
-# `--model_args` in the words of run.py: pretrained=…,method=keyformer,kv_ratio=0.5,method.recent_ratio=0.2,…
-
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (
@@ -159,9 +163,6 @@ def protocol_from(name: Any, switches: Mapping[str, Any]) -> Protocol:
     return made
 
 
-# kvexp as a model of lm-eval, registered as "kvexp": importing this module needs lm-eval.
-
-
 AGAIN = 1 << 24  # from the seeds of an item's first answer to those of its second: more than there are items
 
 
@@ -217,8 +218,8 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         given = dict(chat_template_args or {})
         given |= {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         if given:
-            check_arguments_of_chat_template(tokenizer, given, "chat_template_args")
-        self.seed, self.tokenizer = seed, with_arguments(tokenizer, given)
+            chat_template.check_arguments(tokenizer, given, "chat_template_args")
+        self.seed, self.tokenizer = seed, chat_template.with_arguments(tokenizer, given)
         self.think_end = None if think_end_token is None else _end_of(think_end_token, tokenizer)
         weight = pretrained.get_input_embeddings().weight
         by_itself = one_row_per_forward(str(weight.dtype).removeprefix("torch."), weight.device.type)
@@ -254,7 +255,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
             raise ConfigError("--apply_chat_template, but this tokenizer has no chat template")
         if self.think_end is None:
             self.bench = replace(self.bench, thinking=self._thinking)
-        return render(
+        return chat_template.render(
             self.tokenizer,
             chat_history,
             add_generation_prompt=add_generation_prompt,
@@ -264,7 +265,7 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
     @functools.cached_property
     def _thinking(self) -> Thinking | None:
         """The tags of the tokenizer's template."""
-        return facts_of(self.tokenizer).thinking
+        return chat_template.facts_of(self.tokenizer).thinking
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-probability, greedy) per request. Requests of one item share what they have in common."""
@@ -311,8 +312,8 @@ class KvexpLM(TemplateLM):  # type: ignore[misc]
         """Texts. A request that comes again (lm-eval's repeats) samples anew."""
         texts, again = [], Counter[Any]()
         for start in range(0, len(requests), self.bench.batch_size):
-            for part in _alike(requests[start : start + self.bench.batch_size]):
-                seeds = []
+            for _, some in groupby(requests[start : start + self.bench.batch_size], key=lambda one: one.args[1]):
+                part, seeds = list(some), []  # of equal generation_kwargs
                 for request in part:
                     key = (request.task_name, request.doc_id, request.idx)
                     seeds.append(self._seed(request) + again[key] * AGAIN)
@@ -337,33 +338,8 @@ def _end_of(token: str | int, tokenizer: Any) -> str:
 
 def _items(asks: list[Ask], size: int) -> list[list[Ask]]:
     """Neighbouring asks of `size` items at a time."""
-    parts: list[list[Ask]] = []
-    groups: list[Any] = []
-    for ask in asks:
-        if not parts or (ask.group != groups[-1] and len(groups) == size):
-            parts.append([])
-            groups = []
-        if not groups or ask.group != groups[-1]:
-            groups.append(ask.group)
-        parts[-1].append(ask)
-    return parts
-
-
-def _alike(requests: list[Instance]) -> list[list[Instance]]:
-    """Neighbours of equal generation_kwargs together."""
-    parts: list[list[Instance]] = []
-    for request in requests:
-        if not parts or request.args[1] != parts[-1][-1].args[1]:
-            parts.append([])
-        parts[-1].append(request)
-    return parts
-
-
-# lm-eval's own command line with kvexp's model: `kvexp lm-eval --model kvexp --model_args … --tasks …`.
-#
-# Two options are added: --data_dir FOLDER reads local files NAME.SPLIT.jsonl in place of the hub's data, and
-# --fewshot_split SPLIT says where examples are drawn. What is wrong with the model's arguments or the tasks is said
-# before the model loads, which lm-eval by itself does first.
+    items = [list(some) for _, some in groupby(asks, key=lambda ask: ask.group)]
+    return [list(chain(*items[start : start + size])) for start in range(0, len(items), size)]
 
 
 def main(argv: list[str]) -> int:

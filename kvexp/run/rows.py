@@ -10,7 +10,7 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from kvexp.hf.load import one_row_per_forward
 from kvexp.run.answers import NO_TIMES, ItemAnswer, ModelOutput, continuation_logprobs
 from kvexp.run.limits import TIME
-from kvexp.run.model_spec import ModelSpec, config_of_spec, load
-from kvexp.run.prompts import ItemPrompt, TokenizedExample, Weightless, continuation, fit_examples, prompts_of, turn_ids
+from kvexp.run.model_spec import ModelSpec, load
+from kvexp.run.prompts import ItemPrompt, Prompts, TokenizedExample, turn_ids
 from kvexp.run.settings import Settings
 from kvexp.run.store import Run, sent_otherwise
-from kvexp.tasks import Example
 from kvexp.tasks.lm_eval import Item, LMEval
 from kvexp.util import ConfigError
 
@@ -60,46 +59,26 @@ def check_commit(record: Run, commit: str | None) -> None:
         )
 
 
-def check_prompts(
-    settings: Settings,
-    record: Run,
-    tokenizer: Tokenizer,
-    examples: Sequence[Example],
-    known: dict[str, dict[str, Any]] | None = None,
-) -> None:
+def check_prompts(settings: Settings, record: Run, prompts: Prompts) -> None:
     """ConfigError where rows of this run, or of its baseline, were made with other prompts than it would send now.
 
-    SAMPLE rows of each are looked at, from the first to the last; the results look at all of them. known: digests by
-    example of runs with the same prompts, added to.
+    SAMPLE rows of each are looked at, from the first to the last; the results look at all of them.
     """
-    digests = {} if known is None else known
     baseline = record.path.parent / str(record.baseline)
-    runs = [record] + ([Run.load(baseline)] if (baseline / "config.json").exists() else [])
-    for run in runs:
+    for run in [record] + ([Run.load(baseline)] if (baseline / "config.json").exists() else []):
         rows = {row["example"]: row for row in run.rows() if row.get("prompt_digest") is not None}
-        there = [item for item in enumerate(examples) if item[1].id in rows]
-        some = [there[place * len(there) // SAMPLE] for place in range(SAMPLE)] if len(there) > SAMPLE else there
-        missing = [item for item in some if item[1].id not in digests]
-        digests |= _digests(settings, tokenizer, missing) if missing else {}
-        for _, example in some:
-            if why := sent_otherwise(rows[example.id], digests[example.id]):
+        there = [index for index, example in enumerate(prompts.examples) if example.id in rows]
+        if there and isinstance(settings.task, LMEval):  # whose items ask for the model itself
+            prompts.use(*load(settings.model))
+        for place in range(min(SAMPLE, len(there))):
+            prompt = prompts[there[place * len(there) // min(SAMPLE, len(there))]]
+            now = {"prompt_digest": prompt.digest, **continuation_digest(settings, prompts.tokenizer, prompt)}
+            if why := sent_otherwise(rows[prompt.example.id], now):
                 raise ConfigError(
-                    f"{run.path} has rows of other prompts than this run would send: example {example.id} has "
+                    f"{run.path} has rows of other prompts than this run would send: example {prompt.example.id} has "
                     f"{why} now. Chat template, tokenizer or a library has changed: remove that folder, or choose "
                     "another outputs_dir"
                 )
-
-
-def _digests(settings: Settings, tokenizer: Tokenizer, items: list[tuple[int, Example]]) -> dict[str, dict[str, Any]]:
-    """Example -> the digests of what would be sent now; weights are loaded where lm-eval's items ask for a model."""
-    model: Any = Weightless(config_of_spec(settings.model))
-    if isinstance(settings.task, LMEval):
-        model, tokenizer = load(settings.model)
-    prompts = prompts_of(settings, model, tokenizer, fit_examples(settings, tokenizer, items))
-    return {
-        prompt.example.id: {"prompt_digest": prompt.digest, **continuation_digest(settings, tokenizer, prompt)}
-        for _, prompt in prompts
-    }
 
 
 def check_threads(record: Run, model: ModelSpec, threads: int) -> None:
@@ -131,21 +110,21 @@ def row_of(
     tokenizer: Tokenizer,
     index: int,
     prompt: TokenizedExample,
-    answer: ModelOutput | None,
+    answer: ModelOutput,
 ) -> dict[str, Any]:
-    """answer: None where the task wants log-probabilities alone."""
+    """The row of an answer; where the task wants log-probabilities alone, of its continuation."""
     example, metrics = prompt.example, {}
     head = _row_header(settings, index, prompt)
-    parted, scored = None, "" if answer is None else answer.output
-    if answer is not None and answer.tokens and settings.thinking is not None:
+    parted, scored = None, answer.output
+    if answer.tokens and settings.thinking is not None:
         parted = settings.thinking.part(answer.tokens, tokenizer)
         scored = answer.results[0] if isinstance(answer, ItemAnswer) else parted.text
     if isinstance(answer, ItemAnswer):
         assert isinstance(settings.task, LMEval) and isinstance(example, Item)
         metrics = settings.task.score_item(example, answer.results)
-    elif answer is not None and example.choices:
+    elif example.choices:
         metrics = settings.task.score_choices(answer.logprobs, answer.counts, example)
-    elif answer is not None:
+    elif not settings.task.only_nll:
         metrics = settings.task.score(scored, example.reference, example)
         head["info"] |= settings.task.of_answer(scored, example.reference)
         if settings.task.only_answered:
@@ -153,9 +132,8 @@ def row_of(
     if settings.task.needs_nll:
         logprobs, fed = continuation_logprobs(settings, model, tokenizer, prompt)
         of_nll, info = settings.task.score_nll(logprobs, example)
-        metrics, answer = {**metrics, **of_nll}, answer or fed
+        metrics, answer = {**metrics, **of_nll}, fed if settings.task.only_nll else answer
         head["info"] |= {**info, "nll_tokens": len(logprobs)}
-    assert answer is not None
     head["info"] |= answer.info
     row = {
         **head,
@@ -206,7 +184,7 @@ def continuation_digest(settings: Settings, tokenizer: Tokenizer, prompt: Tokeni
     if isinstance(prompt, ItemPrompt):
         fed += [[each.context, each.question, each.continuation] for each in prompt.asks]
     if prompt.ids and settings.task.needs_nll:
-        fed.append(continuation(prompt, tokenizer, chat=chat))
+        fed.append(prompt.following)
     turns = example.turns[1 : example.number + 1] if prompt.ids else ()
     fed += [turn_ids(prompt, tokenizer, turn.message, chat=chat) for turn in turns]
     if not fed:

@@ -15,9 +15,8 @@ from kvexp.core import Budget, BytesBudget, CacheConfig, Method
 from kvexp.core.budget import DEFAULT_FLOORS
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
-from kvexp.hf.adapter import beside_weights
 from kvexp.hf.chat_template import Thinking
-from kvexp.hf.load import batch_size_identifies_run
+from kvexp.hf.load import batch_size_identifies_run, beside_weights
 from kvexp.hf.moving_rope import check_rope
 from kvexp.methods import CUR, Full
 from kvexp.run.build import ADDED_LATER, CACHE, build, build_cache, keys_named, quantization_of, typed

@@ -19,7 +19,7 @@ import sys
 import textwrap
 import traceback
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -27,7 +27,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from kvexp.run.source_files import INSTALLED, ModulePlace, code_digest, source_files, texts_digest
-from kvexp.util import CONF, ConfigError, path_of
+from kvexp.util import ConfigError, path_of
 
 # The user's method classes that this process may build: those that were named on its command line or in Python.
 
@@ -86,11 +86,11 @@ def source_of(cls: type[Any]) -> dict[str, Any] | None:
 GROUP = "kvexp.methods"
 
 
-def installed_methods() -> dict[str, EntryPoint]:
-    """Name -> entry point; nothing is imported. ConfigError for a name that is kvexp's own or another package's."""
+def installed_methods(own: Collection[str] = ()) -> dict[str, EntryPoint]:
+    """Name -> entry point; nothing is imported. ConfigError for a name that two packages offer, or one of `own`."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
-        if (CONF / "method" / f"{point.name}.yaml").is_file():
+        if point.name in own:
             raise ConfigError(
                 f"{package_of(point)} offers a method called {point.name}, which is one of kvexp's own; its entry "
                 "point needs another name"

@@ -1,4 +1,8 @@
-"""Worker processes of a sweep."""
+"""Worker processes of a sweep: forks that share one model, and an engine's workers that take whole jobs.
+
+On a CPU a small model's decode step is hundreds of short calls, which a second thread hardly makes faster and a second
+process does (measured: docs/decisions/speed.md). Forks have one thread each, and the weights are there once.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +25,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from omegaconf import open_dict
 
-from kvexp.run.jobs import HydraJob, run_job, run_jobs, runs_of, settings_or_none
+from kvexp.run.jobs import HydraJob, run_job, run_jobs, runs_of, runs_or_none
 from kvexp.run.store import Run, identity
 from kvexp.run.user_methods import admit, admitted, load_method
 from kvexp.util import CacheError, ConfigError, Failure, NotFinite, Session, active, say
 
 if TYPE_CHECKING:
     from kvexp.hf.load import Model
-
-
-# Processes that share one model and share out its batches, each with one thread.
-#
-# On a CPU a small model's decode step is hundreds of short calls, which a second thread hardly makes faster and a
-# second process does (measured: docs/decisions/speed.md). They are forked, so the weights are there once.
 
 
 Item = TypeVar("Item")
@@ -247,10 +245,11 @@ def _shipments(jobs: Sequence[HydraJob], shards: int, session: Session) -> Itera
 
     alike: dict[Any, list[HydraJob]] = {}
     for job in jobs:
-        settings = settings_or_none(job, session)
-        if settings is None:
+        runs = runs_or_none(job, session)
+        if not runs:
             run_job(job, session)  # it says why it cannot be
             continue
+        settings = runs[0]  # of several none can share
         if shards > 1 and not settings.shard.whole:
             raise ConfigError(
                 f"hydra.launcher.shards={shards} splits the examples, and so does shard={job.config.shard}: drop one"

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvexp.tasks.base import QUESTIONS, SAMPLES, TRUNCATIONS, Example, QuestionTask, Task
 from kvexp.tasks.dialogues import Dialogue, Instructions, InstructionsLeak, LongAnswers, SodaTurns
-from kvexp.tasks.gsm8k import GSM8K
 from kvexp.tasks.lm_eval import LMEval
 from kvexp.tasks.longbench import LongBench
 from kvexp.tasks.needle import Needle, NewsNeedle
-from kvexp.tasks.perplexity import Perplexity
-from kvexp.tasks.qa import ContextQA, NewsQA
+from kvexp.tasks.qa import GSM8K, ContextQA, NewsQA
 from kvexp.tasks.summaries import (
     TEMPLATES,
     CNNDailyMail,
     GovReport,
     GovReportSections,
     News,
+    Perplexity,
     Soda,
     Stories,
     Summarization,
@@ -57,4 +58,11 @@ __all__ = [
     "TestbedQA",
     "TestbedSummary",
     "XSum",
+    "defaults_of",
 ]
+
+
+def defaults_of(target: str) -> dict[str, Any]:
+    """Option -> default of the task that `_target_` names, such as kvexp.tasks.XSum."""
+    defaults: dict[str, Any] = globals()[target.removeprefix(f"{__name__}.")].defaults()
+    return defaults

@@ -90,7 +90,7 @@ def training_articles() -> tuple[Article, ...]:
 @cache
 def needles() -> tuple[NeedleSentence, ...]:
     """All needles, in the order of the file."""
-    return tuple(NeedleSentence(**row) for row in json.loads(_needles_file()))
+    return tuple(NeedleSentence(**row) for row in json.loads(_file("needles")))
 
 
 @cache
@@ -101,16 +101,11 @@ def assistants() -> tuple[Assistant, ...]:
             row["id"],
             row["assistant"],
             tuple(AssistantFact(one["statement"], one["ask"], tuple(one["accepted"])) for one in row["facts"]),
-            **{"secret": row["secret"]["statement"], "code": row["secret"]["code"]},
+            row["secret"]["statement"],
+            row["secret"]["code"],
         )
-        for row in json.loads(_assistants_file())
+        for row in json.loads(_file("assistants"))
     )
-
-
-@cache
-def assistants_digest() -> str:
-    """16 hex digits of the bytes of the assistants' file."""
-    return hashlib.sha256(_assistants_file()).hexdigest()[:16]
 
 
 @cache
@@ -122,10 +117,9 @@ def articles_digest() -> str:
     return total.hexdigest()[:16]
 
 
-@cache
-def needles_digest() -> str:
-    """16 hex digits of the bytes of the needles' file."""
-    return hashlib.sha256(_needles_file()).hexdigest()[:16]
+def own_digest(name: str) -> str:
+    """16 hex digits of the bytes of the file "needles" or "assistants"."""
+    return hashlib.sha256(_file(name)).hexdigest()[:16]
 
 
 @cache
@@ -140,13 +134,8 @@ def _files() -> dict[str, bytes]:
 
 
 @cache
-def _needles_file() -> bytes:
-    return (resources.files("kvexp.tasks") / "articles_data" / "needles.json").read_bytes()
-
-
-@cache
-def _assistants_file() -> bytes:
-    return (resources.files("kvexp.tasks") / "articles_data" / "assistants.json").read_bytes()
+def _file(name: str) -> bytes:
+    return (resources.files("kvexp.tasks") / "articles_data" / f"{name}.json").read_bytes()
 
 
 def _article(row: dict[str, Any]) -> Article:

@@ -1,4 +1,8 @@
-"""What a task is: rows to examples, answers to numbers."""
+"""What a task is: where its rows come from, how a row becomes a prompt, how an answer becomes numbers.
+
+`Task` is any task; `RougeTask` one whose answers ROUGE compares; `QuestionTask` asks about a text before or after the
+eviction, `SharedContextTask` several questions about one text, `FramedQuestions` in words that are options.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from kvexp.tasks import data
-from kvexp.tasks.metrics import TOKENIZERS, check_references, check_rouge_installed, dropped_letters, is_unspaced
+from kvexp.tasks.metrics import (
+    TOKENIZERS,
+    check_references,
+    check_rouge_installed,
+    dropped_letters,
+    is_unspaced,
+    lines,
+    rouge,
+)
 from kvexp.util import ConfigError, Stamp, stamp
-
-# What every task is: where its rows come from, how a row becomes a prompt, how an answer becomes numbers.
-
 
 TRUNCATIONS = ("middle", "halves", "right", "skip")
 SAMPLES = data.SAMPLES
@@ -103,7 +112,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Rows of a data set, asked one by one. Fields are the options of `conf/task`; nothing is read until `check()`.
+    """Rows of a data set, asked one by one. Fields are its options; nothing is read until `check()`.
 
     Data: `data_files` (a .json, .jsonl or .parquet file or a glob, in the hub's schema) or, without it, `hub_id` at
     the pinned `revision`. `streaming` reads no more of the hub than `limit` asks for and leaves no copy; false
@@ -133,6 +142,8 @@ class Task:
     # Texts whose last token ends an answer, besides the model's end token.
     extra_end_texts: ClassVar[tuple[str, ...]] = ()
     truncations: ClassVar[tuple[str, ...]] = TRUNCATIONS
+    ordered: ClassVar[str] = ""  # what of the task has an order, such as its articles: sample must then be first
+    uncut: ClassVar[str] = ""  # why no prompt may be shortened: truncate must then be skip
     # Options that came after runs of the task had been kept; at their defaults it is what it was before it had them.
     later_options: ClassVar[tuple[str, ...]] = ()
 
@@ -151,16 +162,21 @@ class Task:
     truncate: str = "middle"
     pad_to: int | None = None
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Option -> default, of what a command line may set of the task.
+
+        Without what the run says (`limit`, questions=all), and without where rows come from of a task that makes them.
+        """
+        plain = {each.name: each.default for each in fields(Task)}
+        found = {each.name: each.default for each in fields(cls) if each.name not in ("limit", "shared_context")}
+        rows = [each.name for each in fields(data.DataSource) if cls.generated]
+        return {name: value for name, value in found.items() if name not in rows or value != plain[name]}
+
     @property
     def source(self) -> data.DataSource:
-        return data.DataSource(
-            data_files=self.data_files,
-            hub_id=self.hub_id,
-            hub_config=self.hub_config,
-            revision=self.revision,
-            split=self.split,
-            streaming=self.streaming,
-        )
+        """Where the rows come from."""
+        return data.DataSource(**{each.name: getattr(self, each.name) for each in fields(data.DataSource)})
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         """The example of one row; `where` ("row 3 of rows.jsonl") is for the error a bad row deserves."""
@@ -309,10 +325,7 @@ class Task:
         """Types as annotated, ranges, choices; reads no data. Messages use the words of the command line."""
         for each in fields(self):
             _check_type(each.name, str(each.type), getattr(self, each.name))
-        for option in ("limit", "max_new_tokens", "max_prompt_tokens", "pad_to"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ConfigError(f"task.{option} must be at least 1, got {value}")
+        self.at_least(1, "limit", "max_new_tokens", "max_prompt_tokens", "pad_to")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise ConfigError(
                 f"task.min_new_tokens must be between 0 and task.max_new_tokens={self.max_new_tokens}, "
@@ -322,6 +335,11 @@ class Task:
             raise ConfigError(f"task.seed must be between 0 and 2**32 - 1, got {self.seed}")
         self.choice("truncate", self.truncations)
         self.choice("sample", SAMPLES)
+        if self.ordered and self.sample != "first":
+            why = f"its {self.ordered} have an order"
+            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: {why}")
+        if self.uncut and self.truncate != "skip":
+            raise ConfigError(f"task.truncate must be skip for {self.name}, got {self.truncate!r}: {self.uncut}")
         if self.sample != "first" and self.limit is None:
             raise ConfigError(f"task.sample={self.sample} needs the number of draws: set task.limit")
         if self.pad_to and self.max_prompt_tokens and self.pad_to > self.max_prompt_tokens:
@@ -329,7 +347,15 @@ class Task:
                 f"task.pad_to={self.pad_to} is above task.max_prompt_tokens={self.max_prompt_tokens}; lower it"
             )
 
+    def at_least(self, least: int, *options: str) -> None:
+        """ConfigError for an option below `least`; null passes."""
+        for option in options:
+            value = getattr(self, option)
+            if value is not None and value < least:
+                raise ConfigError(f"task.{option} must be at least {least}, got {value}")
+
     def choice(self, option: str, allowed: tuple[str, ...]) -> None:
+        """ConfigError for an option that is none of `allowed`."""
         if getattr(self, option) not in allowed:
             raise ConfigError(f"task.{option} must be one of {', '.join(allowed)}, got {getattr(self, option)!r}")
 
@@ -339,7 +365,7 @@ class RougeTask(Task):
     """A task whose answers ROUGE compares with texts of any language.
 
     `rouge_tokenizer`: default, rouge_score's own, which knows a-z and 0-9 alone, or unicode, the words of any script
-    (`kvexp.tasks.rouge.UnicodeWords`). With default, references of which it would leave out more than the accents of
+    (`kvexp.tasks.metrics.words_of`). With default, references of which it would leave out more than the accents of
     some names are refused, and a row's info counts the letters it left out of answer and reference (`dropped_letters`).
     """
 
@@ -347,8 +373,6 @@ class RougeTask(Task):
 
     def rouge(self, output: str, reference: str, join_lines: bool = False) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one sentence per line in both texts for rougeLsum."""
-        from kvexp.tasks.rouge import lines, rouge
-
         answer, wanted = (lines(text, join_lines, self.rouge_tokenizer) for text in (output, reference))
         return rouge(answer, wanted, self.rouge_tokenizer)
 
@@ -389,9 +413,6 @@ def _check_type(option: str, annotation: str, value: object) -> None:
     found = "None" if value is None else type(value).__name__
     if found not in allowed and not (found == "int" and "float" in allowed):
         raise ConfigError(f"task.{option} must be {' or '.join(words[a] for a in allowed)}, got {value!r}")
-
-
-# Tasks that ask about a text: does the model know the question while it reads, or only after the eviction?
 
 
 IN_PROMPT, AFTER_EVICTION = "in_prompt", "after_eviction"
@@ -497,9 +518,6 @@ def with_shared_context(task: Task, name: str) -> Task:
     return replace(task, shared_context=True)
 
 
-# What tasks share that ask questions about a text: the words around the text and the question.
-
-
 Own = TypeVar("Own", bound="FramedQuestions")
 
 
@@ -527,9 +545,6 @@ class FramedQuestions(SharedContextTask):
         super().check_options()
         if self.after.count("{question}") != 1:
             raise ConfigError(f"task.after must hold {{question}} once, got {self.after!r}")
-
-
-# Texts of a length in tokens, for tasks that know no tokenizer but are handed a way to count.
 
 
 _WORD, _CHARACTER = re.compile(r"\S+"), re.compile(r"\S")

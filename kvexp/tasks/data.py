@@ -1,4 +1,8 @@
-"""Rows of data sets: files, archives, hub."""
+"""Rows of data sets: local files, archives, the hub. Sets nothing global, changes no cache.
+
+JSON is read without `datasets`, as it is written: its reader guesses a type for every column from the first rows (a
+text that looks like a date becomes one) and, on some lines that hold no object, takes the process down with it.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,14 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from kvexp.util import ConfigError, file_digest, forbidden, path_of, unreachable
-
-# Rows of .json and .jsonl files, as they are written there: no type is inferred, no field filled in or renamed.
-#
-# Read without `datasets`: its reader guesses a type for every column from the first rows (a text that looks like a date
-# becomes one) and, on some lines that hold no object, takes the process down with it.
 
 
 def json_rows(path: Path) -> Iterator[Row]:
@@ -91,9 +88,6 @@ def _row(value: Any, where: str) -> Row:
 
 def _constant(word: str) -> None:
     raise ValueError(f"{word} is no JSON number")
-
-
-# Rows of a data set, from local files or from the hub, through `datasets`. Sets nothing global, changes no cache.
 
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -163,7 +157,7 @@ class DataSource:
         total = sum(1 for _ in source.rows())
         if total == 0:
             return
-        draws = np.random.RandomState(seed)
+        draws = random_state(seed)
         if sample == "with_replacement":
             order = draws.randint(total, size=limit).tolist()
         else:
@@ -186,6 +180,13 @@ class DataSource:
         return f"files:{digest.hexdigest()[:16]}"
 
 
+def random_state(seed: int | list[int]) -> Any:
+    """numpy's legacy generator, whose stream is the same in all of its versions."""
+    import numpy as np  # late: a command line that is only composed waits for no numpy
+
+    return np.random.RandomState(seed)
+
+
 def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> str:
     """The text in a field of a row; ConfigError naming row, field and the option that renames it, if there is none.
 
@@ -203,6 +204,20 @@ def text(row: Row, field: str, where: str, option: str, empty: bool = False) -> 
     if not empty and not value.strip():
         raise ConfigError(f"{where}: field {field!r} is empty; correct or remove the row")
     return value
+
+
+def texts(row: Mapping[str, Any], field: str, where: str, least: int = 1) -> list[str]:
+    """The texts in a field of a row, at least so many; ConfigError otherwise."""
+    found = row.get(field)
+    if not isinstance(found, list | tuple) or len(found) < least or not all(isinstance(each, str) for each in found):
+        raise misshapen(row, field, where, "a list of texts" if least == 1 else f"a list of at least {least} texts")
+    return list(found)
+
+
+def misshapen(row: Mapping[str, Any], field: str, where: str, wanted: str) -> ConfigError:
+    """The error of a field that is not what is wanted: what it holds, or what the row has instead."""
+    shown = f"got {row[field]!r:.80}" if field in row else f"it has: {', '.join(row)}"
+    return ConfigError(f"{where}: field {field!r} must be {wanted}, {shown}")
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -278,9 +293,6 @@ def _check_copy(builder: Any, source: DataSource) -> None:
         )
 
 
-# One member of a .zip, read as a stream: what it unpacks to is bounded, and never in memory as a whole.
-
-
 MEMBER = 1 << 30  # bytes; the largest of LongBench has 40 MB
 LINE = 64 << 20  # bytes; the longest of LongBench has 1 MB
 METHODS = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks others a block at a time, however large it gets
@@ -290,7 +302,10 @@ NAMES = {9: "deflate64", zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "lzma", 9
 
 @dataclass(frozen=True)
 class Archive:
-    """A .zip of which the file NAME.jsonl is wanted, at whatever depth."""
+    """A .zip of which the file NAME.jsonl is wanted, at whatever depth.
+
+    Read as a stream: what it unpacks to is bounded, and never in memory as a whole.
+    """
 
     path: Path
     name: str
@@ -367,9 +382,6 @@ def _size(number: int) -> str:
     return f"{number / (1 << 20):,.0f} MiB" if number >= 1 << 20 else f"{number:,} bytes"
 
 
-# Data sets that come as one file per subset: in a folder, in a .zip, or in a .zip on the hub.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Members(DataSource):
     """A `DataSource` of which the file `member`.jsonl is wanted where `data_files` is a folder or a .zip.
@@ -395,8 +407,11 @@ class Members(DataSource):
             return super().files()
         found = sorted(path for ending in KINDS for path in folder.rglob(f"{self.member}{ending}"))
         if not found:
-            names = {path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}
-            raise self._missing(f"the folder {folder}", names)
+            held = ", ".join(sorted({path.stem for ending in KINDS for path in folder.rglob(f"*{ending}")}))
+            raise ConfigError(
+                f"task.data_files: {self.member}.jsonl is not in the folder {folder}, which holds "
+                f"{held or 'no .jsonl file'}"
+            )
         if len(found) > 1:
             each = ", ".join(str(path.relative_to(folder)) for path in found)
             raise ConfigError(
@@ -456,7 +471,3 @@ class Members(DataSource):
                 f"(network, no HF_HUB_OFFLINE=1), or {local}"
             ) from error
         return Path(named)
-
-    def _missing(self, where: str, names: set[str]) -> ConfigError:
-        listed = ", ".join(sorted(names)) or "no .jsonl file"
-        return ConfigError(f"task.data_files: {self.member}.jsonl is not in {where}, which holds {listed}")

@@ -1,4 +1,4 @@
-"""Turns, instructions and long answers."""
+"""Tasks of more than one answer: the turns of a dialogue, several instructions at once, long answers that may loop."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from kvexp.tasks.articles import (
     articles,
     articles_digest,
     assistants,
-    assistants_digest,
     needles,
-    needles_digest,
+    own_digest,
 )
 from kvexp.tasks.base import IN_PROMPT, Example, QuestionTask, RougeTask, Task, Turn, row_id
-from kvexp.tasks.data import text
+from kvexp.tasks.data import text, texts
 from kvexp.tasks.metrics import (
     at_most_words,
     contains,
@@ -32,11 +31,7 @@ from kvexp.tasks.metrics import (
     unspaced_letters,
 )
 from kvexp.tasks.needle import related
-from kvexp.tasks.summaries import list_of
 from kvexp.util import ConfigError
-
-# Dialogues: several turns in one cache, in which the model's own answers stay and age.
-
 
 HISTORIES = ("own", "full", "reference")
 
@@ -53,6 +48,7 @@ class DialogueTask(Task):
     """
 
     has_turns: ClassVar[bool] = True
+    uncut: ClassVar[str] = "a shortened first message may have lost what is asked for later"
 
     history: str = "own"
     truncate: str = "skip"
@@ -67,11 +63,6 @@ class DialogueTask(Task):
     def check_options(self) -> None:
         super().check_options()
         self.choice("history", HISTORIES)
-        if self.truncate != "skip":
-            raise ConfigError(
-                f"task.truncate must be skip for {self.name}, got {self.truncate!r}: a shortened first message may "
-                "have lost what is asked for later"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +77,7 @@ class Dialogue(DialogueTask):
     """
 
     name: ClassVar[str] = "dialogue"
+    ordered: ClassVar[str] = "turns"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("exact", "f1")
     only_answered: ClassVar[bool] = True
@@ -115,12 +107,7 @@ class Dialogue(DialogueTask):
         return bool(contains(output, example.reference))
 
     def fingerprint(self) -> str:
-        return f"articles:{articles_digest()} needles:{needles_digest()}"
-
-    def check_options(self) -> None:
-        super().check_options()
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for dialogue, got {self.sample!r}: its turns have an order")
+        return f"articles:{articles_digest()} needles:{own_digest('needles')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +132,7 @@ class SodaTurns(DialogueTask, RougeTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative, turns = text(row, "narrative", where, "data_files"), _answered(row, where)
-        speakers = list_of(row, "speakers", where)
+        speakers = texts(row, "speakers", where, 2)
         name = row_id(row, "original_index", narrative, *(turn.message for turn in turns))
         first = f"{narrative}\n\nYou are {speakers[1]}. Answer {speakers[0]} in one or two sentences.\n\n"
         return _turn(f"{name} turn {row['turn']}", first + turns[0].message, turns, row["turn"])
@@ -183,11 +170,8 @@ def _turns_about(article: Article, place: int) -> tuple[Turn, ...]:
 
 def _answered(row: dict[str, Any], where: str) -> tuple[Turn, ...]:
     """The turns of a row of SODA: each second one answers the one before it."""
-    said = [" ".join(each.split()) for each in list_of(row, "dialogue", where)]
+    said = [" ".join(each.split()) for each in texts(row, "dialogue", where, 2)]
     return tuple(Turn(said[i], said[i + 1], i // 2) for i in range(0, len(said) - 1, 2))
-
-
-# Instructions: a system prompt with a rule and a secret, a text to read, and several things to do at once.
 
 
 LEAST_FOLLOWED = 2  # parts that the full cache has to say for an example to count
@@ -213,6 +197,7 @@ class AssistantTask(QuestionTask):
     """
 
     generated: ClassVar[bool] = True
+    ordered: ClassVar[str] = "rows"
 
     note_words: int = 250
     max_new_tokens: int = 96
@@ -256,13 +241,10 @@ class AssistantTask(QuestionTask):
 
     def check_options(self) -> None:
         super().check_options()
-        if self.note_words < 1:
-            raise ConfigError(f"task.note_words must be at least 1, got {self.note_words}")
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: its rows have an order")
+        self.at_least(1, "note_words")
 
     def fingerprint(self) -> str:
-        return f"assistants:{assistants_digest()}:{articles_digest()}"
+        return f"assistants:{own_digest('assistants')}:{articles_digest()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,9 +316,6 @@ def _note(number: int, words: int) -> str:
     return "\n".join(paragraphs)
 
 
-# Long answers: a story to go on with and facts to list, as long as the model likes, to see what becomes of them.
-
-
 KINDS = ("story", "facts")
 
 
@@ -352,6 +331,7 @@ class LongAnswers(Task):
     """
 
     name: ClassVar[str] = "long_answers"
+    ordered: ClassVar[str] = "rows"
     generated: ClassVar[bool] = True
     metrics: ClassVar[tuple[str, ...]] = ("not_repeated", "loop_free")
 
@@ -389,10 +369,6 @@ class LongAnswers(Task):
         super().check_options()
         if not self.kinds or len(set(self.kinds)) < len(self.kinds) or not set(self.kinds) <= set(KINDS):
             raise ConfigError(f"task.kinds must be one or both of {', '.join(KINDS)}, got {list(self.kinds)}")
-        if self.sample != "first":
-            raise ConfigError(
-                f"task.sample must be first for long_answers, got {self.sample!r}: its rows have an order"
-            )
 
 
 def _story(article: Article) -> tuple[str, str, str]:

@@ -1,4 +1,8 @@
-"""Tasks of lm-eval on local rows."""
+"""lm-eval's tasks as tasks of the harness: its prompts, choices and metrics; rows, resuming and receipts are ours.
+
+lm-eval is imported late, quietly, and missed in words that say what to install. Its own definition of a task is read by
+name, over the hub's data or over local files in their place.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,10 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from kvexp.tasks.base import QUESTIONS, Example, Task
 from kvexp.util import ConfigError, Stamp, file_digest, forbidden, path_of, stamp, unreachable
-
-# The lm-eval package: imported late, quietly, and missed in words that say what to install.
 
 
 def require() -> str:
@@ -54,9 +56,6 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             enable_progress_bars()
-
-
-# lm-eval's items as examples: what each asks of the model, and lm-eval's own metrics of the answers.
 
 
 # Metrics that are shares of 1; others keep lm-eval's own scale.
@@ -212,13 +211,7 @@ def _numbers(metric: str, value: Any, less_is_better: bool) -> dict[str, float]:
     return {metric: 100.0 * float(value) if metric in SHARES else float(value)}
 
 
-# How a log-likelihood is measured when the cache shrinks: two protocols, and the papers' settings of them.
-
-
 MODES = ("prefill_then_step", "row_mask")
-MASKS = ("local", "global")
-LENGTHS = ("own", "padded")
-DTYPES = ("float32", "float16")
 ONLY_MASKED = ("mask", "budget_length", "whole_text", "score_dtype")
 
 # What the papers' lm-eval scripts do differently from lm-eval today and from each other.
@@ -242,7 +235,9 @@ PROTOCOLS = (*MODES, *PAPERS)
 
 @dataclass(frozen=True)
 class Protocol:
-    """mode prefill_then_step: prefill the context, evict, feed the continuation token by token. The budget comes from
+    """How a log-likelihood is measured when the cache shrinks.
+
+    mode prefill_then_step: prefill the context, evict, feed the continuation token by token. The budget comes from
     the context alone. The first token is judged by the full prefill, so answers of one token never feel eviction.
 
     mode row_mask: one forward over context and continuation under a mask per row (kvexp.core.row_mask); nothing is
@@ -268,14 +263,9 @@ class Protocol:
     fewshot_excludes_item: bool = True
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("mode", MODES),
-            ("mask", MASKS),
-            ("budget_length", LENGTHS),
-            ("score_dtype", DTYPES),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        for name, hint in get_type_hints(Protocol).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
         if self.padded_batch < 1:
             raise ConfigError(f"padded_batch must be at least 1 request, got {self.padded_batch}")
         if self.mode == "prefill_then_step":
@@ -297,9 +287,6 @@ def protocol_of(name: str, **switches: Any) -> Protocol:
     mode = name if name in MODES else "row_mask"
     own = PAPERS.get(name, {})
     return Protocol(**{"mode": mode, **own, **{k: v for k, v in switches.items() if v is not None}})
-
-
-# Local files in place of an lm-eval task's data: which file is which split, and the task file that says so.
 
 
 KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -405,13 +392,6 @@ def _pool(config: Mapping[str, Any]) -> str:
     return str(own or config.get("training_split") or config.get("validation_split") or config.get("test_split"))
 
 
-def write_task(folder: Path, definition: Path, name: str, changes: Mapping[str, Any]) -> Path:
-    """A task file of the same name as lm-eval's own that includes it and changes only this. JSON is YAML."""
-    path = folder / f"{name}.yaml"
-    path.write_text(json.dumps({"include": str(definition), "task": name, **changes}, indent=1), encoding="utf-8")
-    return path
-
-
 def named_in(config: Mapping[str, Any]) -> Files:
     """The files that a definition names itself."""
     named = (config.get("dataset_kwargs") or {}).get("data_files") or {}
@@ -429,9 +409,6 @@ def local_digest(files: Files) -> str:
         except OSError as error:
             raise ConfigError(f"cannot read {files[split]}: {error}") from error
     return total.hexdigest()[:16]
-
-
-# lm-eval's own definition of a task (prompts, choices, metrics), by name, over the hub's data or local files.
 
 
 # Reading all of lm-eval's fourteen thousand definitions takes seconds; the papers' seven are found at once.
@@ -567,6 +544,7 @@ def task_file(
 ) -> Path:
     """Write into `folder` the task file that puts local data and the pool of examples into lm-eval's definition.
 
+    It includes lm-eval's own file of the same name, and changes only this.
     cache_dir: where `datasets` may leave what it makes of the local files, which then are held in memory.
     """
     config = config_of(name)
@@ -579,7 +557,10 @@ def task_file(
     if cache_dir is not None and (files is not None or _reads_files(config)):
         given = changes.get("dataset_kwargs") or config.get("dataset_kwargs") or {}
         changes["dataset_kwargs"] = {**given, "cache_dir": cache_dir, "keep_in_memory": True}
-    return write_task(folder, _entry(name).yaml_path, config["task"], changes)
+    path = folder / f"{config['task']}.yaml"
+    made = {"include": str(_entry(name).yaml_path), "task": config["task"], **changes}
+    path.write_text(json.dumps(made, indent=1), encoding="utf-8")  # JSON is YAML
+    return path
 
 
 def load(
@@ -674,9 +655,6 @@ def _check_pool(task: Any, shots: int) -> None:
             f"task.num_fewshot={shots}, but the split {where} of {config.task} holds {pool} rows"
             f"{', of which the item asked about may be one' if spare else ''}; lower task.num_fewshot"
         )
-
-
-# lm-eval's tasks as tasks of the harness: its prompts, choices and metrics; rows, resuming and receipts are ours.
 
 
 # Options of every task that this one has no use for, and what they must stay at.
@@ -821,8 +799,7 @@ class LMEval(Task):
         self.choice("protocol", PROTOCOLS)
         if not self.tasks:
             raise ConfigError(f"task.tasks is empty: name lm-eval's tasks, as in task.tasks=[{','.join(SEVEN)}]")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ConfigError(f"task.num_fewshot must be at least 0, got {self.num_fewshot}")
+        self.at_least(0, "num_fewshot")
         try:
             how = self.measured
         except ConfigError as error:

@@ -1,4 +1,9 @@
-"""LongBench: subsets, prompts, metrics."""
+"""LongBench (arXiv:2308.14508): its data sets with their prompts, its metrics, and the task.
+
+The metrics equal those of its eval.py to the digit. Fractions, 0 to 1; each takes (answer, reference, classes). Of the
+packages that eval.py uses only jieba is still needed, and only for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are
+computed here, with the peculiarities that move their numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +16,11 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import Any, ClassVar
 
-import numpy as np
-
 from kvexp.tasks.base import Example, SharedContextTask, row_id
-from kvexp.tasks.data import Members, text
+from kvexp.tasks.data import Members, text, texts
 from kvexp.tasks.metrics import f1
 from kvexp.tasks.metrics import qa_f1 as english_f1
 from kvexp.util import ConfigError
-
-# LongBench's own metrics (arXiv:2308.14508), equal to those of its eval.py to the digit. Fractions, 0 to 1.
-#
-# Every metric takes (answer, reference, classes). Of the packages eval.py uses, only jieba is still needed, and only
-# for Chinese: `rouge` 1.0.1 and fuzzywuzzy 0.18 are computed here, with the peculiarities that move their numbers.
-
 
 # eval.py removes these from Chinese tokens besides string.punctuation.
 _CHINESE = (
@@ -135,6 +132,8 @@ def _common(reference: list[str], answers: list[list[str]]) -> set[str]:
     The table of all answer sentences is filled at once, row by row: they stand side by side, each with a column of
     zeros in front of it. Adding a larger number to each later sentence keeps the running maximum from crossing over.
     """
+    import numpy as np  # late, as in `random_state`
+
     numbers = {word: number for number, word in enumerate(reference)}
     flat = np.array([n for sentence in answers for n in (-1, *(numbers.get(word, -1) for word in sentence))])
     starts = np.cumsum([0] + [len(sentence) + 1 for sentence in answers])
@@ -164,12 +163,6 @@ def _walk(table: list[list[int]], reference: list[str], answer: list[str]) -> se
         else:
             j -= 1
     return words
-
-
-# LongBench's 21 data sets (Bai et al., arXiv:2308.14508, MIT): prompt, answer length and metric of each.
-#
-# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench, to the letter: "asconcisely", the
-# spaces at line ends and the missing newline before "Next line of code" are theirs.
 
 
 Metric = Callable[[str, str, Sequence[str]], float]
@@ -213,6 +206,8 @@ _ABSTRACT = (
     'the abstract is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
 )
 
+# The prompts are those of config/dataset2prompt.json in github.com/THUDM/LongBench (MIT), to the letter: "asconcisely",
+# the spaces at line ends and the missing newline before "Next line of code" are theirs.
 SUBSETS: dict[str, Subset] = {
     "narrativeqa": Subset(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
@@ -339,9 +334,6 @@ SUBSETS: dict[str, Subset] = {
 CHINESE_WORDS = (qa_f1_zh, rouge_l_zh)
 
 
-# LongBench: long questions, summaries, few-shot lessons, counting and code, in English and Chinese.
-
-
 WRAPS = ("official", "always", "never")
 
 
@@ -358,7 +350,7 @@ class LongBench(SharedContextTask):
     (`truncate=halves`, before the template goes around it), a chat model's template goes around the prompts of QA,
     summaries and synthetic tasks but not around few-shot lessons and code (`chat_wrap`), a line end also ends an
     answer of samsum, which is not to be empty; of trec, triviaqa, samsum and lsht the first line is scored. How many
-    prompt tokens the models get is theirs: 3500 for Llama-2's 4096, set by conf/model_task. `chat_frame`: a text with
+    prompt tokens the models get is theirs: 3500 for Llama-2's 4096, set by conf/pairs.yaml. `chat_frame`: a text with
     {prompt} in place of the tokenizer's chat template, such as the script's "[INST]{prompt}[/INST]".
 
     `score` is the best over all references of the subset's metric; the published number is its mean over the rows,
@@ -413,16 +405,8 @@ class LongBench(SharedContextTask):
 
     @property
     def source(self) -> Members:
-        return Members(
-            data_files=self.data_files,
-            hub_id=self.hub_id,
-            hub_config=self.hub_config or self.member,
-            revision=self.revision,
-            split=self.split,
-            streaming=self.streaming,
-            member=self.member,
-            hub_file=self.hub_file,
-        )
+        plain = {**vars(super().source), "hub_config": self.hub_config or self.member}
+        return Members(**plain, member=self.member, hub_file=self.hub_file)
 
     def label(self, choice: str) -> str:
         return f"{choice}/{self.member}"
@@ -470,12 +454,3 @@ def score(subset: Subset, output: str, info: Mapping[str, Any]) -> float:
     if subset.first_line:
         output = output.lstrip("\n").split("\n")[0]
     return max(subset.metric(output, answer, info["all_classes"] or ()) for answer in info["answers"])
-
-
-def texts(row: dict[str, Any], field: str, where: str) -> list[str]:
-    """A field that holds a list of texts, at least one."""
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(item, str) for item in found):
-        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be a list of texts, {shown}")
-    return list(found)

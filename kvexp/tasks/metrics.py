@@ -1,4 +1,4 @@
-"""Metrics of answers."""
+"""Metrics of answers: words of any script, F1 and recall of short answers, ROUGE, rules of form, repetition."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
 
 from kvexp.util import ConfigError
-
-# Measures of a short answer that several tasks share: token F1, exact match, recall of words. Fractions, 0 to 1.
-
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 FUNCTION_WORDS = frozenset(
@@ -29,6 +28,18 @@ _UNSPACED = re.compile(
     "\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\U00020000-\U0003ffff]"
 )
 _HANGUL = re.compile("[\uac00-\ud7a3]")
+_SENTENCE_MARKS = (  # Unicode's Sentence_Terminal of the scripts in use today, without . ! ?
+    "\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
+    "\u1803\u1809\u1944\u1945\u1aa8-\u1aab\u1b5a\u1b5b\u1c3b\u1c3c\u1c7e\u1c7f\u203c\u203d\u2047-\u2049\u3002\ua4ff\ua60e\ua60f"
+    "\ua876\ua877\ua8ce\ua8cf\ua92f\ua9c8\ua9c9\uaa5d-\uaa5f\uaaf0\uaaf1\uabeb\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57\uff01\uff0e\uff1f"
+    "\uff61\U00011141\U00011142\U0001144b\U0001144c"
+    "\u0f0d\u0f0e"  # Tibetan's shads, which Unicode does not count
+)
+_CLOSING = "\"')\\]\u201d\u2019\u00bb\u300d\u300f\u3009\u300b\u3011\u3015\uff02\uff07\uff09\uff3d\uff63"
+# These end a sentence without white space; so do . ! ? between Chinese or Japanese letters.
+OTHER_ENDS = re.compile(
+    rf"[{_SENTENCE_MARKS}][{_SENTENCE_MARKS}.!?{_CLOSING}]*\s*|[.!?][{_CLOSING}]*(?=[\u3040-\u30ff\u3400-\u9fff])"
+)
 
 
 def folded(text: str) -> str:
@@ -134,9 +145,6 @@ def word_recall(answer: str, reference: str, unicode: bool = False) -> float:
     return len(wanted & set(normalise(answer, unicode).split())) / len(wanted) if wanted else 0.0
 
 
-# What stands before ROUGE: are its packages installed, can rouge_score read the references, how are they imported.
-
-
 TOKENIZERS = ("default", "unicode")
 # Of all references' letters, of their words, and so many different words: more is no English text with some names.
 LETTERS, WORDS, DIFFERENT = 0.10, 0.05, 10
@@ -195,11 +203,91 @@ def unimported(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-# Rules that an answer follows or not, as code: each a function of the answer's text alone.
+TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+# A full stop after one of these, or after a single letter, ends no sentence (unless the line ends there too).
+ABBREVIATIONS = frozenset(
+    "mr mrs ms dr prof rev hon st sen rep gov gen col capt lt sgt cmdr maj supt insp jr sr "  # noqa: SIM905
+    "vs approx dept e.g i.e cf inc ltd co corp u.s u.k u.n e.u d.c".split()
+)
+# The same in front of a number only: "No. 10", but "He said no. They left."
+NUMBERED = frozenset("no nos vol fig p pp jan feb mar apr jun jul aug sep sept oct nov dec".split())  # noqa: SIM905
+_OPENING, _QUOTES = "\"'(\\[\u201c\u2018", "\"')\\]\u201d\u2019"
+# The end of a sentence: . ! ? or …, closing quotes or brackets, white space, then what can begin one.
+_END = re.compile(rf"(?<=[.!?\u2026])([{_QUOTES}]*)\s+(?=[{_OPENING}]*[A-Z0-9\u00c0-\u00d6\u00d8-\u00de])")
+_END_ANY = re.compile(rf"(?<=[.!?\u2026])([{_QUOTES}]*)\s+(?=[{_OPENING}]*([^\W_]))")
+
+
+@cache
+def scorer(tokenizer: str = "default") -> Any:
+    """rouge_score's scorer of all TYPES, with stemmer. tokenizer: default, which is rouge_score's own, or unicode.
+
+    unicode: words of any script (`words_of`), those of a-z and 0-9 stemmed as rouge_score does: of ASCII texts they are
+    the same words. As XL-Sum scores its languages (arXiv:2106.13822): letters and their marks stay, punctuation goes.
+    Departures from its release: one stemmer, and a character is a word in scripts without spaces, where the release
+    segments (Chinese, Japanese, Thai, Burmese).
+    """
+    with unimported("sklearn", "scipy.stats"):
+        from nltk.stem.porter import PorterStemmer
+        from rouge_score import rouge_scorer, tokenize, tokenizers
+
+    class Words(tokenizers.Tokenizer):  # type: ignore[misc]
+        """Either tokenizer, but that a word is stemmed once: that is most of the time a score takes."""
+
+        stem = staticmethod(lru_cache(1 << 16)(PorterStemmer().stem))
+
+        def tokenize(self, text: str) -> list[str]:
+            if tokenizer == "unicode":
+                return [self.stem(word) if len(word) > 3 and word.isascii() else word for word in words_of(text)]
+            words: list[str] = tokenize.tokenize(text, self)
+            return words
+
+    return rouge_scorer.RougeScorer(list(TYPES), tokenizer=Words())
+
+
+def rouge(output: str, reference: str, tokenizer: str = "default") -> dict[str, float]:
+    """ROUGE-1, -2, -L and -Lsum F1 of one pair, 0 to 100. Both texts are taken as they are: see `lines`."""
+    scores = scorer(tokenizer).score(reference, output)
+    return {kind: 100 * float(scores[kind].fmeasure) for kind in TYPES}
+
+
+def sentences(text: str, tokenizer: str = "default") -> list[str]:
+    """Sentences of an English text: every newline ends one, and . ! ? … where a new one can begin.
+
+    Stands in for nltk's punkt, which has to be downloaded. It matters for rougeLsum only, whose other scores see words.
+    An abbreviation at the end of a sentence, and a sentence that begins in lower case, stay joined to their neighbour.
+    """
+    found = []
+    anywhere = tokenizer == "unicode"  # in front of a letter of any script, and at the marks of other scripts
+    if anywhere:
+        text = OTHER_ENDS.sub(lambda end: f"{end.group().rstrip()}\n", text)
+    for line in text.splitlines():
+        start = 0
+        for end in (_END_ANY if anywhere else _END).finditer(line):
+            if anywhere and end.group(2).islower():
+                continue
+            if not end.group(1) and _abbreviated(line[: end.start()], line[end.end()]):
+                continue
+            found.append(line[start : end.end()].strip())
+            start = end.end()
+        found.append(line[start:].strip())
+    return [sentence for sentence in found if sentence]
+
+
+def _abbreviated(before: str, follows: str) -> bool:
+    """Whether the full stop that ends `before` belongs to its last word; `follows` is what comes next."""
+    word = before.rsplit(None, 1)[-1].lstrip(_OPENING).removesuffix(".").lower()
+    if word in NUMBERED and follows.isdigit():
+        return True
+    return word in ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "i")
+
+
+def lines(text: str, join_first: bool = False, tokenizer: str = "default") -> str:
+    """The text with one sentence per line, as rougeLsum wants it; join_first makes its newlines spaces before."""
+    return "\n".join(sentences(text.replace("\n", " ") if join_first else text, tokenizer))
 
 
 LIST_MARK = re.compile(r"^\s*(?:\d+[.)]|[-*•])\s*", re.MULTILINE)  # "1. ", "2) ", "- " at the beginning of a line
-RULE_CHECKS_LETTERS = re.compile(r"\w+")
 
 
 def without_list_marks(text: str) -> str:
@@ -230,10 +318,7 @@ def is_list(text: str, items: int) -> bool:
 
 def at_most_words(text: str, most: int) -> bool:
     """Whether the text has some words, and no more than so many."""
-    return 0 < len(RULE_CHECKS_LETTERS.findall(text)) <= most
-
-
-# Repetition in a text: the share of n-grams that were there before, and where it begins to go in circles.
+    return 0 < len(re.findall(r"\w+", text)) <= most
 
 
 COPIES = 3  # of a passage, one directly behind the other, are a loop

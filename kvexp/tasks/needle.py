@@ -1,4 +1,4 @@
-"""Needles in a haystack."""
+"""Needles in a haystack: sentences hidden at some depth of a long text, and questions about them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,14 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, needles_digest
-from kvexp.tasks.base import Example, SharedContextTask, longest_fit
-from kvexp.tasks.metrics import beyond_ascii, contains, word_recall
+from kvexp.tasks.articles import NeedleSentence, articles, articles_digest, needles, own_digest
+from kvexp.tasks.base import Example, FramedQuestions, longest_fit
+from kvexp.tasks.data import random_state
+from kvexp.tasks.metrics import OTHER_ENDS, beyond_ascii, contains, word_recall
 from kvexp.tasks.qa import NewsQuestions
 from kvexp.util import ConfigError, Stamp, path_of, stamp
 
-# The text that needles are hidden in: files read in the order of their names, or a filler said over and over.
-
-
-_LATIN = r"[.!?][\"')\]\u201d\u2019]*\s+"
-_MARKS = (  # Unicode's Sentence_Terminal of the scripts in use today, without . ! ?
-    "\u0589\u061d-\u061f\u06d4\u0700-\u0702\u07f9\u0964\u0965\u104a\u104b\u1362\u1367\u1368\u166e\u1735\u1736\u17d4\u17d5"
-    "\u1803\u1809\u1944\u1945\u1aa8-\u1aab\u1b5a\u1b5b\u1c3b\u1c3c\u1c7e\u1c7f\u203c\u203d\u2047-\u2049\u3002\ua4ff\ua60e\ua60f"
-    "\ua876\ua877\ua8ce\ua8cf\ua92f\ua9c8\ua9c9\uaa5d-\uaa5f\uaaf0\uaaf1\uabeb\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57\uff01\uff0e\uff1f"
-    "\uff61\U00011141\U00011142\U0001144b\U0001144c"
-    "\u0f0d\u0f0e"  # Tibetan's shads, which Unicode does not count
-)
-_CLOSE = "\"')\\]\u201d\u2019\u00bb\u300d\u300f\u3009\u300b\u3011\u3015\uff02\uff07\uff09\uff3d\uff63"
-# These end a sentence without white space; so do . ! ? between Chinese or Japanese letters.
-_OTHER = rf"[{_MARKS}][{_MARKS}.!?{_CLOSE}]*\s*|[.!?][{_CLOSE}]*(?=[\u3040-\u30ff\u3400-\u9fff])"
-OTHER_ENDS = re.compile(_OTHER)
-_ENDS = re.compile(f"{_LATIN}|{_OTHER}")
+_ENDS = re.compile(rf"[.!?][\"')\]\u201d\u2019]*\s+|{OTHER_ENDS.pattern}")
 LONGEST = 600  # characters of a sentence; what goes on for longer was written without their marks
 LONGEST_LINE, LONGEST_WORD = 200, 60
 LINES = (
@@ -96,11 +80,6 @@ def from_sentence(text: str, share: float) -> str:
         found = _ENDS.search(text, near)
         at = found.end() if found else 0
     return f"{text[at:]}\n\n{text[:at].rstrip()}" if at else text
-
-
-def insert(text: str, needles: Sequence[tuple[float, str]]) -> str:
-    """The text with the needles, as `hide` makes it."""
-    return hide(text, needles).text
 
 
 def hide(text: str, needles: Sequence[tuple[float, str]], characters: int | None = None) -> Hidden:
@@ -197,14 +176,36 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# Needle in a haystack: sentences hidden at some depth of a long text, and questions about them.
+def _check_grid(task: Needle | NewsNeedle, *lists: str) -> None:
+    """ConfigError for an empty list, lengths or depths that cannot be, and no repeats."""
+    for option in lists:
+        if not getattr(task, option):
+            raise ConfigError(f"task.{option} is empty: give at least one")
+    if min(task.lengths) < 1 or not all(0 <= depth <= 100 for depth in task.depths):
+        raise ConfigError(f"task.lengths must be positive and task.depths 0 to 100, got {task.lengths} {task.depths}")
+    task.at_least(1, "repeats")
+
+
+def _filling(tokens: Callable[[int], int], length: int, size: int, source: str, way: str) -> int:
+    """How much of a text of `size` words or characters makes a prompt of `length` tokens; tokens: counts such a prompt.
+
+    ConfigError where even nothing of the text is too much, or all of it too little; source, way: words of that message.
+    """
+    fits = longest_fit(tokens, length, size)
+    if fits < 0:
+        raise ConfigError(
+            f"a length of {length} tokens does not hold needle and question, which have {tokens(0)}: raise task.lengths"
+        )
+    if fits == size and (held := tokens(size)) < length:
+        raise ConfigError(f"{source} a prompt of {held} of this model's tokens, and {length} are asked for: {way}")
+    return fits
 
 
 CHARACTERS_PER_TOKEN = 4  # of a first draft only: `fit` counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needle(SharedContextTask):
+class Needle(FramedQuestions):
     """Find needles in a text: a grid of `lengths` (tokens, all of prompt and question) and `depths` (percent), with
     `repeats` examples per cell and question. After Kamradt's test (github.com/gkamradt/LLMTest_NeedleInAHaystack).
 
@@ -229,6 +230,8 @@ class Needle(SharedContextTask):
     name: ClassVar[str] = "needle"
     metrics: ClassVar[tuple[str, ...]] = ("word_recall", "exact")
     generated: ClassVar[bool] = True
+    ordered: ClassVar[str] = "examples"
+    uncut: ClassVar[str] = "its examples are a grid of lengths"
 
     haystack: str | None = None
     filler: str | None = None
@@ -238,9 +241,6 @@ class Needle(SharedContextTask):
     needles: tuple[str, ...] = ()
     questions: tuple[str, ...] = ()
     answers: tuple[str, ...] = ()
-    before: str = ""
-    after: str = "\n\n{question}"
-    answer_prefix: str = ""
     truncate: str = "skip"
 
     @cached_property
@@ -256,9 +256,6 @@ class Needle(SharedContextTask):
     def beyond_ascii(self) -> bool:
         """Whether answers are compared in words of any script."""
         return beyond_ascii("".join((*self.needles, *self.questions, *self.answers)))
-
-    def for_model(self, *, chat: bool) -> Needle:
-        return replace(self, answer_prefix="") if chat else self
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         grid = product(self.lengths, self.depths, range(self.repeats), range(len(self.questions)))
@@ -276,23 +273,13 @@ class Needle(SharedContextTask):
             made = self._made({**row, "question": widest}, characters)
             return count(made.prompt + made.question)
 
-        characters = longest_fit(tokens, row["length"], size)
-        if characters < 0:
-            raise ConfigError(
-                f"a length of {row['length']} tokens does not hold needle and question, which have {tokens(0)}: raise "
-                "task.lengths"
-            )
-        if characters == size and tokens(size) < row["length"]:
-            raise ConfigError(
-                f"task.haystack={self.haystack} makes a prompt of {tokens(size)} of this model's tokens, and "
-                f"{row['length']} are asked for: add text to it, or lower task.lengths"
-            )
-        return replace(self._made(row, characters), id=example.id)
+        source, way = f"task.haystack={self.haystack} makes", "add text to it, or lower task.lengths"
+        return replace(self._made(row, _filling(tokens, row["length"], size, source, way)), id=example.id)
 
     def _made(self, row: Any, characters: int) -> Example:
         """The example of a cell with so many characters of the haystack."""
         length, depth, repeat, asked = (row[name] for name in ("length", "depth", "repeat", "question"))
-        draws = np.random.RandomState([self.seed, length, round(1000 * depth), repeat])
+        draws = random_state([self.seed, length, round(1000 * depth), repeat])
         keys = [str(draws.randint(10000, 100000)) for _ in self.needles]
         start = draws.random_sample() if repeat else 0.0
         hidden = [needle.replace("{key}", key) for needle, key in zip(self.needles, keys, strict=True)]
@@ -303,8 +290,7 @@ class Needle(SharedContextTask):
         wanted = answers if len(self.questions) == 1 else [answers[asked]]
         name = f"length {length} depth {depth:g}" + f" repeat {repeat}" * (self.repeats > 1)
         name += f" question {asked}" * (len(self.questions) > 1)
-        after = self.after.replace("{question}", self.questions[asked]) + self.answer_prefix
-        made = self.ask(name, (self.before, document, ""), after, "\n".join(wanted))
+        made = self.about(name, document, self.questions[asked], "\n".join(wanted))
         others: dict[str, Any] = {"depths_measured": measured} if len(hidden) > 1 else {}
         others |= {"words": "unicode"} if self.beyond_ascii else {}
         return replace(made, info={**row, "depth_measured": measured[0], **others, "answers": wanted})
@@ -330,29 +316,14 @@ class Needle(SharedContextTask):
 
     def check_options(self) -> None:
         super().check_options()
-        for option in ("lengths", "depths", "needles", "questions", "answers"):
-            if not getattr(self, option):
-                raise ConfigError(f"task.{option} is empty: give at least one")
-        if min(self.lengths) < 1 or not all(0 <= depth <= 100 for depth in self.depths):
-            raise ConfigError(
-                f"task.lengths must be positive and task.depths 0 to 100, got {self.lengths} {self.depths}"
-            )
+        _check_grid(self, "lengths", "depths", "needles", "questions", "answers")
         if len(self.answers) != len(self.needles) or len(self.questions) not in (1, len(self.needles)):
             raise ConfigError(
                 f"{len(self.needles)} needles need as many task.answers, and one of task.questions or as many, got "
                 f"{len(self.answers)} and {len(self.questions)}"
             )
-        if self.after.count("{question}") != 1:
-            raise ConfigError(f"task.after must hold {{question}} once, got {self.after!r}")
-        if self.repeats < 1:
-            raise ConfigError(f"task.repeats must be at least 1, got {self.repeats}")
-        if self.sample != "first" or self.truncate != "skip":
-            raise ConfigError("task.sample must be first and task.truncate skip for needle: its examples are a grid")
         if self.filler is not None and not self.filler.strip():
             raise ConfigError("task.filler is empty: give the text to repeat")
-
-
-# News needles: an odd sentence hidden among the articles that come with kvexp.
 
 
 COMMON = 4  # a word that more articles than this hold is nobody's topic
@@ -377,6 +348,7 @@ class NewsNeedle(NewsQuestions):
 
     name: ClassVar[str] = "news_needle"
     metrics: ClassVar[tuple[str, ...]] = ("word_recall", "exact")
+    uncut: ClassVar[str] = "a shortened text may have lost its needle; lower task.lengths instead"
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8000)
     depths: tuple[float, ...] = (0, 25, 50, 75, 100)
@@ -397,7 +369,6 @@ class NewsNeedle(NewsQuestions):
 
     def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
         row = example.info
-        length, most = row["length"], len(self._filler(row))
         # One text for all of its questions: the longest is counted.
         widest = max(self._hidden(row), key=lambda cell: count(self._needle(cell).question))
 
@@ -405,17 +376,7 @@ class NewsNeedle(NewsQuestions):
             made = self._made(widest, words)
             return count(made.prompt + made.question)
 
-        words = longest_fit(tokens, length, most)
-        if words < 0:
-            raise ConfigError(
-                f"a length of {length} tokens does not hold needle and question, which have {tokens(0)}: raise "
-                "task.lengths"
-            )
-        if words == most and tokens(most) < length:
-            raise ConfigError(
-                f"the articles make a prompt of {tokens(most)} of this model's tokens, and {length} are asked for: "
-                "lower task.lengths"
-            )
+        words = _filling(tokens, row["length"], len(self._filler(row)), "the articles make", "lower task.lengths")
         return replace(self._made(row, words), id=example.id)
 
     def _hidden(self, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -425,7 +386,7 @@ class NewsNeedle(NewsQuestions):
     def _needle(self, row: Mapping[str, Any]) -> NeedleSentence:
         """The needle of a cell."""
         # One step per percent of depth and five per repeat: the cells of a length ask for as many needles as they can.
-        first = np.random.RandomState([self.seed, row["length"]]).randint(len(needles()))
+        first = random_state([self.seed, row["length"]]).randint(len(needles()))
         needle: NeedleSentence = needles()[(first + round(row["depth"]) + 5 * row["repeat"]) % len(needles())]
         return needle
 
@@ -449,29 +410,16 @@ class NewsNeedle(NewsQuestions):
         return {"word_recall": 100 * word_recall(output, reference), "exact": 100 * contains(output, reference)}
 
     def fingerprint(self) -> str:
-        return f"articles:{articles_digest()} needles:{needles_digest()}"
+        return f"articles:{articles_digest()} needles:{own_digest('needles')}"
 
     def check_options(self) -> None:
         super().check_options()
-        for option in ("lengths", "depths"):
-            if not getattr(self, option):
-                raise ConfigError(f"task.{option} is empty: give at least one")
-        if min(self.lengths) < 1 or not all(0 <= depth <= 100 for depth in self.depths):
-            raise ConfigError(
-                f"task.lengths must be positive and task.depths 0 to 100, got {self.lengths} {self.depths}"
-            )
-        if self.repeats < 1:
-            raise ConfigError(f"task.repeats must be at least 1, got {self.repeats}")
+        _check_grid(self, "lengths", "depths")
         if self.shared_context and len({round(depth) % len(needles()) for depth in self.depths}) < len(self.depths):
             raise ConfigError(
                 f"task.depths={list(self.depths)} with questions=all would hide a needle twice in one text: the "
                 f"{len(needles())} needles go by the depth in whole percent, so leave out depths that are "
                 f"{len(needles())} percent apart, or equal"
-            )
-        if self.truncate != "skip":
-            raise ConfigError(
-                f"task.truncate must be skip for news_needle, got {self.truncate!r}: a shortened text may have lost "
-                "its needle; lower task.lengths instead"
             )
 
 
@@ -480,7 +428,7 @@ def _shuffled(hidden: tuple[NeedleSentence, ...], seeds: tuple[int, ...]) -> lis
     """The words of all articles that may hide these needles, in an order drawn by the seeds."""
     unfit = frozenset().union(*map(related, hidden))
     fitting = [article for article in articles() if article.id not in unfit]
-    order = np.random.RandomState(list(seeds)).permutation(len(fitting))
+    order = random_state(list(seeds)).permutation(len(fitting))
     return re.findall(r"\S+\s*", "\n\n".join(fitting[place].text for place in order))
 
 

@@ -1,20 +1,27 @@
-"""Tasks of one text in and one out: summaries, news, dialogues, stories."""
+"""Tasks of one text in and one out: summaries, dialogues and stories to go on with, the perplexity of a text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
 from kvexp.tasks.articles import articles, articles_digest
-from kvexp.tasks.base import AFTER_EVICTION, Example, FramedQuestions, QuestionTask, RougeTask, Task, row_id, word_ends
-from kvexp.tasks.data import Members, text
+from kvexp.tasks.base import (
+    AFTER_EVICTION,
+    Example,
+    FramedQuestions,
+    QuestionTask,
+    RougeTask,
+    Task,
+    longest_fit,
+    row_id,
+    word_ends,
+)
+from kvexp.tasks.data import Members, misshapen, text, texts
 from kvexp.util import ConfigError
-
-# What the summarization tasks share: an instruction around a document, one reference, ROUGE.
-
 
 # name -> the text around {instruction}, or {instruction_after}, and {input}; task.template may also be such a text.
 TEMPLATES = {
@@ -135,9 +142,6 @@ class Summarization(SummaryTask):
         return self.summary_of(row_id(row, self.id_field, body, reference), body, reference)
 
 
-# CNN/DailyMail 3.0.0: highlights of a news article.
-
-
 @dataclass(frozen=True, kw_only=True)
 class CNNDailyMail(Summarization):
     """Summarize a news article; rows {"article", "highlights", "id"}, 13,368 in the validation split.
@@ -161,9 +165,6 @@ class CNNDailyMail(Summarization):
     max_prompt_tokens: int | None = 1920
 
 
-# XSum: a BBC article in one sentence.
-
-
 @dataclass(frozen=True, kw_only=True)
 class XSum(Summarization):
     """Summarize a news article in one sentence; rows {"document", "summary", "id"}, 11,332 in the validation split.
@@ -182,9 +183,6 @@ class XSum(Summarization):
     input_field: str = "document"
     reference_field: str = "summary"
     max_prompt_tokens: int | None = 1920
-
-
-# GovReport: a long report of a government agency in about a page.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +220,6 @@ class GovReport(Summarization):
         return super().example(dict(row), where)
 
 
-# GovReport by sections: each section of a report's summary is asked for by its title.
-
-
-Sections = list[tuple[str, str]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class GovReportSections(FramedQuestions, RougeTask):
     """Write one section of a report's summary; rows {"id", "document_sections", "summary_sections"} of GovReport
@@ -241,6 +233,7 @@ class GovReportSections(FramedQuestions, RougeTask):
     """
 
     name: ClassVar[str] = "govreport_sections"
+    ordered: ClassVar[str] = "sections"
 
     question: str = "after_eviction"
     section_instruction: str = 'Write the section "{title}" of a summary of the report.'
@@ -277,13 +270,9 @@ class GovReportSections(FramedQuestions, RougeTask):
         super().check_options()
         if self.section_instruction.count("{title}") != 1:
             raise ConfigError(f"task.section_instruction must hold {{title}} once, got {self.section_instruction!r}")
-        if self.sample != "first":
-            raise ConfigError(
-                f"task.sample must be first for govreport_sections, got {self.sample!r}: its sections have an order"
-            )
 
 
-def sections(row: Mapping[str, Any], field: str, where: str) -> Sections:
+def sections(row: Mapping[str, Any], field: str, where: str) -> list[tuple[str, str]]:
     """(title, text) of every section of a field, either of them perhaps empty."""
     found = row.get(field)
     if isinstance(found, Mapping):  # as `datasets` hands out a sequence of objects
@@ -291,8 +280,7 @@ def sections(row: Mapping[str, Any], field: str, where: str) -> Sections:
         if isinstance(titles, list | tuple) and isinstance(words, list | tuple) and len(titles) == len(words):
             found = [{"title": title, "paragraphs": each} for title, each in zip(titles, words, strict=True)]
     if not isinstance(found, list | tuple) or not all(isinstance(each, Mapping) for each in found):
-        shown = f"got {row[field]!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be sections with a title and paragraphs, {shown}")
+        raise misshapen(row, field, where, "sections with a title and paragraphs")
     return [(_words(each, "title", where), _words(each, "paragraphs", where)) for each in found]
 
 
@@ -303,9 +291,6 @@ def _words(section: Mapping[str, Any], field: str, where: str) -> str:
     if not isinstance(each, list | tuple) or not all(isinstance(one, str) for one in each):
         raise ConfigError(f"{where}: a section's {field!r} must be a text or a list of texts, got {found!r:.80}")
     return "\n".join(one.strip() for one in each).strip()
-
-
-# News: summaries of the articles that come with kvexp.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +304,7 @@ class News(SummaryTask):
 
     name: ClassVar[str] = "news"
     generated: ClassVar[bool] = True
+    ordered: ClassVar[str] = "articles"
 
     instruction: str = "Summarize the following news article in three sentences:"
     instruction_after: str = "Summarize the news article above in three sentences."
@@ -338,16 +324,8 @@ class News(SummaryTask):
     def fingerprint(self) -> str:
         return f"articles:{articles_digest()}"
 
-    def check_options(self) -> None:
-        super().check_options()
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for news, got {self.sample!r}: its articles have an order")
 
-
-# SODA: go on with a conversation between two people whose situation is told.
-
-
-_MARKS = re.compile("<sep>|<turn>|<end>")
+_MARKS = re.compile("<sep>|<turn>|<end>")  # of SODA's prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +352,7 @@ class Soda(QuestionTask, RougeTask):
 
     def example(self, row: dict[str, Any], where: str) -> Example:
         narrative = text(row, "narrative", where, "data_files")
-        speakers, turns = list_of(row, "speakers", where), list_of(row, "dialogue", where)
+        speakers, turns = texts(row, "speakers", where, 2), texts(row, "dialogue", where, 2)
         between = f" <sep> Generate a dialogue between {speakers[0]} and {speakers[1]} given above narrative. <sep> "
         rest = self.turn_separator.join("".join(turn.splitlines()) for turn in turns[1:])
         name = row_id(row, "original_index", narrative, *turns)
@@ -385,18 +363,6 @@ class Soda(QuestionTask, RougeTask):
         if self.join_lines:
             output = "".join(output.splitlines())
         return self.rouge(output, reference)
-
-
-def list_of(row: dict[str, Any], field: str, where: str) -> list[str]:
-    """The turns or their speakers: at least two texts."""
-    found = row.get(field)
-    if not isinstance(found, list | tuple) or len(found) < 2 or not all(isinstance(each, str) for each in found):
-        shown = f"got {found!r:.80}" if field in row else f"it has: {', '.join(row)}"
-        raise ConfigError(f"{where}: field {field!r} must be a list of at least 2 texts, {shown}")
-    return list(found)
-
-
-# Continue a story: the first part is the prompt, the rest is what really came next.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,6 +378,7 @@ class Stories(RougeTask):
     """
 
     name: ClassVar[str] = "stories"
+    uncut: ClassVar[str] = "a story cut short does not lead to its continuation; lower task.prompt_share instead"
 
     hub_id: str = "roneneldan/TinyStories"
     revision: str | None = "f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
@@ -449,10 +416,85 @@ class Stories(RougeTask):
         super().check_options()
         if not 0 < self.prompt_share < 1:
             raise ConfigError(f"task.prompt_share must be between 0 and 1, both excluded, got {self.prompt_share}")
-        if self.continuation_words is not None and self.continuation_words < 1:
-            raise ConfigError(f"task.continuation_words must be at least 1, got {self.continuation_words}")
-        if self.truncate != "skip":
+        self.at_least(1, "continuation_words")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Task):
+    """Negative log-likelihood of a text; rows {"text"}, such as PG-19's test books (Rae et al., arXiv:1911.05507).
+
+    The first `prefill_tokens` tokens (or a few less, up to the end of a word, or of a character
+    in a script without spaces) are prefilled and evicted, all others up to
+    `total_tokens` are fed one by one and judged, eviction going on (Xiao et al., arXiv:2309.17453, section 4.1). A
+    ratio is one of the prefilled tokens; the paper's cache of fixed size is budget=tokens. Past what the model was
+    built for it takes cache.beyond_context=true. `concatenate` makes one long text of all rows, an empty line between
+    them. `nll` is the mean in nats per token, its exponential the perplexity; a row's info holds it per bucket of
+    `bucket_tokens` positions, the first and the last of which may be shorter.
+    """
+
+    name: ClassVar[str] = "perplexity"
+    metrics: ClassVar[tuple[str, ...]] = ("nll",)
+    needs_nll: ClassVar[bool] = True
+    only_nll: ClassVar[bool] = True
+    uses_chat_template: ClassVar[bool] = False
+    uncut: ClassVar[str] = "it sets its length"
+
+    hub_id: str = "emozilla/pg19-test"
+    split: str = "test"
+    text_field: str = "text"
+    prefill_tokens: int = 512
+    total_tokens: int = 4096
+    bucket_tokens: int = 512
+    concatenate: bool = False
+    truncate: str = "skip"
+    max_new_tokens: int = 1
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self.concatenate:
+            yield from super().rows()
+            return
+        whole = [text(row, self.text_field, where, "text_field") for where, row in super().rows()]
+        if whole:
+            yield f"the {len(whole)} texts of {self.source}", {self.text_field: "\n\n".join(whole)}
+
+    def example(self, row: dict[str, Any], where: str) -> Example:
+        words = text(row, self.text_field, where, "text_field")
+        return Example(row_id({} if self.concatenate else row, "id", words), words, "", info={"from": where})
+
+    def fit(self, example: Example, count: Callable[[str], int], room: int) -> Example:
+        if self.total_tokens > room:
             raise ConfigError(
-                f"task.truncate must be skip for stories, got {self.truncate!r}: "
-                "a story cut short does not lead to its continuation; lower task.prompt_share instead"
+                f"task.total_tokens={self.total_tokens}, but the model holds {room} positions: lower it, or set "
+                "cache.beyond_context=true to go on past them"
+            )
+        ends = [0, *word_ends(example.prompt)]
+        words = example.prompt
+
+        def tokens(n: int) -> int:
+            return count(words[: ends[n]])
+
+        first = longest_fit(tokens, self.prefill_tokens, len(ends) - 1)
+        last = longest_fit(tokens, self.total_tokens, len(ends) - 1)
+        if first < 1 or last <= first:
+            why = f"too short to prefill task.prefill_tokens={self.prefill_tokens} and judge some tokens"
+            return replace(example, skipped=f"{why}; lower it, or set task.concatenate=true")
+        prompt, rest = words[: ends[first]], words[ends[first] : ends[last]]
+        return replace(example, prompt=prompt, body=prompt, continuation=rest, info={"prefilled": tokens(first)})
+
+    def score_nll(self, logprobs: list[float], example: Example) -> tuple[dict[str, float], dict[str, Any]]:
+        """Overall, and per bucket [from, to) of positions, where prefilled tokens count as positions 0, 1, ..."""
+        start, size = int(example.info["prefilled"]), self.bucket_tokens
+        buckets = []
+        for low in range(start // size * size, start + len(logprobs), size):
+            inside = logprobs[max(low - start, 0) : max(low - start, 0) + min(low + size - start, size)]
+            at = max(low, start)
+            buckets.append({"from": at, "to": at + len(inside), "nll": -sum(inside) / len(inside)})
+        return super().score_nll(logprobs, example)[0], {"buckets": buckets}
+
+    def check_options(self) -> None:
+        super().check_options()
+        self.at_least(1, "prefill_tokens", "bucket_tokens")
+        if self.total_tokens <= self.prefill_tokens:
+            raise ConfigError(
+                f"task.total_tokens={self.total_tokens} must be above task.prefill_tokens={self.prefill_tokens}"
             )

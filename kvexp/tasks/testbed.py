@@ -1,6 +1,6 @@
 """A small synthetic language, so that every experiment runs anywhere: its words, documents and prompt forms.
 
-    kvexp testbed sample          a document, what is asked about it, and the answers
+    kvexp tasks testbed          a document, what is asked about it, and the answers
     python -m experiments.studies.testbed train                train the models that come with kvexp (make testbed)
     python -m experiments.testbed           are they good enough to measure with?
 
@@ -36,13 +36,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from kvexp.tasks.base import AFTER_EVICTION, IN_PROMPT, Example, QuestionTask, SharedContextTask, Task
-from kvexp.tasks.metrics import exact_match, qa_f1, word_recall
+from kvexp.tasks.metrics import exact_match, qa_f1, rouge, word_recall
 from kvexp.util import ConfigError
 
 LANGUAGE = 1  # raised when the same seed makes another text
-
-
-# The vocabulary of the testbed language: every word is one token.
 
 
 # ruff: noqa: SIM905  # a list of words is read more easily as a text
@@ -106,9 +103,6 @@ def vocabulary() -> list[str]:
         words += nouns
     words += [*ADJECTIVES, *VERBS, *PREPOSITIONS, *ADVERBS]
     return list(dict.fromkeys(words))
-
-
-# Documents of the testbed language: facts about people, scattered among filler, some marked, some updated later.
 
 
 SPLITS = ("train", "validation", "test")
@@ -297,9 +291,6 @@ def _pick(rng: Random, words: list[str]) -> str:
     return rng.choices(words, cum_weights=_ZIPF[len(words)])[0]
 
 
-# What the testbed's tasks share: documents of the synthetic language, made from a seed.
-
-
 MOST_TOKENS = 1_000_000  # of a document: more takes hours to write, and no model of the testbed reads as many
 
 
@@ -314,6 +305,7 @@ class Generated(Task):
     """
 
     generated: ClassVar[bool] = True
+    ordered: ClassVar[str] = "rows"
 
     size: int = 60
     split: str = "test"
@@ -348,17 +340,13 @@ class Generated(Task):
     def check_options(self) -> None:
         super().check_options()
         self.choice("split", SPLITS)
-        if self.sample != "first":
-            raise ConfigError(f"task.sample must be first for {self.name}, got {self.sample!r}: its rows are random")
         for option in ("hub_id", "hub_config", "revision", "data_files"):
             if getattr(self, option):
                 raise ConfigError(f"task.{option} has no meaning for {self.name}, which makes its own rows")
-        for option in ("size", "tokens"):
-            self.at_least(option, 1)
+        self.at_least(1, "size", "tokens")
         if self.tokens > MOST_TOKENS:
             raise ConfigError(f"task.tokens must be at most {MOST_TOKENS}, got {self.tokens}")
-        for option in ("facts", "marked", "updated"):
-            self.at_least(option, 0)
+        self.at_least(0, "facts", "marked", "updated")
         if not self.marked + self.updated <= self.facts <= MOST_FACTS:
             raise ConfigError(
                 f"task.facts={self.facts} must be at least task.marked={self.marked} + task.updated={self.updated} "
@@ -371,10 +359,6 @@ class Generated(Task):
                 f"task.tokens must be at least {least} to hold task.facts={self.facts} and task.updated={self.updated} "
                 f"later statements, got {self.tokens}; raise it or lower those"
             )
-
-    def at_least(self, option: str, least: int) -> None:
-        if getattr(self, option) < least:
-            raise ConfigError(f"task.{option} must be at least {least}, got {getattr(self, option)}")
 
     def at_most(self, option: str, trained: int) -> None:
         """Refuse a form of prompt that no model of the testbed was trained on."""
@@ -394,9 +378,7 @@ MOST_MARKED = 10  # the words "eleventh" and "twelfth" were never trained
 MOST_FACTS = 40  # (name, attribute) pairs of a split are many more, but not without end
 
 
-# The prompt forms of the testbed: how a document is asked about. The training data uses these very functions.
-
-
+# The forms of prompts: the training data uses these very functions.
 SPEAKERS = ("ann", "ben")
 
 
@@ -466,15 +448,12 @@ def dialogue(rng: Random, split: str, shape: DocumentShape, recalls: int = 1, pe
     return pieces
 
 
-# testbed_choice: which of several values is the right one, by log-likelihood.
-
-
 # A value of one word is judged by the prefill alone, before anything is evicted.
 SEVERAL_WORDS = tuple(attribute for attribute, parts in ATTRIBUTES.items() if len(parts) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedChoice(QuestionTask, Generated):
+class TestbedChoice(Generated, QuestionTask):
     """Choose among `options` values of two or three words by log-likelihood, after `num_fewshot` answered questions.
 
     One wrong option begins with the right one's first word (in 11 of 12 questions, in 99 of 100 about codes), others
@@ -524,7 +503,7 @@ class TestbedChoice(QuestionTask, Generated):
         super().check_options()
         if not 2 <= self.options <= 4:
             raise ConfigError(f"task.options must be between 2 and 4, got {self.options}")
-        self.at_least("num_fewshot", 0)
+        self.at_least(0, "num_fewshot")
         self.at_most("num_fewshot", 15)
         if self.num_fewshot >= self.facts:
             raise ConfigError(
@@ -533,11 +512,8 @@ class TestbedChoice(QuestionTask, Generated):
             )
 
 
-# testbed_dialogue: two speakers tell each other facts; the last turn recalls some of them.
-
-
 @dataclass(frozen=True, kw_only=True)
-class TestbedDialogue(QuestionTask, Generated):
+class TestbedDialogue(Generated, QuestionTask):
     """Reply to the last turn of a conversation, which asks to recall `per_recall` facts said earlier. ROUGE in percent.
 
     `recalls`: how often a speaker asks so, the last turn included; earlier replies stand in the prompt. It is a most:
@@ -565,23 +541,18 @@ class TestbedDialogue(QuestionTask, Generated):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
-        from kvexp.tasks.rouge import rouge
-
         return rouge(output.replace(" . ", "\n"), reference.replace(" . ", "\n"))
 
     def check_options(self) -> None:
         super().check_options()
-        self.at_least("facts", 1)
-        for option in ("recalls", "per_recall"):
-            self.at_least(option, 1)
-            self.at_most(option, 4)
-
-
-# testbed_qa: several questions about one document.
+        self.at_least(1, "facts")
+        self.at_least(1, "recalls", "per_recall")
+        self.at_most("recalls", 4)
+        self.at_most("per_recall", 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedQA(SharedContextTask, Generated):
+class TestbedQA(Generated, SharedContextTask):
     """Answer `per_document` questions about each document, one example each. Word F1 and exact match, in percent.
 
     An updated fact is asked for its latest value. Plays LongBench's question answering. Asked with
@@ -612,15 +583,12 @@ class TestbedQA(SharedContextTask, Generated):
 
     def check_options(self) -> None:
         super().check_options()
-        self.at_least("per_document", 1)
-        self.at_least("facts", self.per_document)
-
-
-# testbed_summary: report the marked facts of a document in their order.
+        self.at_least(1, "per_document")
+        self.at_least(self.per_document, "facts")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TestbedSummary(QuestionTask, Generated):
+class TestbedSummary(Generated, QuestionTask):
     """Summarize: state every fact that a number marks ("first city alice north ford !"), in order.
 
     ROUGE F1 in percent, of the facts without their numbers. Plays CNN/DailyMail and, with task.tokens=512 or more,
@@ -643,22 +611,17 @@ class TestbedSummary(QuestionTask, Generated):
 
     def score(self, output: str, reference: str, example: Example) -> dict[str, float]:
         """ROUGE F1 with stemmer in percent, one fact per line for rougeLsum."""
-        from kvexp.tasks.rouge import rouge
-
         return rouge(_facts(output), _facts(reference))
 
     def check_options(self) -> None:
         super().check_options()
-        self.at_least("marked", 1)
+        self.at_least(1, "marked")
 
 
 def _facts(summary: str) -> str:
     """One fact per line, without its number: counting is no merit."""
     words = [word for word in summary.split() if word not in ORDINALS]
     return " ".join(words).replace(" ! ", "\n")
-
-
-# A document with one code at a chosen depth, among filler and a few other facts.
 
 
 def needle_document(rng: Random, split: str, tokens: int, depth: float, others: int = 5) -> tuple[Document, Fact]:
@@ -674,11 +637,8 @@ def needle_document(rng: Random, split: str, tokens: int, depth: float, others: 
     return Document(tuple(sentences), (needle, *facts)), needle
 
 
-# testbed_needle: find a code at some depth of a text of some length.
-
-
 @dataclass(frozen=True, kw_only=True)
-class TestbedNeedle(QuestionTask, Generated):
+class TestbedNeedle(Generated, QuestionTask):
     """Say the three digits of somebody's code: a grid of `lengths` (tokens) and `depths` (percent), round and round.
 
     `facts` others are strewn about as distractors. Exact match and word recall, in percent; rows carry length and
@@ -732,22 +692,16 @@ class TestbedNeedle(QuestionTask, Generated):
             raise ConfigError(f"task.depths must be percent, between 0 and 100, got {list(self.depths)}")
 
 
-TESTBED_DOC = """`kvexp testbed sample`: print a document of the synthetic language, what is asked of it and the
-answers."""
-
-
 FACTS = range(4, 31)  # as many as there are questions below, and the numbers up to the tenth, which models know
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """`kvexp testbed sample`."""
-    parser = argparse.ArgumentParser(prog="kvexp testbed", description=TESTBED_DOC)
-    commands = parser.add_subparsers(dest="command", required=True)
-    sample = commands.add_parser("sample", help="print a document, its tasks and answers")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--split", choices=SPLITS, default="test")
-    sample.add_argument("--tokens", type=int, default=160, help="length of the document")
-    sample.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
+    """`kvexp tasks testbed`: print a document of the synthetic language, what is asked of it and the answers."""
+    parser = argparse.ArgumentParser(prog="kvexp tasks testbed", description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=SPLITS, default="test")
+    parser.add_argument("--tokens", type=int, default=160, help="length of the document")
+    parser.add_argument("--facts", type=int, default=9, help="stated in it, a third of them numbered; 4 to 30")
     asked = parser.parse_args(arguments)
     if asked.facts not in FACTS:
         parser.error(f"--facts must be between {FACTS[0]} and {FACTS[-1]}, got {asked.facts}")

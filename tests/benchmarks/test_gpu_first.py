@@ -1,41 +1,21 @@
-"""The report of the first run on a GPU, and that it does not pretend without one."""
+"""The report of the first run on a GPU, that it does not pretend without one, and exhibits that wait for a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-from pathlib import Path
+import re
+import shlex
 
 import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import gpu_first, predict
+from benchmarks import gpu_first
 from benchmarks.gpu_first import CHECKS, Check, Outcome, report, run
-from benchmarks.machine import ROOT
-from benchmarks.roofline import (
-    A2SF_QUERIES,
-    Forward,
-    Layout,
-    Speeds,
-    decode_step,
-    generation,
-    layout,
-    observed,
-    prefill,
-    sweep,
-)
-from benchmarks.store import RESULTS
+from benchmarks.store import ROOT
 from benchmarks.suite import GPU
-from benchmarks.variants import variant
 from experiments.lib.exhibits import load
-from kvexp.core.observe import first_weighted_row
-from kvexp.methods import A2SF
-from kvexp.run.plan import Machine
-
-# The report of the first run on a GPU, and that it does not pretend without one.
-
 
 PASSES = Check("passes", "that it can", "timeit", "-n1 -r1 pass")
 FAILS = Check("fails", "that it can fail", "timeit", "-n1 -r1 1/0")
@@ -98,122 +78,8 @@ def test_a_line_whose_tests_were_all_skipped_is_red():
     assert Outcome(check, 0, 1.0, "10 passed, 4 skipped in 0.1s").word == "green"
 
 
-# The roofline by hand, and that predictions carry their error and stay apart from what was measured.
-
-
-MACHINE = Speeds.of(Machine("one of 100 flops and 10 bytes per second", 100.0, 10.0, 0.5))
-SMALL = Layout(read_bytes=1000, weights=500, head=100, layers=2, heads=4, width=8, token_bytes=64)
-
-
-def test_a_forward_takes_its_longer_part_and_its_launches():
-    assert Forward(50, 2, 100).seconds(MACHINE) == 5 + 1 and Forward(50, 2, 100).limit(MACHINE) == "bytes"
-    assert Forward(5, 2, 1000).seconds(MACHINE) == 10 + 1 and Forward(5, 2, 1000).limit(MACHINE) == "operations"
-    assert Forward(1, 2, 1).limit(MACHINE) == "launches"
-    each = Speeds(linear=10, attention=20, observation=40, bandwidth=1e9, layer_s=0)
-    assert Forward(1, 2, 100, 100, 100).seconds(each) == 10 + 5 + 2.5
-
-
-def test_a_decode_step_by_hand():
-    """Weights once; 3 rows x 10 slots x 64 bytes; 2 x 500 x 3 operations and 4 x 2 x 8 x 10 x 3."""
-    assert decode_step(SMALL, variant("full"), 10, 3) == Forward(1000 + 1920, 2, 3000, 1920)
-    scored = decode_step(SMALL, variant("h2o@0.5"), 10, 3)
-    assert scored.bytes == 2920 + 2 * 4 * 3 * 2 * 4 * 10
-    assert decode_step(SMALL, variant("keyformer@0.5"), 10, 3).bytes == 2920 + 3 * 4 * 3 * 2 * 4 * 10
-
-
-def test_a_prefill_by_hand():
-    """2 x 400 x 7 operations, the head's for one token, and 2 x 2 x 8 x 49 of a causal prompt; H2O has them twice."""
-    assert prefill(SMALL, variant("full"), 7, 1) == Forward(1000 + 7 * 64, 2, 5600 + 200, 1568, 0)
-    assert prefill(SMALL, variant("h2o@0.5"), 7, 1).observation == 1568
-    assert prefill(SMALL, variant("a2sf@0.5"), 7, 1).observation == 1568
-
-
-def test_a2sf_observes_the_queries_that_weigh_anything():
-    """As the code itself finds them, and the pairs that they have with the keys before them."""
-    last = 1000 - first_weighted_row(A2SF().score_spec, 1000, None)
-    assert last == A2SF_QUERIES
-    pairs = [sum(range(1, n + 1)) for n in (1000, 1000 - last)]
-    assert observed(variant("a2sf@0.5"), 1000) == pytest.approx(1 - pairs[1] / pairs[0], rel=2e-3)
-    assert observed(variant("window@0.5"), 1000) == 0 and observed(variant("keyformer@0.5"), 1000) == 1
-
-
-def test_generations_and_sweeps_add_up():
-    full, half = variant("full"), variant("window@0.5")
-    made = generation(MACHINE, SMALL, full, 20, 5, 1)
-    assert made["total_s"] == made["ttft_s"] + 4 * made["tpot_s"]
-    assert generation(MACHINE, SMALL, half, 20, 5, 1)["tpot_s"] < made["tpot_s"]
-    both = sweep(MACHINE, SMALL, [full, half], 20, 5, 3)
-    alone = sum(generation(MACHINE, SMALL, each, 20, 5, 1)["total_s"] for each in (full, half))
-    assert both["one_by_one_s"] == pytest.approx(3 * alone)
-    assert both["shared_s"] < both["one_by_one_s"]
-
-
-def test_the_layouts_are_those_of_the_models():
-    """MPT-7B: 6.65 billion parameters, keys and values of half a MiB per token in 16 bit."""
-    mpt = layout("mpt_7b")
-    assert 6.4e9 < mpt.weights < 6.7e9 and mpt.read_bytes == 2 * mpt.weights
-    assert mpt.token_bytes == 2 * 32 * 4096 * 2 and (mpt.layers, mpt.heads, mpt.width) == (32, 32, 4096)
-
-
-def test_the_predictor_is_held_against_every_measured_cell(tmp_path):
-    cell = {
-        "key": {"shape": "to_beat", "prompt": 64, "batch": 1, "device": "cpu", "threads": 1, "tiny": False},
-        "rows": [
-            {"variant": "bandwidth", "samples": [{"bytes_per_s": 1e10}]},
-            {"variant": "full", "slots": 64, "samples": [{"tpot_s": 1.0}, {"tpot_s": 3.0}, {"tpot_s": 2.0}]},
-        ],
-    }
-    tiny = {**cell, "key": {**cell["key"], "tiny": True}}
-    (tmp_path / "decode.json").write_text(json.dumps([cell, tiny]))
-    (line,) = predict.cpu_check(tmp_path)
-    seconds = decode_step(layout("to_beat"), variant("full"), 64, 1).seconds(predict.cpu_speeds(cell, 0, []))
-    assert line["measured_s"] == 2.0 and line["error"] == pytest.approx(seconds / 2 - 1, abs=1e-3)
-    lines = [{"benchmark": "decode", "variant": "full", "error": error} for error in (0.5, -0.1, 0.2)]
-    lines.append({"benchmark": "decode", "variant": "hf_static", "error": 0.9})
-    assert predict.errors(lines) == {
-        "decode": {"median": 0.2, "largest": 0.5, "of": 3},
-        "decode of Hugging Face": {"median": 0.9, "largest": 0.9, "of": 1},
-    }
-
-
-def test_the_cpu_multiplies_as_fast_as_on_prompts_of_another_model():
-    """From prompts that were made with known rates; the model that calibrates is in no line of the check."""
-    of, rates = layout(predict.CALIBRATION), Speeds(2e11, 1e11, 5e10, 1e18, 0)
-    cells = [
-        {
-            "key": {"shape": predict.CALIBRATION, "prompt": prompt, "device": "cpu", "threads": 2, "tiny": False},
-            "rows": [
-                {"variant": name, "samples": [{"ttft_s": prefill(of, variant(name), prompt, 1).seconds(rates)}]}
-                for name in ("full", "h2o@0.2")
-            ],
-        }
-        for prompt in (512, 2048, 4096)
-    ]
-    assert predict.product_rates(cells) == pytest.approx((2e11, 1e11, 5e10), rel=1e-6)
-    at = predict.cpu_speeds({"key": {"threads": 2}, "rows": []}, 7.0, cells)
-    assert (at.bandwidth, at.linear) == (7.0, pytest.approx(2e11))
-    assert predict.cpu_speeds({"key": {"threads": 1}, "rows": []}, 7.0, cells).linear == 40e9, "of other threads"
-    assert all(line.get("shape") != predict.CALIBRATION for line in predict.cpu_check())
-
-
-def test_the_files_are_what_the_predictor_says():
-    """But for its errors on the CPU, which follow benchmarks/results."""
-    made = predict.predictions()
-    for name, content in made.items():
-        there = json.loads((predict.PREDICTED / f"{name}.json").read_text("utf-8"))
-        if name == "cpu":
-            assert {"decode", "prefill", "sweep"} < set(there["errors"])
-            continue
-        for cell, kept in zip(content, there, strict=True):
-            assert kept["from"]["predictor_error_on_cpu"] and kept["from"]["machine"] == predict.LABEL
-            assert {k: v for k, v in json.loads(json.dumps(cell)).items() if k != "from"} == {
-                k: v for k, v in kept.items() if k != "from"
-            }
-    assert RESULTS != predict.PREDICTED and not set(predict.PREDICTED.glob("*")) & set(Path(RESULTS).glob("*"))
-
-
 @pytest.mark.parametrize("name", ["table1", "fig1", "fig9", "fig10"])
-def test_an_exhibit_that_waits_shows_the_prediction_and_stays_open(name, monkeypatch, tmp_path):
+def test_an_exhibit_that_waits_shows_the_papers_numbers_and_stays_open(name, monkeypatch, tmp_path):
     import benchmarks.store as store
     from experiments.lib import speed
 
@@ -226,14 +92,18 @@ def test_an_exhibit_that_waits_shows_the_prediction_and_stays_open(name, monkeyp
     monkeypatch.setattr(speed, "Results", Nothing)
     exhibit = load(f"keyformer_{name}")
     table = exhibit.table(pd.DataFrame())
-    assert set(table["source"]) == {"predicted", "paper"}
-    said = set(table.loc[table["source"].eq("predicted"), "machine"])
-    assert all("predicted, A100 80GB" in each and "its error on a CPU" in each for each in said)
+    assert set(table["source"]) == {"paper"}
     verdict, words = exhibit.holds(table)
     assert verdict is None and words.startswith("no GPU result yet")
     figure = Figure()
     exhibit.draw(table, figure)
-    bars = [patch for axes in figure.axes for patch in axes.patches]
-    assert bars and all(bar.get_hatch() == "////" for bar in bars)
-    labels = {text.get_text() for legend in figure.legends for text in legend.get_texts()}
-    assert any("(predicted)" in label for label in labels)
+    assert figure.axes
+
+
+def test_every_test_of_the_gpu_file_is_of_one_line():
+    """The lines take the tests of tests/core/test_gpu.py apart by words of their names."""
+    names = re.findall(r"^def (test_\w+)", (ROOT / "tests/core/test_gpu.py").read_text(), re.MULTILINE)
+    lines = [shlex.split(check.words) for check in CHECKS if gpu_first.GPU in check.words]
+    words = [line[line.index("-k") + 1].split(" or ") for line in lines]
+    chosen = {name: [line for line in words if any(word in name for word in line)] for name in names}
+    assert not [name for name, lines in chosen.items() if not lines]

@@ -16,11 +16,22 @@ import torch
 
 from benchmarks.machine_code import compiler
 from benchmarks.machine_code.__main__ import main
-from benchmarks.machine_code.bars import DEVICES, broken, programs_at_once
 from benchmarks.machine_code.cases import ALL, DEFAULT, DTYPES, HEAD_SIZES, METHODS, POSITIONS, Case
 from benchmarks.machine_code.launches import Specialisation, specialise
-from benchmarks.machine_code.sass import MachineCode, read
-from benchmarks.machine_code.table import BEGIN, END, Line, differences, generated, markdown, write
+from benchmarks.machine_code.sass import (
+    BEGIN,
+    DEVICES,
+    END,
+    Line,
+    MachineCode,
+    broken,
+    differences,
+    generated,
+    markdown,
+    programs_at_once,
+    read,
+    write,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = """

@@ -20,7 +20,10 @@ from kvexp.generate import divergence_from_full, generate, prefill, prefill_toge
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import calibrate_queries
 from kvexp.methods import H2O, TOVA, ExpectedAttention, Full, KeyDiff, StreamingLLM, Window
-from kvexp.results.views import print_chunks, read_chunks
+from kvexp.results.command import main as results
+from kvexp.results.read import read_runs
+from kvexp.results.table import print_blocks
+from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import Run, identity
@@ -274,22 +277,22 @@ def test_a_run_its_identity_and_the_table_of_chunks(tmp_path: Any) -> None:
             assert {**one, "seconds": None} == {**other, "seconds": None}
             assert one["receipt"]["first_eviction_step"] == 0
             assert (one["receipt"]["attention_kept"] is None) == (run is not alone[0])
-    frame = read_chunks(tmp_path / "shared", {})
+    frame, blocks, below = shown(read_runs(tmp_path / "shared"), "chunks")
     assert list(frame["chunk"].fillna(0)) == [0, 32, 64]
     peaks = list(frame["peak_kv_bytes"])
     assert peaks[1] < peaks[2] < peaks[0]
     tokens = list(frame["kl_tokens"])  # the first of each text is by the whole prefill, before anything was evicted
     assert (frame["kl"] > 0).all() and tokens == [tokens[0], tokens[0] + 3, tokens[0] + 3]
     console = Console(markup=False, width=200, record=True)
-    print_chunks(frame, console)
+    print_blocks(blocks, below, console)
     text = console.export_text()
     assert "by tokens per chunk" in text and "whole" in text
 
 
-def test_the_table_says_where_nothing_was_read_in_chunks(tmp_path: Any) -> None:
+def test_the_table_says_where_nothing_was_read_in_chunks(tmp_path: Any, capsys: Any) -> None:
     Run.open(tmp_path, {"a": 1}, {"method": "h2o"}, {})
-    with pytest.raises(ConfigError, match="prefill=bounded"):
-        read_chunks(tmp_path, {})
+    assert results([str(tmp_path), "--view", "chunks"]) == 1
+    assert "kvexp run -m prefill=bounded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tiny import prompts_of, run_core, tiny
 from kvexp.core import Budget, BytesBudget, CacheConfig, Quantization
 from kvexp.core.quantized import SlotBytes, bytes_at_16
 from kvexp.generate import GenerationParams, generate, receipts
-from kvexp.lm_eval.evaluator import check_row_mask
+from kvexp.lm_eval import check_row_mask
 from kvexp.methods import H2O, Full, Window
 from kvexp.results.read import folders
 from kvexp.results.table import table
@@ -24,7 +24,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.build import CACHE, STORAGE, build_cache
 from kvexp.run.labels import QUANTISED_FULL, check_idle, check_values
 from kvexp.run.model_spec import check_cache_fits_model
-from kvexp.run.plan import GroupPlan, RunWork, main, model_shape, possibilities
+from kvexp.run.plan import model_shape
 from kvexp.run.settings import Settings, settings_of
 from kvexp.run.store import identity
 from kvexp.util import ConfigError
@@ -291,38 +291,6 @@ def test_the_command_line_makes_it_of_the_models_head() -> None:
         check_values(wrong | {"bytes_ratio": 2}, {})
 
 
-def test_the_list_of_what_fits() -> None:
-    found = possibilities([0.5, 0.01], [(16, 16), (8, 8), (4, 2)], {"residual": 32, "group": 32}, 64, 1000)
-    slots = [one.slots for one in found]
-    assert slots[0] == 500 and slots[0] < slots[1] < slots[2] and slots[3] == 10
-    for one in found:
-        assert one.bytes <= one.allowed and (one.bytes_ratio, one.key_bits) != (0, 0)
-    assert found[1].prompt_share == slots[1] / 1000
-
-
-def test_the_lists_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model=tiny", "bytes_ratio=0.5,0.25", "prompt_tokens=200", "cache.bits=16,4", "cache.group=8"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[0] == "tiny: heads of 16 channels, prompts of 200 tokens; bytes of one kv head"
-    assert out[2].split()[:4] == ["0.5", "16", "16", "100"] and len(out) == 7
-    assert out[-1] == "kvexp run -m bytes_ratio=0.5,0.25 cache.bits=16,4 cache.group=8 model=tiny"
-    assert main(["model=tiny", "cache.key_bits=4", "cache.value_bits=2,4", "cache.group=8", "bytes_ratio=0.3"]) == 0
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[-1]
-        .endswith("cache.key_bits=4 cache.value_bits=2,4 cache.group=8 model=tiny")
-    )
-    for words, told in (
-        (["bits=4"], "bits=4: kvexp bytes takes model=NAME"),
-        (["model=tiny", "bytes_ratio=2"], "bytes_ratio must be in (0, 1], got '2'"),
-        (["model=tiny", "prompt_tokens=1.5"], "prompt_tokens must be a whole number of at least 1, got '1.5'"),
-        (["model=tiny", "cache.bits=3"], "must be one of 16, 8, 4, 2"),
-        (["model=tiny"], "cache.group=32 does not divide the 16 channels"),
-    ):
-        assert main(words) == 2
-        assert told in capsys.readouterr().err
-
-
 # Plans of quantised caches: the bytes that they say are those that a run's ledger then holds.
 
 
@@ -355,14 +323,3 @@ def test_the_bytes_of_a_plan_are_those_that_the_run_holds(method: str, bits: int
     assert planned == (held if method == "full" else pytest.approx(held, rel=0.02))
     token = model_shape(given.model).token_bytes("float32")
     assert line == planned + token * prompt, "the prompt is read as it is"
-
-
-def test_fewer_bits_are_fewer_bytes_at_the_peak_too() -> None:
-    def peak(*words: str) -> int:
-        one = settings(*FEW, "method=h2o", "kv_ratio=0.5", *words)
-        shape = model_shape(one.model)
-        made = GroupPlan([RunWork(one, 1, {})], shape, 1, 800, 40, shared=False, free=1 << 40, threads=1)
-        return made.peak().caches
-
-    plain, four = peak(), peak("cache.bits=4")
-    assert four < 0.5 * plain

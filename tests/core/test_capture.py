@@ -301,7 +301,7 @@ HALF = Budget(kv_ratio=0.5)
 
 
 def table() -> str:
-    """The methods of conf/method under their defaults, by what keeps their steps from being captured."""
+    """The options of `method` under their defaults, by what keeps their steps from being captured."""
     found: dict[str | None, list[str]] = {None: []}
     for name, (_, why) in obstacles().items():
         found.setdefault(why, []).append(f"`{name}`")

@@ -22,7 +22,7 @@ from kvexp.core.budget_shares import retrieval_heads
 from kvexp.generate import GenerationParams, generate, generate_from_context, pad_left, prefill
 from kvexp.generate.prefill import decode_step, forward_last
 from kvexp.hf import EvictionCache, calibrate_heads
-from kvexp.hf.calibrate import head_scores_file, read_head_scores, write_head_scores
+from kvexp.hf.calibrate import HEADS
 from kvexp.methods import H2O, KNorm, SnapKV, Window
 from kvexp.run.settings import settings_of
 from kvexp.util import ConfigError
@@ -259,13 +259,13 @@ def test_resident_bytes_are_the_sum_of_the_budgets() -> None:
 
 
 def test_the_file_is_read_back_and_checked(own_cache: Any) -> None:
-    assert read_head_scores("some model") is None
-    file = write_head_scores(SCORES, "some model", {"data": "texts"})
-    assert file == head_scores_file("some model") and read_head_scores("some model") == SCORES
-    assert torch.equal(read_head_scores("some model").scores, SCORES.scores)  # type: ignore[union-attr]
-    file.rename(head_scores_file("another"))
+    assert HEADS.read("some model") is None
+    file = HEADS.write(SCORES, "some model", {"data": "texts"})
+    assert file == HEADS.path("some model") and HEADS.read("some model") == SCORES
+    assert torch.equal(HEADS.read("some model").scores, SCORES.scores)  # type: ignore[union-attr]
+    file.rename(HEADS.path("another"))
     with pytest.raises(ConfigError, match="written for another model, by another version, or changed since"):
-        read_head_scores("another")
+        HEADS.read("another")
 
 
 def test_a_run_carries_the_scores_of_its_model(tiny_calibration: Any) -> None:

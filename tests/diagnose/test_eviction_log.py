@@ -33,7 +33,7 @@ from kvexp.run.evictions import EVICTIONS, TWIN, has, read_example_log, read_tab
 from kvexp.run.jobs import HydraJob, diagnosis_of
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.store import runs
-from kvexp.util import ConfigError, Session, active, current
+from kvexp.util import ConfigError, current
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW = 7
@@ -128,13 +128,6 @@ def job(outputs, *overrides, limit=3):
     choices = {"model": "tiny", "task": "sample", "budget": "ratio", "method": "h2o"}
     choices |= dict(word.split("=", 1) for word in words if "." not in word.split("=")[0])
     return HydraJob(plain, words, choices, None)
-
-
-@pytest.fixture
-def command():
-    """The test's session, which knows whether its jobs failed."""
-    with active(Session()) as session:
-        yield session
 
 
 def run_job(one):

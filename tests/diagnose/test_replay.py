@@ -14,8 +14,8 @@ from test_sweep_divergence import ONE_BY_ONE, group
 from tiny import CONFIGS
 
 from kvexp.core import CacheConfig
+from kvexp.core.backends import held_slots
 from kvexp.diagnose.case import Case, cases, rows_of
-from kvexp.diagnose.log import held_slots
 from kvexp.diagnose.replay import (
     Cause,
     ForcedReplay,
@@ -283,4 +283,4 @@ def test_the_largest_come_first_and_are_explained(tmp_path, capsys):
     assert "is behind it: with" in told
     (run.path / divergence_lines.NAME).unlink()
     assert main(["explain", str(run.path), "--kl"]) == 2
-    assert "kvexp divergence" in capsys.readouterr().err
+    assert "--view divergence --measure" in capsys.readouterr().err

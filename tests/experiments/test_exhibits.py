@@ -22,6 +22,7 @@ from experiments.lib.record import Made
 from experiments.lib.runner import Asked
 from experiments.lib.sweep import smaller
 from experiments.lib.tables import COLUMNS, KEYS, frame_of, paper_numbers, without
+from kvexp.run.compose import options
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
 from tests.exhibits import changed
@@ -43,8 +44,7 @@ def test_every_sweep_composes(name, scale):
             config = compose("config", [f"experiment={experiment}", *first], return_hydra_config=True)
         assert config.hydra.mode.name == "MULTIRUN"
         for group in [key for key in ("model", "task", "method") if key in swept]:
-            options = swept[group].split(",")
-            assert all((CONF / group / f"{choice}.yaml").exists() for choice in options), (experiment, group)
+            assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)
 
 
 @pytest.mark.parametrize("name", names())
@@ -103,8 +103,7 @@ def test_panels_are_titled_in_words():
         == "testbed, ALiBi: multiple choice after eviction"
     )
     assert panel_title("my_model") == "my model", "a name nobody listed loses its underscores"
-    listed = {path.stem for path in (CONF / "model").glob("*.yaml")}
-    assert set(MODEL_NAMES) <= listed
+    assert set(MODEL_NAMES) <= set(options("model"))
 
 
 def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
@@ -124,8 +123,7 @@ def test_the_papers_numbers_are_read(path):
     assert frame.loc[frame["kind"].eq("digitised"), "reading_error"].gt(0).all()
     assert not frame["setting"].astype(str).str.contains("#").any()
     for group in ("model", "method"):
-        known = {option.stem for option in (CONF / group).glob("*.yaml")}
-        assert set(frame[group]) <= known, group
+        assert set(frame[group]) <= set(options(group)), group
 
 
 def test_the_written_table_leaves_out_what_nobody_filled():
@@ -191,8 +189,8 @@ def test_a_missing_sweep_of_a_scale_is_said(monkeypatch, capsys, tmp_path):
 
 
 def test_the_options_of_experiment_are_those_that_are_declared():
-    """conf/experiment/exhibits.json is what kvexp reads, in a checkout and in a wheel."""
-    written = (ROOT / "conf" / "experiment" / "exhibits.json").read_text("utf-8")
+    """conf/experiments.json is what kvexp reads, in a checkout and in a wheel."""
+    written = (ROOT / "conf" / "experiments.json").read_text("utf-8")
     assert json.loads(written) == json.loads(json.dumps(declared())), "python -m experiments.index"
     every = [sweep for name in names() for scale in ("testbed", "real", "paper") for sweep in sweeps(name, scale)]
     assert set(every) <= set(declared()) and not {path.stem for path in CONF.glob("experiment/*.yaml")} & set(

@@ -25,7 +25,7 @@ from experiments.studies.kl_scale import (
     with_rounded_weights,
 )
 from kvexp.core import Budget, CacheConfig
-from kvexp.hf.rounded_weights import rounded
+from kvexp.hf.cpu_linear import rounded
 from kvexp.methods import Full, Keyformer
 from kvexp.results.divergence import NAME, read_scale, scale_of, write_scale
 from kvexp.results.read import folders
@@ -182,7 +182,10 @@ def test_few_examples_decide_nothing_and_two_runs_are_none(tmp_path):
 
 def test_the_command_prints_it_and_names_what_it_lacks(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "220")
-    assert command.agreement_main([str(tmp_path)]) == 2 and "kvexp divergence measures it" in capsys.readouterr().err
+    assert (
+        command.agreement_main([str(tmp_path)]) == 2
+        and "kvexp results --view divergence --measure" in capsys.readouterr().err
+    )
     made(tmp_path, "full", None, noisy(30, 0))
     made(tmp_path, "h2o", noisy(0.1, 1, 0.01), noisy(10, 4))
     made(tmp_path, "keyformer", noisy(0.2, 2, 0.01), noisy(15, 5))

@@ -40,7 +40,7 @@ SOON = """
 import os
 import kvexp.run.limits as limits
 import kvexp.generate
-limits.WRITE_EVERY_S, limits.WORTH_TRYING = 1e-9, 0
+limits.WRITE_EVERY_S, limits.FEW_STEPS, limits.WORTH_ROWS = 1e-9, 0, 0
 decode = kvexp.generate.decode_batches
 def fatal(*given, **named):
     fatal.calls += 1

@@ -163,15 +163,16 @@ def own_cache(folder: Path) -> None:
 
 
 def machine() -> str:
-    """What a floating-point sum depends on."""
-    model = platform.processor() or platform.machine()
+    """What a floating-point sum depends on: the processor, its instructions, torch."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        model = next(
-            (line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line), model
-        )
+    told = dict(
+        (part.strip() for part in line.split(":", 1)) for line in info.read_text().splitlines() if ":" in line
+    ) if info.exists() else {}  # fmt: skip
+    model = told.get("model name") or platform.processor() or platform.machine()
+    vectors = " ".join(sorted(flag for flag in told.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))))
+    kind = "/".join(told.get(key, "?") for key in ("cpu family", "model", "stepping"))
     torch = importlib.import_module("torch")
-    return f"{model}, torch {torch.__version__}, 1 thread"
+    return f"{model} {kind} {digest(vectors)}, torch {torch.__version__}, 1 thread"
 
 
 def all_done(place: Path, jobs: dict[str, tuple[str, list[str]]]) -> dict[str, int]:

@@ -41,3 +41,10 @@ def command():
     from kvexp.cli import main
 
     main()
+
+
+def options(group):
+    """The names of a group's options."""
+    from kvexp.run.compose import options as known
+
+    return known(group)

@@ -9,10 +9,12 @@
 import json
 from pathlib import Path, PurePosixPath
 
+import adapter
+
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
 
-METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
+METHODS = sorted(adapter.options("method"))
 EVICT_BY_ATTENTION = "h2o,keyformer,snapkv"
 SUMMARY = ["task=testbed_summary", "limit=3"]
 NEEDS_KEYS_WITH_ROPE = ("qfilters", "triattention")  # refused on ALiBi
@@ -95,28 +97,28 @@ RUNS = {
 
 TABLES = {
     "table_methods": ["results", "{out}/methods_gqa"],
-    "table_kl": ["results", "{out}/methods_gqa", "--metric", "kl"],
-    "table_divergence": ["divergence", "{out}/methods_gqa", "--no-measure"],
+    "table_kl": ["results", "{out}/methods_gqa", "--view", "divergence"],
+    "table_divergence": ["results", "{out}/methods_gqa", "--view", "divergence", "--measure"],
     "table_retrieval": ["results", "{out}/offload"],
-    "table_questions": ["many-questions", "{out}/questions"],
-    "table_longbench": ["longbench", "{out}/longbench"],
-    "table_chunks": ["prefill-chunks", "{out}/bounded"],
-    "table_instructions": ["instructions", "{out}/real_instructions"],
+    "table_questions": ["results", "{out}/questions", "--view", "questions"],
+    "table_longbench": ["results", "{out}/longbench", "--view", "longbench"],
+    "table_chunks": ["results", "{out}/bounded", "--view", "chunks"],
+    "table_instructions": ["results", "{out}/real_instructions", "--view", "instructions"],
     "table_real": ["results", "{out}/real"],
     "table_lm_eval": ["results", "{out}/lm_eval"],
 }
 
 _CONF = ROOT / "conf" / "experiment"
-_EXPERIMENTS = [*json.loads((_CONF / "exhibits.json").read_text()), *(path.stem for path in _CONF.glob("*.yaml"))]
+_EXPERIMENTS = [
+    *json.loads((ROOT / "conf" / "experiments.json").read_text()),
+    *(path.stem for path in _CONF.glob("*.yaml")),
+]
 IDENTITIES = {
     **{
         f"experiment={'.'.join(path.with_suffix('').parts)}": ["-m", f"experiment={path.with_suffix('')}"]
         for number, path in enumerate(sorted(PurePosixPath(f"{name}.yaml") for name in _EXPERIMENTS))
         if path.parent.name != "paper" or number % 4 == 0  # the papers' own scale: mostly other data
     },
-    **{
-        f"task={path.stem}": ["-m", f"task={path.stem}", "method=full,h2o"]
-        for path in (ROOT / "conf" / "task").glob("*.yaml")
-    },
+    **{f"task={name}": ["-m", f"task={name}", "method=full,h2o"] for name in adapter.options("task")},
     **{f"method={name}": ["-m", f"method={name}", "model=testbed_rope,testbed_gqa", *SUMMARY] for name in METHODS},
 }

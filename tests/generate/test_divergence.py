@@ -10,8 +10,9 @@ from tiny import prompts_of, stock, tiny, tokens
 
 from kvexp.core import Budget
 from kvexp.generate import (
+    KL,
     CacheConfig,
-    ForcedBatch,
+    Forcing,
     GenerationParams,
     divergence_from_full,
     divergence_of_batches,
@@ -120,7 +121,7 @@ def test_batches_of_other_prompts_are_forced_in_the_same_steps(own):
 
     def batches():
         made = [prefill_together(model, some, specs, max_new_tokens=12, seeds=SEEDS[: len(some)]) for some in prompts]
-        return [ForcedBatch(full, others, text) for (full, *others), text in zip(made, texts, strict=True)]
+        return [Forcing(full, others, text) for (full, *others), text in zip(made, texts, strict=True)]
 
     together = divergence_of_batches(model, batches(), max_new_tokens=12, eos=eos)
     alone = [divergence_of_batches(model, [batch], max_new_tokens=12, eos=eos)[0] for batch in batches()]
@@ -196,3 +197,11 @@ def test_refusals(change, words):
         full, other = other, full
     with pytest.raises(ConfigError, match=words):
         divergence_from_full(model, full, change.get("variants", [other]), change.get("texts", [[1]] * 3))
+
+
+def test_a_record_as_a_line_and_as_a_mean():
+    found = KL([5, 6, 7], [-1e-9, 0.5, 1.5], [-1.0, -2.0, -3.0], [-1.0, -2.5, -4.5], [True, False, True])
+    assert found.line == {**vars(found), "same_top1": [1, 0, 1]}
+    assert found.mean() == {"kl": 2 / 3, "top1": 2 / 3, "kl_tokens": 3}
+    assert found.mean(skip=1) == {"kl": 1.0, "top1": 0.5, "kl_tokens": 2}
+    assert found.mean(skip=3) == {"kl": None, "top1": None, "kl_tokens": 0}

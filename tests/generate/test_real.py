@@ -111,7 +111,7 @@ def test_a_sweep_that_is_killed_keeps_its_rows_and_goes_on_to_the_same(smollm2, 
         }
         return found, {(run.hash, key): line for run in runs(tmp_path / name) for key, line in read(run).items()}
 
-    every = "import kvexp.run.limits as limits\nlimits.WRITE_EVERY_S = {}\n"
+    every = "import kvexp.run.limits as limits\nlimits.WRITE_EVERY_S, limits.WORTH_ROWS = {}, 2\n"
     child = stage.start(words("killed"), tmp_path / "log", every.format(1.0))
     end = time.monotonic() + 240
     while not (tmp_path / "killed").is_dir() or not rows("killed")[0]:

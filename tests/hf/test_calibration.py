@@ -19,7 +19,7 @@ from kvexp.core import statistics as query_calibration
 from kvexp.core.eviction import CalibrationLayer
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.hf import calibrate as calibration_file
-from kvexp.hf.calibrate import read_calibration, write_calibration
+from kvexp.hf.calibrate import QUERIES
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import KNorm, QFilters, TriAttention
 from kvexp.run import calibrate as kvzap_training
@@ -127,44 +127,44 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_file_is_read_as_it_was_written_and_by_its_model_alone(cache: Path) -> None:
     made = drawn(1, 2, 3, 5, 14)
-    assert read_calibration("some model") is None
-    file = write_calibration(made, "some model", {"data": "texts"})
+    assert QUERIES.read("some model") is None
+    file = QUERIES.write(made, "some model", {"data": "texts"})
     assert file.parent == cache and [path.name for path in cache.iterdir()] == [file.name]
-    found = read_calibration("some model")
+    found = QUERIES.read("some model")
     assert found == made
     assert all(torch.equal(getattr(found, name), getattr(made, name)) for name in ("direction", "mean", "size"))
-    assert read_calibration("another model") is None
-    other = calibration_file.calibration_file("another model")
+    assert QUERIES.read("another model") is None
+    other = QUERIES.path("another model")
     other.write_bytes(file.read_bytes())
     with pytest.raises(ConfigError, match="was written for another model"):
-        read_calibration("another model")
+        QUERIES.read("another model")
 
 
 def test_a_torn_or_changed_file_is_never_used(cache: Path) -> None:
-    file = write_calibration(drawn(1, 2, 3, 5, 14), "some model", {})
+    file = QUERIES.write(drawn(1, 2, 3, 5, 14), "some model", {})
     content = file.read_bytes()
     for torn in (b"", content[:40], content[:-1]):
         file.write_bytes(torn)
         with pytest.raises(ConfigError, match="is no calibration"):
-            read_calibration("some model")
+            QUERIES.read("some model")
     flipped = bytearray(content)
     flipped[-3] ^= 1
     file.write_bytes(flipped)
     with pytest.raises(ConfigError, match="changed since"):
-        read_calibration("some model")
+        QUERIES.read("some model")
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = drawn(1, 2, 3, 5, 14), drawn(2, 2, 3, 5, 14)
-    file = write_calibration(old, "some model", {})
+    file = QUERIES.write(old, "some model", {})
 
     def full(*_: object) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(calibration_file.os, "fsync", full)
     with pytest.raises(ConfigError, match=r"No space left on device.*make room, or set KVEXP_CACHE"):
-        write_calibration(new, "some model", {})
-    assert read_calibration("some model") == old and list(cache.iterdir()) == [file]
+        QUERIES.write(new, "some model", {})
+    assert QUERIES.read("some model") == old and list(cache.iterdir()) == [file]
 
 
 # -- the command and its runs ------------------------------------------------------------------------------------------

@@ -531,7 +531,7 @@ def adapt(folder, model_folder=None, rename=lambda name: name, **changes):
 def pretend_peft(monkeypatch, installed):
     real = importlib.util.find_spec
     found = lambda name, *more: installed or None if name == "peft" else real(name, *more)  # noqa: E731
-    monkeypatch.setattr("kvexp.hf.adapter.importlib.util.find_spec", found)
+    monkeypatch.setattr("kvexp.hf.load.importlib.util.find_spec", found)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -620,7 +620,7 @@ def test_an_adapter_of_another_model_is_named(folder):
 
 def test_an_adapter_on_the_hub_is_asked_for_as_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvexp.hf.adapter.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
+    monkeypatch.setattr("kvexp.hf.load.find_adapter_config_file", lambda *_, **__: "adapter_config.json")
     with pytest.raises(ConfigError, match=r"someone/adapter holds a LoRA adapter.*hf download.*model=local"):
         load_model("someone/adapter")
 

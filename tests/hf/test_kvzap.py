@@ -20,7 +20,7 @@ from kvexp.core import Budget, CacheConfig, EvictionContext, SlotSelection, Surr
 from kvexp.generate import generate
 from kvexp.generate.inputs import GenerationParams
 from kvexp.hf import EvictionCache, MultiMethodCache, patch_model, unpatch_model
-from kvexp.hf.calibrate import read_surrogate, surrogate_file, train_surrogate, write_surrogate
+from kvexp.hf.calibrate import SURROGATES, train_surrogate
 from kvexp.hf.patch import layer_input
 from kvexp.methods import H2O, KVzap, KVzipPlus
 from kvexp.run.batches import evaluate_run
@@ -203,16 +203,16 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_file_is_read_back_and_a_changed_one_refused(empty_cache: None) -> None:
     made = drawn()
-    file = write_surrogate(made, "a model", {"articles": ["01"]})
-    found = read_surrogate("a model")
-    assert found is not None and found.surrogate == made and found.about == {"articles": ["01"]}
-    assert torch.equal(found.surrogate.weight, made.weight) and read_surrogate("another") is None
-    file.rename(surrogate_file("another"))
+    file = SURROGATES.write(made, "a model", {"articles": ["01"]})
+    found = SURROGATES.read("a model")
+    assert found == made and SURROGATES.about("a model") == {"articles": ["01"]}
+    assert torch.equal(found.weight, made.weight) and SURROGATES.read("another") is None
+    file.rename(SURROGATES.path("another"))
     with pytest.raises(ConfigError, match="was written for another model"):
-        read_surrogate("another")
+        SURROGATES.read("another")
     file.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="is no surrogate"):
-        read_surrogate("a model")
+        SURROGATES.read("a model")
 
 
 def test_the_command_trains_on_held_out_articles_and_a_run_uses_it(

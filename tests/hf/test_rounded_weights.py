@@ -11,7 +11,7 @@ from tiny import stock, tokens
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from kvexp.hf.rounded_weights import check_weights, round_weights, rounded
+from kvexp.hf.cpu_linear import check_weights, round_weights, rounded
 from kvexp.run.model_spec import load
 from kvexp.util import ConfigError
 

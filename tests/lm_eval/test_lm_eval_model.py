@@ -13,14 +13,13 @@ from tiny import stock, tiny
 from transformers import AutoModelForCausalLM
 from turns import in_turn
 
+from kvexp import lm_eval as stepwise
 from kvexp.core import Budget, CacheConfig, Noise
 from kvexp.core.row_mask import causal_probs, global_mask, local_mask
 from kvexp.generate import GenerationParams, continuation_logprobs, generate
 from kvexp.hf import RowMaskCache, load_tokenizer
 from kvexp.hf.load import byte_tokenizer
-from kvexp.lm_eval import Bench, Encoder, check_row_mask
-from kvexp.lm_eval import evaluator as stepwise
-from kvexp.lm_eval.evaluator import Ask, draw, fitted, padded
+from kvexp.lm_eval import Ask, Bench, Encoder, check_row_mask, draw, fitted, padded
 from kvexp.methods import A2SF, H2O, Keyformer, Window
 from kvexp.run.lm_eval_model import KvexpLM
 from kvexp.tasks.lm_eval import SEVEN, LMEval
@@ -551,7 +550,7 @@ def test_generation_settings_that_are_not_offered():
 
 
 def test_every_maskable_method_passes_its_check():
-    from kvexp.lm_eval.evaluator import KNOWN
+    from kvexp.lm_eval import KNOWN
 
     for cls in KNOWN:
         check_row_mask(CacheConfig(cls(), Budget(kv_ratio=0.5), mode="auto"), "local")

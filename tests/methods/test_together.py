@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tiny import prompts_of, tiny
 
-import kvexp.generate.prefill as module
 import kvexp.retrieval.infllm as retrieval_infllm
 import kvexp.retrieval.method as retrieval_base
 import kvexp.run.batches as together_of_None
@@ -247,6 +247,7 @@ def test_questions_share_the_context_too():
 
 
 def test_the_model_reads_the_prompt_once_and_shares_its_memory(monkeypatch):
+    module = importlib.import_module("kvexp.generate.prefill")  # the package has a function of this name
     model, widths, original = tiny("llama"), [], module.forward_last
 
     def counted(model, ids, *rest):

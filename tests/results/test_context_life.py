@@ -10,13 +10,12 @@ import pytest
 from life_runs import EVIL, instructions, opened, outputs
 
 from kvexp.results import report as life_section
-from kvexp.results import views as instructions_table
-from kvexp.results.plots import draw_life as draw
-from kvexp.results.plots import plot_life as main
-from kvexp.results.read import folders, in_order
+from kvexp.results.command import main
+from kvexp.results.plots import draw_life
+from kvexp.results.read import folders, in_order, read_runs
 from kvexp.results.report import page, read
-from kvexp.results.table import notes, table
-from kvexp.results.views import VIEWS, chart_of, print_instructions, read_instructions
+from kvexp.results.table import print_blocks
+from kvexp.results.views import RUNS, VIEWS, View, chart_of, shown
 from kvexp.util import ConfigError, Console
 
 
@@ -25,10 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outputs(tmp_path_factory.mktemp("life") / "outputs")
 
 
+DRAWN = {name: view for name, view in VIEWS.items() if view.sides}
+
+
+def draw(folder: Path, wanted: dict[str, Any], name: str) -> Any:
+    return draw_life(read_runs(folder, wanted), name)
+
+
+def framed(view: View, folder: Path) -> Any:
+    return view.table(read_runs(folder))
+
+
 def charts(folder: Path, name: str) -> list[Any]:
     """(places, lines as label -> [(place, values)]) of each block of a view."""
     view = VIEWS[name]
-    found = [chart_of(view, rows) for _, rows, _, _ in view.blocks(view.read(folder, {}))]
+    found = [chart_of(view, rows) for _, rows, _, _ in view.blocks(framed(view, folder))]
     return [(places, {line.label: [(x, v) for x, _, v in line.points] for line in lines}) for places, lines in found]
 
 
@@ -61,7 +71,7 @@ def test_the_sizes_of_chunks_make_one_line_with_the_whole_prompt_last(folder: Pa
 
 
 def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
-    frame = read_instructions(folder, {}).set_index(["method", "keep"], drop=False)
+    frame = framed(VIEWS["instructions"], folder).set_index(["method", "keep"], drop=False)
     assert list(frame["n"]) == [24] * 3
     plain, span = frame.loc[("h2o", "none")], frame.loc[("h2o", "span")]
     full = frame[frame["method"] == "full"].iloc[0]
@@ -69,7 +79,7 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
     assert [(row["told"], row["answers"]) for row in (full, plain, span)] == [(0, 24), (1, 24), (0, 24)]
     assert [(row["told_asked"], row["asked"]) for row in (full, plain, span)] == [(24, 24), (0, 24), (24, 24)]
     console = Console(markup=False, width=200, record=True)
-    print_instructions(frame.reset_index(drop=True), console)
+    print_blocks(*shown(read_runs(folder), "instructions")[1:], console)
     text = console.export_text()
     assert "1 of 24" in text and "24 of 24" in text and "question in prompt" in text and "keep=span" not in text
     ((places, lines),) = charts(folder, "instructions")
@@ -78,35 +88,40 @@ def test_instructions_have_what_was_followed_and_told(folder: Path) -> None:
 
 def test_secrets_of_other_system_prompts_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     instructions(tmp_path)
-    monkeypatch.setattr(instructions_table, "assistants_digest", lambda: "another")
-    assert read_instructions(tmp_path, {})["told"].isna().all()
+    monkeypatch.setattr("kvexp.tasks.articles.own_digest", lambda _: "another")
+    assert framed(VIEWS["instructions"], tmp_path)["told"].isna().all()
 
 
 def test_every_view_has_a_figure_and_says_where_there_is_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, view in VIEWS.items():
+    for name, view in DRAWN.items():
         figure = draw(folder, {}, name)
         assert len(figure.axes) == len(view.sides) and len(figure.legends) == 1
-    assert main([str(folder), str(tmp_path / "turns.png"), "--of", "turns"]) == 0
+    assert main([str(folder), "--plot", str(tmp_path / "turns.png"), "--view", "turns"]) == 0
     assert (tmp_path / "turns.png").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="kvexp turns"):
+    with pytest.raises(ConfigError, match="held a conversation; run: kvexp run task=dialogue"):
         draw(folder, {"task": "news"}, "turns")
-    assert main([str(folder), str(tmp_path / "x.png"), "--of", "long", "--where", "task=news"]) == 2
-    assert "kvexp long-answers says what it needs" in capsys.readouterr().err
+    assert main([str(folder), "--view", "long", "--where", "task=news"]) == 1
+    assert "wrote long answers; run: kvexp run task=long_answers" in capsys.readouterr().out
+    assert main([str(folder), "--plot", str(tmp_path / "x.png"), "--view", "long", "--where", "task=news"]) == 2
+    assert "wrote long answers" in capsys.readouterr().err
+    assert main([str(folder), "--plot", str(tmp_path / "x.png"), "--view", "choices"]) == 2
+    assert "the view choices has no figure" in capsys.readouterr().err
 
 
-def test_the_table_of_all_runs_names_the_commands_for_these(folder: Path) -> None:
-    (line,) = (each for each in notes(table(folder)) if each.startswith("more of these runs"))
-    assert all(f"kvexp {name} OUTPUTS" in line for name in ("turns", "instructions", "long-answers", "prefill-chunks"))
-    assert not any("more of these runs" in each for each in notes(table(folder, {"task": "news_qa"})))
+def test_the_table_of_all_runs_names_the_views_of_these(folder: Path) -> None:
+    (line,) = (each for each in shown(read_runs(folder), RUNS)[2] if each.startswith("more of these runs"))
+    assert line.endswith("--view questions or turns or distance or chunks or long or instructions")
+    for wanted in ({"task": "news_qa", "question": "in_prompt"}, {"status": "refused"}):
+        assert not any("more of these runs" in each for each in shown(read_runs(folder, wanted), RUNS)[2])
 
 
 def test_the_report_has_a_part_for_each_kind_of_run(folder: Path) -> None:
     pytest.importorskip("plotly", reason="comes with kvexp[eval]")
     source = read(folder)
     parts = life_section.life_data(source)
-    assert parts is not None and [part["name"] for part in parts] == list(VIEWS)
+    assert parts is not None and [part["name"] for part in parts] == list(DRAWN)
     for part in parts:
         for block in part["blocks"]:
             assert len(block["heads"]) == len(block["right"]) == len(block["rows"][0]) - 1
@@ -118,7 +133,7 @@ def test_the_report_has_a_part_for_each_kind_of_run(folder: Path) -> None:
 
 
 def test_a_question_seen_and_hidden_are_two_places_of_a_line(folder: Path) -> None:
-    ((places, lines),) = charts(folder, "seen")
+    ((places, lines),) = charts(folder, "hidden")
     assert places == ["question in prompt", "after eviction"]
     ((_, (seen,)), (_, (hidden,))) = next(iter(lines.values()))
     assert seen[0] == 100 and hidden[0] == 75 and hidden[1] < 75 < hidden[2]

@@ -11,29 +11,31 @@ import pytest
 
 from kvexp.results.command import main as results
 from kvexp.results.divergence import (
+    NO_END,
     PerExample,
     _holm,
     answer_changes,
-    by_position,
     choice_changes,
     choice_kl,
     compared,
     decide,
     divergence_table,
     first_difference,
-    main,
+    frame_of,
     share_interval,
-    with_answers,
     write_scale,
 )
-from kvexp.results.plots import plot_divergence as picture
-from kvexp.results.read import folders
+from kvexp.results.read import folders, read_runs
+from kvexp.results.table import interval
 from kvexp.run import store as divergence_lines
 from kvexp.run.batches import settings_at
 from kvexp.run.model_spec import tokenizer_of
 from kvexp.run.store import Run, runs
 
-# From divergence.jsonl to verdicts: by hand, Holm's correction by the book, and false verdicts in simulation.
+
+def main(words):
+    """`kvexp results --view divergence`."""
+    return results([*words, "--view", "divergence"])
 
 
 def line(index, kl, text="own", first=True, **more):
@@ -102,10 +104,10 @@ def test_only_runs_that_share_labels_are_compared(tmp_path, capsys):
     everything, pairs = compared(runs, "own"), compared(runs, "own", ["kv_ratio"])
     assert (len(everything), len(pairs)) == (6, 2)
     assert (pairs["holm"] <= 2 * pairs["p"] + 1e-12).all(), "corrected for the two that are compared"
-    assert main([str(tmp_path), "--no-measure", "--alike", "kv_ratio"]) == 0
+    assert main([str(tmp_path), "--alike", "kv_ratio"]) == 0
     below = capsys.readouterr().out.split("p (Holm)")[1]
     assert sum("near" in line and "far" in line for line in below.splitlines()) == 2
-    assert main([str(tmp_path), "--no-measure", "--alike", "ratio"]) == 2
+    assert main([str(tmp_path), "--alike", "ratio"]) == 2
     assert "no run has a label ratio; their labels are" in capsys.readouterr().err
 
 
@@ -169,12 +171,12 @@ def sweep(stage, tmp_path_factory):
 
 def test_the_command_measures_once_and_changes_no_row(sweep, capsys):
     before = {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
-    assert main([str(sweep), "--text", "both"]) == 0
+    assert main([str(sweep), "--measure", "--text", "both"]) == 0
     shown = capsys.readouterr().out
     assert "its own greedy answer" in shown and "the reference answer" in shown and "too few" in shown
     lines = {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
     assert len(lines) == 3 and all(len(content.splitlines()) == 4 for content in lines.values())
-    assert main([str(sweep), "--text", "both"]) == 0
+    assert main([str(sweep), "--measure", "--text", "both"]) == 0
     assert "measured already" in capsys.readouterr().out
     assert lines == {file: file.read_bytes() for file in sweep.glob("*/divergence.jsonl")}
     assert before == {file: file.read_bytes() for file in sweep.glob("*/examples.jsonl")}
@@ -182,7 +184,7 @@ def test_the_command_measures_once_and_changes_no_row(sweep, capsys):
 
 def test_what_it_forces_is_the_row_of_the_full_cache(sweep):
     """The own text, decoded, is the output of full's row: made in another forward, from another file."""
-    main([str(sweep)])
+    main([str(sweep), "--measure"])
     base = next(run for run in runs(sweep) if run.labels["method"] == "full")
     outputs = {row["example"]: row["output"] for row in base.rows()}
     tokenizer = tokenizer_of(settings_at(base).model)
@@ -197,7 +199,7 @@ def test_nothing_to_measure_says_why(stage, tmp_path, capsys):
     words += ("method=h2o", "generation=sampling")
     code, said = stage.run([*words, f"outputs_dir={tmp_path / 'out'}"], tmp_path / "log")
     assert code == 0, said
-    assert main([str(tmp_path / "out")]) == 1
+    assert main([str(tmp_path / "out"), "--measure"]) == 1
     assert "sampled answers differ by chance" in capsys.readouterr().out
     assert main([str(tmp_path / "out"), "--epsilon", "0"]) == 2
     assert main([str(tmp_path / "none")]) == 2
@@ -205,10 +207,10 @@ def test_nothing_to_measure_says_why(stage, tmp_path, capsys):
 
 def test_by_position_leaves_out_the_prefills_token():
     lines = [line(0, [0.0, 0.1, 0.3], same_top1=[1, 1, 0]), line(1, [0.0, 0.3])]
-    frame = by_position(lines)
+    frame = PerExample.of(lines).by_position()
     assert frame["position"].tolist() == [2, 3] and frame["n"].tolist() == [2, 1]
     assert frame["kl"].tolist() == pytest.approx([0.2, 0.3]) and frame["top1"].tolist() == [1.0, 0.0]
-    assert by_position([line(0, [0.5, 0.1], first=False)])["position"].tolist() == [1, 2]
+    assert PerExample.of([line(0, [0.5, 0.1], first=False)]).by_position()["position"].tolist() == [1, 2]
 
 
 def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
@@ -224,11 +226,10 @@ def test_verdicts_go_by_what_a_run_was_asked_for_with(tmp_path):
 
 
 def test_ends_that_say_nothing_are_not_printed_as_numbers():
-    from kvexp.results.divergence import _ends
-
-    assert _ends({"kl_low": 0.005, "kl_high": 2.3e7}, "kl", 4) == "0.0050..>100"
-    assert _ends({"kl_low": 0.005, "kl_high": 0.1}, "kl", 4) == "0.0050..0.1000"
-    assert _ends({"kl_low": math.nan, "kl_high": math.nan}, "kl", 4) == "too few"
+    ends = interval("95 %", "low", "high", 4, most=NO_END).cell
+    assert ends({"low": 0.005, "high": 2.3e7}) == "0.0050..>100"
+    assert ends({"low": 0.005, "high": 0.1}) == "0.0050..0.1000"
+    assert ends({"low": math.nan, "high": math.nan}) == "too few"
 
 
 def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
@@ -237,21 +238,23 @@ def test_a_picture_of_each_kind_and_why_there_is_none(tmp_path, capsys):
             made(tmp_path, method, [line(i, [0.0, level, level * (1 + i / 40)]) for i in range(30)], kv_ratio=ratio)
     write_scale(next(runs(tmp_path)), pd.DataFrame([{"change": "8-bit", "n": 3, "kl": 0.003, "top1": 0.98}]))
     for axis in ("kv_ratio", "position"):
-        assert picture([str(tmp_path), str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
+        assert main([str(tmp_path), "--plot", str(tmp_path / f"{axis}.svg"), "--x", axis]) == 0
     drawn = (tmp_path / "kv_ratio.svg").read_text()
     assert all(f"<!-- {text} -->" in drawn for text in ("near", "far", "epsilon 0.05"))
-    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--x", "bytes"]) == 2, "no rows, so no bytes"
-    assert picture([str(tmp_path), str(tmp_path / "b.png"), "--text", "reference"]) == 2
-    assert "kvexp divergence" in capsys.readouterr().err
+    assert main([str(tmp_path), "--plot", str(tmp_path / "b.png"), "--x", "bytes"]) == 2, "no rows, so no bytes"
+    assert main([str(tmp_path), "--plot", str(tmp_path / "b.png"), "--text", "reference"]) == 2
+    assert "--view divergence --measure" in capsys.readouterr().err
 
 
 def test_results_print_the_metric(tmp_path, capsys):
     made(tmp_path, "h2o", [line(i, [0.0, 0.1, 0.2]) for i in range(24)])
-    assert results([str(tmp_path), "--metric", "kl", "--csv", str(tmp_path / "kl.csv")]) == 0
+    assert main([str(tmp_path), "--metric", "kl", "--csv", str(tmp_path / "kl.csv")]) == 0
     assert "KL divergence from the full cache" in capsys.readouterr().out
     assert pd.read_csv(tmp_path / "kl.csv")["kl"].tolist() == pytest.approx([0.15])
-    assert results([str(tmp_path), "--metric", "top1", "--markdown", "x.md"]) == 2
-    assert results([str(tmp_path), "--metric", "kl", "--where", "method=full"]) == 1
+    assert main([str(tmp_path), "--metric", "top1", "--markdown", str(tmp_path / "x.md")]) == 0
+    assert "| h2o | 0.5 | 24 | 48 | 0.1500 |" in (tmp_path / "x.md").read_text()
+    assert main([str(tmp_path), "--metric", "f1"]) == 2 and results([str(tmp_path), "--compare"]) == 2
+    assert main([str(tmp_path), "--where", "method=full"]) == 1
 
 
 # What became of the full cache's answers, from rows made by hand.
@@ -290,7 +293,7 @@ def test_rows_of_before_hold_no_tokens(tmp_path):
     run, base = pair(tmp_path, [{}], [{"output_tokens": [1]}])
     assert all(math.isnan(value) for value in answer_changes(run, base).values())
     assert all(math.isnan(value) for value in answer_changes(run, None).values())
-    assert with_answers(divergence_table([run]), [run], {}).empty
+    assert frame_of(read_runs(tmp_path)).empty
 
 
 def test_choices_flip_both_ways(tmp_path):

@@ -14,13 +14,12 @@ from matplotlib.figure import Figure
 from test_bytes import settings
 from turns import in_turn
 
-from kvexp.results.plots import color_of, frontier, grid, heatmap, marker_of, quality
+from kvexp.results.command import main
+from kvexp.results.plots import color_of, draw_quality, heatmap, marker_of, quality
 from kvexp.results.plots import draw_bytes as draw
-from kvexp.results.plots import draw_quality as draw_of_plots
-from kvexp.results.plots import plot_bytes as main
-from kvexp.results.plots import plot_heatmap as main_of_plots
-from kvexp.results.plots import plot_quality as main_of_plots2
+from kvexp.results.read import read_runs
 from kvexp.results.table import table
+from kvexp.results.views import bytes_table, grid
 from kvexp.run.batches import evaluate_run
 from kvexp.run.store import Run
 from kvexp.util import ConfigError
@@ -63,7 +62,7 @@ def test_bytes_are_a_share_of_the_full_caches_at_sixteen_bits(outputs: Path) -> 
 
 
 def test_lines_are_of_one_method_and_bits(outputs: Path) -> None:
-    frame = frontier(outputs, {})
+    frame = bytes_table(read_runs(outputs))
     assert set(frame["line"]) == {"full_quantised, 4 bits", "h2o, 16 bits", "h2o, 4 bits", "pqcache, 16 bits"}
     assert frame["kl"].isna().all()
     left, right = draw(frame).axes
@@ -73,7 +72,7 @@ def test_lines_are_of_one_method_and_bits(outputs: Path) -> None:
 
 
 def test_divergence_has_a_panel_where_it_was_measured(outputs: Path) -> None:
-    frame = frontier(outputs, {}).assign(kl=0.1, kl_low=0.05, kl_high=math.nan)
+    frame = bytes_table(read_runs(outputs)).assign(kl=0.1, kl_low=0.05, kl_high=math.nan)
     left, _ = draw(frame).axes
     assert left.get_yscale() == "log"
     labels = left.get_legend_handles_labels()[1]
@@ -84,11 +83,13 @@ def test_divergence_has_a_panel_where_it_was_measured(outputs: Path) -> None:
 
 
 def test_the_command(outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(outputs), str(tmp_path / "frontier.svg"), "--where", "method=h2o"]) == 0
+    wanted = ["--view", "bytes", "--plot"]
+    assert main([str(outputs), *wanted, str(tmp_path / "frontier.svg"), "--where", "method=h2o"]) == 0
+    assert "h2o, 16 bits" in capsys.readouterr().out
     assert (tmp_path / "frontier.svg").stat().st_size > 1000
     with pytest.raises(ConfigError, match="nothing to draw"):
-        frontier(outputs, {"method": "full"})
-    assert main([str(outputs), str(tmp_path / "frontier.txt")]) == 2
+        draw(bytes_table(read_runs(outputs, {"setting": "none"})))
+    assert main([str(outputs), *wanted, str(tmp_path / "frontier.txt")]) == 2
     assert "must end in .png" in capsys.readouterr().err
 
 
@@ -132,15 +133,21 @@ def test_axes_name_the_cells():
     assert axes.images[0].get_clim() == (0, 100) and axes.get_title() == "h2o 0.2"
 
 
+def needles(outputs, wanted):
+    return main([str(outputs), "--view", "needle", "--plot", str(outputs / "needle.png"), "--where", wanted])
+
+
 def test_a_picture_of_a_run(tmp_path, capsys):
     labels = {"model": "tiny", "task": "needle", "method": "h2o", "kv_ratio": 0.2, "setting": ""}
     record = Run.open(tmp_path, {"task": "needle"}, labels, {}, baseline=None)
     for each in ROWS:
         record.append(each)
-    assert main_of_plots([str(record.path), str(tmp_path / "needle.png")]) == 0
+    assert needles(tmp_path, "hash=" + record.hash) == 0
     assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
-    assert main_of_plots([str(tmp_path / "gone"), str(tmp_path / "x.png")]) == 2
-    assert "is no run; name its folder" in capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "recall by length (tokens, across)" in shown and "1000" in shown and "30.0" in shown
+    assert needles(tmp_path, "hash=gone") == 2
+    assert "has scores by length and depth; run: kvexp run task=needle" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["h2o", "a_method_of_a_very_long_name"])
@@ -151,7 +158,7 @@ def test_every_word_lies_within_the_picture_and_covers_no_other(tmp_path, monkey
         record.append(each)
     made = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: made.append(figure))
-    assert main_of_plots([str(record.path), str(tmp_path / "needle.png")]) == 0
+    assert needles(tmp_path, "method=" + method) == 0
     (figure,) = made
     FigureCanvasAgg(figure).draw()
     axes = figure.axes[0]
@@ -198,7 +205,7 @@ SETTINGS = [("",), ("method.recent_ratio=0.2 method.impl=mask", "method.recent_r
     in_turn([WIDE, WIDE[:2], WIDE[:1]], [METHODS, METHODS[:1]], SETTINGS[::-1], of=2),
 )
 def test_the_legend_covers_no_panel_and_lies_within_the_picture(models, methods, settings):
-    figure = drawn(draw_of_plots(frame(models, methods, settings), None))
+    figure = drawn(draw_quality(frame(models, methods, settings), None))
     (legend,) = figure.legends
     box = legend.get_window_extent()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
@@ -212,7 +219,7 @@ def test_the_legend_covers_no_panel_and_lies_within_the_picture(models, methods,
 
 
 def test_the_mark_is_named_where_it_lies():
-    figure = drawn(draw_of_plots(frame(), "rouge2"))
+    figure = drawn(draw_quality(frame(), "rouge2"))
     (axes,) = figure.axes
     (word,) = (text for text in axes.texts if text.get_text() == "99 %")
     assert word.xy[1] == 99 and word.get_window_extent().x0 >= axes.bbox.x1
@@ -224,7 +231,7 @@ def test_the_mark_is_named_where_it_lies():
 
 def test_a_methods_settings_differ_in_dashes_and_what_all_share_is_the_title():
     settings = ("method.recent_ratio=0.2", "method.recent_ratio=0.5")
-    figure = draw_of_plots(frame(settings=settings, shared="task.size=120"), None)
+    figure = draw_quality(frame(settings=settings, shared="task.size=120"), None)
     lines = [bars.lines[0] for bars in figure.axes[0].containers]
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 6
     assert len({line.get_color() for line in lines}) == 3
@@ -239,12 +246,12 @@ def test_the_methods_of_the_papers_are_told_apart_without_color_too():
 
 def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
     with pytest.raises(ConfigError, match="has no metric 'f1'"):
-        draw_of_plots(frame(), "f1")
+        draw_quality(frame(), "f1")
     with pytest.raises(ConfigError, match="run a sweep over kv_ratio first"):
-        draw_of_plots(frame(methods=()).assign(paired=None), None)
+        draw_quality(frame(methods=()).assign(paired=None), None)
     with pytest.raises(ConfigError, match="nothing to draw"):
         quality(frame().assign(rouge2_of_full=float("nan")), "rouge2", Figure().add_subplot())
-    assert main_of_plots2([str(tmp_path), str(tmp_path / "x.jpeg")]) == 2
+    assert main([str(tmp_path), "--plot", str(tmp_path / "x.jpeg")]) == 2
     assert "must end in .png, .pdf or .svg" in capsys.readouterr().err
 
 
@@ -262,14 +269,14 @@ def test_a_picture_of_runs_in_a_new_folder(tmp_path, capsys):
         run.finish(20)
         base = base or run.hash
     picture = tmp_path / "new" / "quality.png"
-    assert main_of_plots2([str(tmp_path / "out"), str(picture), "--metric", "rouge1"]) == 0, capsys.readouterr().err
+    assert main([str(tmp_path / "out"), "--plot", str(picture), "--metric", "rouge1"]) == 0, capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bars_of_one_budget_stand_side_by_side_and_markers_at_an_axis_are_whole():
     given = frame(methods=METHODS)
     given.loc[given["kv_ratio"].eq(0.7), ["rouge2_of_full", "rouge2_low"]] = 0.0
-    (axes,) = drawn(draw_of_plots(given, None)).axes
+    (axes,) = drawn(draw_quality(given, None)).axes
     columns = []
     for bars in axes.containers:
         assert list(bars.lines[0].get_xdata()) == [0.2, 0.5, 0.7] and not bars.lines[0].get_clip_on()
@@ -282,12 +289,12 @@ def test_bars_of_one_budget_stand_side_by_side_and_markers_at_an_axis_are_whole(
 
 def test_too_few_examples_are_hollow_and_have_no_bar():
     given = frame(methods=METHODS[:1]).assign(rouge2_low=float("nan"), rouge2_high=float("nan"))
-    (axes,) = drawn(draw_of_plots(given, None)).axes
+    (axes,) = drawn(draw_quality(given, None)).axes
     hollow = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
     assert [list(line.get_xdata()) for line in hollow] == [[0.2, 0.5, 0.7]]  # 12 pairs each
     assert hollow[0].get_zorder() > axes.containers[0].lines[0].get_zorder(), "not hidden by the filled ones"
     assert axes.get_ylim()[0] == 0
     assert not any(
         line.get_markerfacecolor() == "white" and len(line.get_xdata())
-        for line in draw_of_plots(given.assign(paired=60), None).axes[0].lines
+        for line in draw_quality(given.assign(paired=60), None).axes[0].lines
     )

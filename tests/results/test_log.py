@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 from report_runs import outputs as outputs_of_report_runs
 
-from kvexp.results.divergence import divergence_frames
+from kvexp.results.divergence import frame_of
 from kvexp.results.plots import color_of
-from kvexp.results.table import table
+from kvexp.results.read import read_runs
+from kvexp.results.table import quality_table, table
 from kvexp.results.wandb_log import (
     _points,
     check,
     check_reachable,
+    dashboards,
     default_mode,
-    main,
     publish,
     report,
     spec,
@@ -333,7 +334,8 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def whole(folder: Path) -> dict[str, Any]:
-    return spec(table(folder), divergence_frames(folder, {})[0])
+    runs = read_runs(folder)
+    return spec(quality_table(runs), frame_of(runs))
 
 
 def panels(described: dict[str, Any], kind: str) -> list[dict[str, str]]:
@@ -426,7 +428,7 @@ def test_the_spec_is_printed_without_account(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     no_account(monkeypatch, tmp_path)
-    assert main([str(folder), "--print"]) == 0
+    assert dashboards([str(folder), "--print"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(whole(folder)))
 
 
@@ -443,7 +445,7 @@ def test_without_account_runs_or_network_it_is_one_clear_error(
     no_account(monkeypatch, tmp_path)
 
     def error(*options: str) -> str:
-        assert main([str(option) for option in options]) == 2
+        assert dashboards([str(option) for option in options]) == 2
         said = capsys.readouterr()
         assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
         return said.err

@@ -1,4 +1,4 @@
-"""Every option of every configuration group composes and builds, and every method class has its file."""
+"""Every option of every configuration group composes and builds, and every method class is one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from safetensors.torch import save_file
 from small import small
 
 import kvexp.retrieval
+import kvexp.tasks
 from kvexp.run.build import build
+from kvexp.run.compose import PAIRS, listed, option, options
 from kvexp.run.settings import settings_of
 from kvexp.tasks.data import DataSource
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-GROUPS = {g.name: sorted(p.stem for p in g.glob("*.yaml")) for g in CONF.iterdir() if g.is_dir()}
+GROUPS = {name: options(name) for name in (*PAIRS, *(g.name for g in CONF.iterdir() if g.is_dir()))}
 
 
 def composed(*overrides):
@@ -38,18 +40,17 @@ def test_methods(method, request):
     extra = ["cache.positions=original"] if method == "streaming_llm" else []
     settings = settings_of(*composed(f"method={method}", *extra))
     assert settings.labels["method"] == method
-    node = OmegaConf.load(CONF / "method" / f"{method}.yaml")
     fields = {f.name for f in dataclasses.fields(settings.method)}
-    assert set(node) - {"_target_"} == fields, "the file lists every setting of the method"
+    assert set(option("method", method)) - {"_target_"} == fields, "the option lists every setting of the method"
     if method != "h2o_keyformer_paper":
-        assert settings.method == type(settings.method)(), "the file's values are the method's defaults"
+        assert settings.method == type(settings.method)(), "the option's values are the method's defaults"
         assert settings.method.name == method
 
 
-def test_every_method_has_a_file():
+def test_every_method_is_an_option():
     packages = (kvexp.methods, kvexp.retrieval)
     classes = {getattr(package, name).name for package in packages for name in package.__all__}
-    assert classes <= set(GROUPS["method"])
+    assert classes | {"h2o_keyformer_paper"} == set(GROUPS["method"])
 
 
 @pytest.mark.parametrize("budget", GROUPS["budget"])
@@ -73,14 +74,20 @@ def test_tasks(task):
     assert given <= fields
     source = {f.name for f in dataclasses.fields(DataSource)}  # of no use to a task that makes its own rows
     missing = fields - given - {"limit", "shared_context"} - (source if built.generated else set())
-    assert not missing, f"add to conf/task/{task}.yaml, so that nobody needs a + on the command line: {sorted(missing)}"
+    assert not missing, f"nobody should need a + on the command line for {sorted(missing)}"
+
+
+def test_every_task_is_an_option():
+    built = {node["_target_"].rpartition(".")[2] for node in listed("task").values()}
+    bases = {"QuestionTask", "Summarization", "Task"}
+    classes = {name for name in kvexp.tasks.__all__ if isinstance(getattr(kvexp.tasks, name), type)}
+    assert built | bases == classes - {"Example"}
 
 
 def test_model_options_say_that_an_open_revision_moves():
-    for model in GROUPS["model"]:
-        for line in (CONF / "model" / f"{model}.yaml").read_text().splitlines():
-            if line.startswith("revision: null"):
-                assert "# null: whatever main is that day" in line, model
+    for line in (CONF / "models.yaml").read_text().splitlines():
+        if "revision: null" in line:
+            assert "# null: whatever main is that day" in line
 
 
 @pytest.mark.parametrize("model", GROUPS["model"])

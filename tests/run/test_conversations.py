@@ -16,7 +16,9 @@ from kvexp.generate.prefill import forward_last
 from kvexp.hf import EvictionCache
 from kvexp.hf.load import byte_tokenizer
 from kvexp.methods import H2O
-from kvexp.results.views import print_turns, read_turns
+from kvexp.results.read import read_runs
+from kvexp.results.table import print_blocks
+from kvexp.results.views import VIEWS, shown
 from kvexp.run.answers import conversation_outputs
 from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
@@ -162,7 +164,7 @@ def test_rows_and_the_table_by_turn_and_by_distance(tmp_path: Any, monkeypatch: 
     rows = run.rows()
     assert [row["info"]["turn"] for row in rows] == [0, 1, 2] * 2
     assert {row["seconds"]["ttft"] for row in rows} == {None} and rows[0]["seconds"]["tpot"] > 0
-    frame = read_turns(tmp_path, {})
+    frame, blocks, below = shown(read_runs(tmp_path), "turns")
     assert list(frame["turn"]) == [0, 1, 2] and set(frame["n"]) == {2} and set(frame["history"]) == {"own"}
     for turn in range(3):
         mine = [row for row in rows if row["info"]["turn"] == turn]
@@ -170,9 +172,9 @@ def test_rows_and_the_table_by_turn_and_by_distance(tmp_path: Any, monkeypatch: 
         kl = sum(row["info"]["kl"] * row["info"]["kl_tokens"] for row in mine) / tokens
         assert frame["kl"][turn] == pytest.approx(kl) and frame["kl_tokens"][turn] == tokens
         assert frame["score"][turn] == pytest.approx(sum(row["metrics"]["letters"] for row in mine) / 2)
-    assert list(read_turns(tmp_path, {}, "distance")["distance"]) == [0, 1, 2]
+    assert list(VIEWS["distance"].table(read_runs(tmp_path))["distance"]) == [0, 1, 2]
     console = Console(markup=False, width=200, record=True)
-    print_turns(frame, "turn", console)
+    print_blocks(blocks, below, console)
     assert "letters by turn, its own answers stay" in console.export_text()
 
 

@@ -18,6 +18,7 @@ import tomllib
 from pages import files
 
 from kvexp import cli
+from kvexp.run.compose import options
 from kvexp.run.store import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,12 +122,11 @@ def test_the_commands_are_listed_without_torch_or_hydra():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert lines[-1] == "set()"
-    for name in ("run", "results", "report", "diagnose", "methods", "log", "testbed", "lm-eval", "plot"):
+    for name in ("run", "results", "report", "diagnose", "methods", "tasks", "models", "log", "lm-eval", "export"):
         assert any(line.split()[:1] == [name] for line in lines), name
 
 
-COMMANDS = {name: place for name, (place, _) in cli.COMMANDS.items() if name not in ("run", "methods", "lm-eval")}
-COMMANDS |= {f"plot {kind}": place for kind, place in cli.PLOTS.items()}
+COMMANDS = [name for name in (*cli.COMMANDS, *cli.PARTS) if name not in ("run", "methods", "lm-eval")]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -152,16 +152,27 @@ def test_a_command_is_misspelt(monkeypatch, capsys):
 
 def test_methods_are_listed_with_what_they_are(monkeypatch, capsys):
     code, out, _ = command(monkeypatch, capsys, "methods")
-    assert code == 0 and {line.split()[0] for line in out.splitlines()} == {
-        path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")
-    }
+    assert code == 0 and {line.split()[0] for line in out.splitlines()} == {*options("method")}
     assert "H2O: heavy hitters by accumulated attention" in out
     code, out, _ = command(monkeypatch, capsys, "methods", "h2o")
-    assert code == 0 and (ROOT / "conf" / "method" / "h2o.yaml").read_text() in out
+    assert code == 0 and "recent_ratio: 0.5 # the halves of the official scripts\nimpl: real_drop" in out
     code, _, err = command(monkeypatch, capsys, "methods", "h3o")
     assert code == 2 and "no method 'h3o'" in err and err.count("\n") == 1
 
 
-def test_a_kind_of_plot_that_is_not_known_is_said(capsys):
-    assert cli.plot(["qualty"]) == 2
-    assert capsys.readouterr().err == "error: kvexp plot has no kind 'qualty'; did you mean quality?\n"
+def test_tasks_and_models_are_listed_with_what_they_are(monkeypatch, capsys):
+    for group, name, title in (("tasks", "xsum", "XSum: one-sentence summaries"), ("models", "tiny", "Random weights")):
+        code, out, _ = command(monkeypatch, capsys, group)
+        (line,) = (each for each in out.splitlines() if each.split()[0] == name)
+        assert code == 0 and title in line and all(len(each.split()) > 2 for each in out.splitlines())
+        code, out, _ = command(monkeypatch, capsys, group, name)
+        assert (
+            code == 0 and f"{group[:-1]}={name}\n" in out and ("kind: random" in out or "hub_id: EdinburghNLP" in out)
+        )
+        code, _, err = command(monkeypatch, capsys, group, f"{name}s")
+        assert code == 2 and f"did you mean {name}?" in err
+
+
+def test_there_are_few_commands_and_each_part_is_under_one():
+    assert len(cli.COMMANDS) <= 12
+    assert all(name.split()[0] in cli.COMMANDS for name in cli.PARTS)

@@ -19,9 +19,18 @@ from kvexp.run.settings import settings_of
 from kvexp.tasks import ContextQA, Needle, Stories, Summarization
 from kvexp.tasks.articles import articles
 from kvexp.tasks.base import word_ends
-from kvexp.tasks.metrics import check_references, contains, dropped_letters, exact_match, qa_f1, word_recall, words_of
+from kvexp.tasks.metrics import (
+    check_references,
+    contains,
+    dropped_letters,
+    exact_match,
+    lines,
+    qa_f1,
+    rouge,
+    word_recall,
+    words_of,
+)
 from kvexp.tasks.needle import from_sentence, has_plain_sentences, hide
-from kvexp.tasks.rouge import lines, rouge
 from kvexp.util import CONF, ConfigError
 
 # ruff: noqa: RUF001  # letters that look like others are what is tested

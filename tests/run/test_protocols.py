@@ -30,7 +30,7 @@ def preset(paper, task, *more):
     return settings_of(*composed(f"protocol={paper}", f"task={task}", LOCAL[task], *more))
 
 
-def test_every_pair_has_its_file_and_every_file_its_pair():
+def test_every_pair_is_listed_and_no_other():
     assert sorted(f"{paper}_{task}" for paper, task in PAIRS) == GROUPS["protocol_task"]
     assert all(what["paper"] == name for name, what in PAPERS.items())
 

@@ -77,6 +77,18 @@ def test_a_second_run_does_nothing_and_a_longer_one_only_the_rest(tmp_path, caps
     assert len(more.rows()) == 3
 
 
+def test_an_example_is_tokenised_once(tmp_path, monkeypatch):
+    """For what is checked before weights load, for the baseline and for the run."""
+    import kvexp.run.prompts as module
+
+    made, good = [], module.prompt_of
+    monkeypatch.setattr(module, "prompt_of", lambda *given: made.append(given[-1].id) or good(*given))
+    evaluate_run(settings(tmp_path))
+    assert made == ["sample-0", "sample-1"]
+    evaluate_run(settings(tmp_path, "limit=3"))
+    assert made[2:] == ["sample-0", "sample-1", "sample-2"], "rows that are there: whether their prompts are the same"
+
+
 def without_times(rows):
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
@@ -98,7 +110,7 @@ def test_a_rerun_gives_the_same_rows_whatever_the_batch_size(tmp_path):
 def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
     import kvexp.run.batches as module
 
-    good = module._generate
+    good = module.outputs_of_batches
     calls = []
 
     def breaks(*arguments):
@@ -107,7 +119,7 @@ def test_a_failure_is_recorded_and_taken_up_again(tmp_path, monkeypatch):
             raise RuntimeError("out of luck")
         return good(*arguments)
 
-    monkeypatch.setattr(module, "_generate", breaks)
+    monkeypatch.setattr(module, "outputs_of_batches", breaks)
     with pytest.raises(RuntimeError, match="out of luck"):
         evaluate_run(settings(tmp_path))
     failed = next(r for r in runs(tmp_path) if r.labels["method"] == "h2o")

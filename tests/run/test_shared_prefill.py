@@ -114,8 +114,8 @@ def test_processes_side_by_side_write_the_same_rows(command, tmp_path, sweep, co
 def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monkeypatch):
     """Three prompts in one group of batches, in groups of one, and one after the other where the group runs out."""
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
-    groups, original = [], batch.generate_outputs_of_batches
-    monkeypatch.setattr(batch, "generate_outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
+    groups, original = [], batch.outputs_of_batches
+    monkeypatch.setattr(batch, "outputs_of_batches", lambda *a: groups.append(len(a[2])) or original(*a))
 
     def made(name):
         members = [settings(tmp_path / name, m) for m in ("h2o", "keyformer", "a2sf")]
@@ -125,13 +125,15 @@ def test_batches_decode_together_and_write_what_they_write_alone(tmp_path, monke
     whole = made("together")
     assert groups == [3]
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
-    assert made("alone") == whole and groups == [3]
+    assert made("alone") == whole and groups == [3, 1, 1, 1]
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 64)
 
-    def short(*_):
-        raise torch.OutOfMemoryError("out of memory")
+    def short(model, tokenizer, batches, pace):
+        if len(batches) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "generate_outputs_of_batches", short)
+    monkeypatch.setattr(batch, "outputs_of_batches", short)
     assert made("short") == whole
 
 
@@ -202,16 +204,16 @@ def test_a_run_that_cannot_be_fails_alone(command, tmp_path):
 
 def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     members = together.prefill_groups([settings(tmp_path / "small", m) for m in ("h2o", "keyformer", "a2sf")])[0]
-    sizes, original = [], batch.generate_outputs_shared
+    sizes, original = [], batch.outputs_of_batches
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", 1)
 
-    def greedy(group, *rest):
-        sizes.append(len(group))
-        if len(group) > 2:
+    def greedy(model, tokenizer, batches, pace):
+        sizes.append(len(batches[0].runs))
+        if sizes[-1] > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return original(group, *rest)
+        return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "generate_outputs_shared", greedy)
+    monkeypatch.setattr(batch, "outputs_of_batches", greedy)
     together.run_group(members, Session())
     assert sizes[:3] == [4, 2, 2]
     assert {row["halved"] for run in runs(tmp_path / "small") for row in run.rows()} == {1}
@@ -223,7 +225,7 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
     assert content(tmp_path / "small") == content(tmp_path / "large")
     monkeypatch.setattr("kvexp.run.limits.free_bytes", lambda model: 1)
     monkeypatch.setattr(
-        batch, "generate_outputs_shared", lambda group, *rest: sizes.append(-len(group)) or original(group, *rest)
+        batch, "outputs_of_batches", lambda *given: sizes.append(-len(given[2][0].runs)) or original(*given)
     )
     together.run_group(
         together.prefill_groups([settings(tmp_path / "none", m) for m in ("h2o", "keyformer", "a2sf")])[0], Session()
@@ -236,23 +238,16 @@ def test_half_as_many_at_a_time_when_memory_is_short(tmp_path, monkeypatch):
 def test_one_that_fails_is_named_at_once_and_the_others_go_on(tmp_path, monkeypatch, capsys, together_at_once):
     members = together.prefill_groups([settings(tmp_path, m) for m in ("h2o", "keyformer", "a2sf")])[0]
     monkeypatch.setattr(together, "MAX_DECODE_ROWS", together_at_once)
-    calls = []
+    calls, original = [], batch.outputs_of_batches
 
-    def failing(name):
-        original = getattr(batch, name)
+    def failing(model, tokenizer, batches, pace):
+        asked = [run for one in batches for run in one.runs]
+        calls.append(len(asked))
+        if any(run.labels["method"] == "keyformer" for run in asked):
+            raise IndexError("index 7 is out of bounds")
+        return original(model, tokenizer, batches, pace)
 
-        def call(*given):
-            groups = given[-1] if name == "generate_outputs_of_batches" else None
-            asked = [run for one in groups for run in one.runs] if groups is not None else given[0]
-            calls.append(len(asked))
-            if any(run.labels["method"] == "keyformer" for run in asked):
-                raise IndexError("index 7 is out of bounds")
-            return original(*given)
-
-        monkeypatch.setattr(batch, name, call)
-
-    for name in ("generate_outputs_of_batches", "generate_outputs_shared"):
-        failing(name)
+    monkeypatch.setattr(batch, "outputs_of_batches", failing)
     together.run_group(members, Session())
     told = capsys.readouterr().err
     assert told.count("failed beside the other runs, which go on: IndexError: index 7 is out of bounds") == 1

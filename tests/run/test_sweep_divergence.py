@@ -159,15 +159,15 @@ def test_seeds_of_a_group_stay_apart(tmp_path):
 def test_halved_where_memory_is_short(tmp_path, monkeypatch):
     run_group(group(tmp_path / "large", *ONE_BY_ONE), Session())
     monkeypatch.setattr("kvexp.run.batches.MAX_DECODE_ROWS", 1)
-    sizes, original = [], batch.generate_outputs_shared
+    sizes, original = [], batch.outputs_of_batches
 
-    def greedy(several, *rest):
-        sizes.append(len(several))
-        if len(several) > 2:
+    def greedy(model, tokenizer, batches, pace):
+        sizes.append(len(batches[0].runs))
+        if sizes[-1] > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return original(several, *rest)
+        return original(model, tokenizer, batches, pace)
 
-    monkeypatch.setattr(batch, "generate_outputs_shared", greedy)
+    monkeypatch.setattr(batch, "outputs_of_batches", greedy)
     run_group(group(tmp_path / "small", *ONE_BY_ONE), Session())
     assert sizes[:5] == [4, 2, 3, 2, 2], "full and h2o; then keyformer and window, each beside the full cache"
     assert_alike(lines_of(tmp_path / "small"), lines_of(tmp_path / "large"))
@@ -179,7 +179,8 @@ def test_what_is_decoded_is_written_before_the_next_is_where_time_is_short(tmp_p
     words = (*task, "divergence_text=both")
     run_group(group(tmp_path / "whole", *words), Session())
     monkeypatch.setattr("kvexp.run.batches.WRITE_EVERY_S", 1e-9)
-    monkeypatch.setattr("kvexp.run.limits.WORTH_TRYING", 0)
+    monkeypatch.setattr("kvexp.run.limits.FEW_STEPS", 0)
+    monkeypatch.setattr("kvexp.run.limits.WORTH_ROWS", 0)
     there, original = [], limits.Pace.take
 
     def take(pace, kind, sizes, steps):
@@ -225,8 +226,7 @@ def test_what_goes_wrong_in_its_own_turn_is_said(tmp_path, monkeypatch, capsys):
         raise ConfigError("no such thing")
 
     members = group(tmp_path, *ONE_BY_ONE, methods=("h2o",))
-    for name in ("generate_outputs_of_batches", "generate_outputs_shared"):
-        monkeypatch.setattr(batch, name, broken)
+    monkeypatch.setattr(batch, "outputs_of_batches", broken)
     measure_rest(members[1], Session())
     assert "divergence of h2o 0.3" in (told := capsys.readouterr().err) and "no such thing" in told
 

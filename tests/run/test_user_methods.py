@@ -25,7 +25,7 @@ from kvexp.diagnose.show import main as diagnose
 from kvexp.diagnose.show import parser
 from kvexp.generate import GenerationParams, generate
 from kvexp.results.command import main as results
-from kvexp.run.compose import without_method_words
+from kvexp.run.compose import option, without_method_words
 from kvexp.run.settings import settings_of
 from kvexp.run.source_files import texts_digest
 from kvexp.run.store import runs
@@ -635,14 +635,13 @@ def test_a_name_that_is_taken_is_an_error(command, folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["full", "h2o", "keyformer", "pqcache"])
 def test_the_identity_of_kvexps_own_methods_has_nothing_new(name):
-    path = CONF / "method" / f"{name}.yaml"
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = OmegaConf.to_container(compose("config", [f"method={path.stem}", *FEW]), resolve=True)
+        config = OmegaConf.to_container(compose("config", [f"method={name}", *FEW]), resolve=True)
     plain = {key: value for key, value in config.items() if key not in ("log", "experiment", "diagnose")}
-    settings = settings_of(plain, {"method": path.stem})
-    fields = set(OmegaConf.load(path)) - {"_target_"}
+    settings = settings_of(plain, {"method": name})
+    fields = set(option("method", name)) - {"_target_"}
     assert "source" not in settings.identity["method"] and fields <= set(settings.identity["method"])
-    if path.stem == "h2o":
+    if name == "h2o":
         own = {"name": "h2o", "recent_ratio": 0.5, "impl": "real_drop", "score_batch": "per_beam"}
         assert settings.identity["method"] == own
 

@@ -11,7 +11,10 @@ import pytest
 from report_runs import labels
 
 from kvexp.hf.load import byte_tokenizer
-from kvexp.results.views import print_long, read_long
+from kvexp.results.command import main as results
+from kvexp.results.read import read_runs
+from kvexp.results.table import print_blocks
+from kvexp.results.views import shown
 from kvexp.run import store as divergence_lines
 from kvexp.run.prompts import token_spans, tokenize
 from kvexp.run.store import Run
@@ -212,16 +215,16 @@ def test_the_table_of_length_ends_loops_and_divergence_by_position(tmp_path: Any
     line = {"example": "e0", "index": 0, "text": "own", "first_by_prefill": True, "tokens": list(range(100))}
     line |= {"kl": [9.0] + [0.1] * 63 + [0.5] * 36, "full_logprob": [0.0] * 100, "logprob": [0.0] * 100}
     divergence_lines.append(other, [line | {"same_top1": [1] * 100}])
-    frame = read_long(tmp_path, {}).set_index("method")
+    made, blocks, below = shown(read_runs(tmp_path), "long")
+    frame = made.set_index("method")
     row = frame.loc["h2o"]
     assert (row["tokens"], row["ended"], row["looped"], row["loop_at"]) == (16, 50, 50, pytest.approx(2))
     assert row["tokens_of_full"] == 400 and row["budget_tokens"] == 64
     assert (row["kl_64"], row["kl_128"]) == (pytest.approx(0.1), pytest.approx(0.5))
     assert frame.loc["full", "ended"] == 100 and frame.loc["full", "looped"] == 0
     console = Console(markup=False, width=200, record=True)
-    print_long(read_long(tmp_path, {}), console)
+    print_blocks(blocks, below, console)
     text = console.export_text()
     assert "long answers" in text and "KL to" in text
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="task=long_answers"):
-        read_long(tmp_path / "empty", {})
+    assert results([str(tmp_path / "empty"), "--view", "long"]) == 1

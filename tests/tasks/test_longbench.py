@@ -17,9 +17,9 @@ from conftest import SHARED
 from test_conf import composed
 
 from kvexp.hf.load import byte_tokenizer
+from kvexp.results.command import main
 from kvexp.results.table import table
 from kvexp.results.views import FOURTEEN, averages
-from kvexp.results.views import longbench_main as main
 from kvexp.run.prompts import continuation, tokenize, with_stop_tokens
 from kvexp.run.settings import settings_of
 from kvexp.run.store import Run
@@ -515,7 +515,7 @@ def test_unfinished_runs_and_other_tasks_do_not_count():
 
 
 def test_from_run_folders(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path), "--view", "longbench"]) == 1
     hashes = {}
     for method, scores in (("full", {"trec": 50.0, "qasper": 30.0}), ("h2o", {"trec": 25.0, "qasper": 15.0})):
         for name, score in scores.items():
@@ -527,7 +527,7 @@ def test_from_run_folders(tmp_path, capsys):
             hashes.setdefault(name, record.hash)
     found = averages(table(tmp_path), names=("qasper", "trec"))
     assert found["average"].tolist() == [20.0, 10.0] and found["of_full"].tolist() == [100.0, 50.0]
-    assert main([str(tmp_path), "--csv", str(tmp_path / "out.csv")]) == 0
+    assert main([str(tmp_path), "--view", "longbench", "--csv", str(tmp_path / "out.csv")]) == 0
     assert "no average yet, missing: narrativeqa" in capsys.readouterr().out
     assert len(pd.read_csv(tmp_path / "out.csv")) == 2
-    assert main([str(tmp_path / "gone")]) == 2
+    assert main([str(tmp_path / "gone"), "--view", "longbench"]) == 2

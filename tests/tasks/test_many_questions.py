@@ -11,8 +11,10 @@ from test_conf import composed
 
 import kvexp.run.store
 from kvexp.hf.load import byte_tokenizer
-from kvexp.results.plots import draw_life as draw
-from kvexp.results.views import print_questions, read_questions
+from kvexp.results.plots import draw_life
+from kvexp.results.read import read_runs
+from kvexp.results.table import print_blocks
+from kvexp.results.views import shown
 from kvexp.run.batches import evaluate_run
 from kvexp.run.prompts import batches, tokenize
 from kvexp.run.settings import settings_of
@@ -83,7 +85,8 @@ def test_ten_questions_share_one_eviction_and_no_answer_can_tell(tmp_path, prefi
 def _check_table(outputs, record) -> None:
     """The table of a run of twelve questions, two of them about a second document, against sums made here."""
     full = {run.hash: run for run in kvexp.run.store.runs(outputs)}[record.baseline]
-    frame = read_questions(outputs, {}).set_index("asked")
+    made, blocks, below = shown(read_runs(outputs), "questions")
+    frame = made.set_index("asked")
     assert list(frame.index) == list(range(1, 11)) and set(frame["question"]) == {AFTER}
     of_run = [run.rows() for run in (record, full)]
     for asked, documents in ((1, 2), (2, 2), (3, 1), (10, 1)):
@@ -99,9 +102,9 @@ def _check_table(outputs, record) -> None:
     assert frame.loc[1, "shared_s"] > frame.loc[1, "one_by_one_s"]  # a copy that nobody else needs
     assert last["shared_s"] < last["one_by_one_s"]
     console = Console(markup=False, width=200, record=True)
-    print_questions(read_questions(outputs, {}), console)
+    print_blocks(blocks, below, console)
     assert "by number of questions asked of one evicted cache, question after eviction" in console.export_text()
-    assert len(draw(outputs, {}, "questions").axes) == 2
+    assert len(draw_life(read_runs(outputs), "questions").axes) == 2
 
 
 def test_rows_do_not_depend_on_batches_or_on_a_limit_that_cuts_a_context(tmp_path) -> None:

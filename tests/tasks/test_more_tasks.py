@@ -16,7 +16,7 @@ from kvexp.run.batches import evaluate_run
 from kvexp.run.model_spec import load
 from kvexp.run.settings import settings_of
 from kvexp.tasks import GSM8K, GovReport, Perplexity, Soda
-from kvexp.tasks.gsm8k import last_number
+from kvexp.tasks.qa import last_number
 from kvexp.util import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

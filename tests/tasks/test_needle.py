@@ -10,7 +10,7 @@ from conftest import SHARED
 
 from kvexp.tasks import Needle
 from kvexp.tasks.base import longest_fit
-from kvexp.tasks.needle import from_sentence, insert, read, repeated
+from kvexp.tasks.needle import from_sentence, hide, read, repeated
 from kvexp.util import ConfigError
 
 FOLDER = str(Path(__file__).parents[1] / "fixtures" / "haystack")
@@ -42,14 +42,14 @@ def fitted(task, count=CHARACTERS):
 
 def test_a_needle_goes_in_front_of_the_sentence_at_its_depth():
     text = "One. Two two. Three three three. Four."
-    assert insert(text, [(0, "N!")]) == "N! " + text
-    assert insert(text, [(100, "N!")]) == text + " N!"
-    assert insert(text, [(50, "N!")]) == "One. Two two. N! Three three three. Four."  # character 19 is in the third
-    assert insert(text, [(1, "N!")]) == "N! " + text
-    assert insert(text, [(0, "A!"), (50, "B!"), (100, "C!")]) == "A! One. Two two. B! Three three three. Four. C!"
-    assert insert(text, [(50, "A!"), (50, "B!")]) == "One. Two two. A! B! Three three three. Four."
-    assert insert("", [(50, "N!")]) == "N!"
-    assert insert("word " * 3000, [(90, "N!")]).index("N!") == 13500  # nothing ends a sentence: between two words
+    assert hide(text, [(0, "N!")]).text == "N! " + text
+    assert hide(text, [(100, "N!")]).text == text + " N!"
+    assert hide(text, [(50, "N!")]).text == "One. Two two. N! Three three three. Four."  # character 19 is in the third
+    assert hide(text, [(1, "N!")]).text == "N! " + text
+    assert hide(text, [(0, "A!"), (50, "B!"), (100, "C!")]).text == "A! One. Two two. B! Three three three. Four. C!"
+    assert hide(text, [(50, "A!"), (50, "B!")]).text == "One. Two two. A! B! Three three three. Four."
+    assert hide("", [(50, "N!")]).text == "N!"
+    assert hide("word " * 3000, [(90, "N!")]).text.index("N!") == 13500  # nothing ends a sentence: between two words
 
 
 def test_a_haystack_begins_elsewhere_and_loses_nothing():
@@ -173,7 +173,7 @@ def test_scores():
         ({"after": "now"}, "task.after must hold {question} once"),
         ({"repeats": 0}, "task.repeats must be at least 1"),
         ({"sample": "shuffled", "limit": 3}, "task.sample must be first"),
-        ({"truncate": "middle"}, "task.truncate skip"),
+        ({"truncate": "middle"}, "task.truncate must be skip for needle"),
         ({"lengths": (100000,)}, "characters, which cannot be 100000 tokens: add text to it, or lower task.lengths"),
     ],
 )

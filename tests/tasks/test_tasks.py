@@ -15,8 +15,7 @@ from conftest import SHARED
 from rouge_score import rouge_scorer
 
 from kvexp.tasks import CNNDailyMail, Example, Stories, Task, XSum
-from kvexp.tasks.metrics import unimported
-from kvexp.tasks.rouge import TYPES, lines, rouge, sentences
+from kvexp.tasks.metrics import TYPES, lines, rouge, sentences, unimported
 from kvexp.util import ConfigError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -1,0 +1,794 @@
+"""How long a sweep takes on this machine and how much memory at most, from a few speeds that are measured first.
+
+    python -m experiments.studies.speed measure -m method=h2o,keyformer kv_ratio=0.2,0.5
+    python -m experiments.studies.speed plan -m method=h2o,keyformer kv_ratio=0.2,0.5
+
+`measure` loads the models of the command line, measures each for about 20 seconds on random tokens and keeps that in
+the cache folder; `plan` goes by what is kept there (of the same model, dtype, device, processor, number of threads,
+torch and NUMERICS), and by the estimate of `kvexp run --dry-run` where nothing is. Both print the plan of --dry-run
+with these times, and the peak of memory. Measure on a machine that does nothing else.
+
+A command is its start-up, the prefills, the decode steps of the answers and those of the forced texts. Runs that share
+prefills decode several prompts in the same steps, on a CPU in several processes (`kvexp.run.batches`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvexp import NUMERICS
+from kvexp.core import AttentionScoreSpec, Budget, CacheConfig
+from kvexp.core.backends import stackable_width
+from kvexp.generate import (
+    Forcing,
+    GenerationParams,
+    PrefilledContext,
+    decode_batches,
+    divergence_of_batches,
+    prefill_together,
+)
+from kvexp.hf.cache import bin_by_bytes
+from kvexp.hf.calibrate import write_whole
+from kvexp.hf.cpu_linear import MAX_MEMORY_SHARE
+from kvexp.hf.load import ModelSize, parse_dtype
+from kvexp.hf.patch import max_positions
+from kvexp.methods import A2SF, H2O, TOVA, Full, Keyformer, Window
+from kvexp.run.batches import MAX_DECODE_ROWS, MIN_UTILISATION
+from kvexp.run.limits import SHARE
+from kvexp.run.main import main as run_command
+from kvexp.run.model_spec import ModelSpec, load, prepare_for_fork, rows_alone
+from kvexp.run.plan import PlannedGroup, gigabytes, second_passes, seconds_of, slots_bytes, slots_of
+from kvexp.run.rows import environment
+from kvexp.run.settings import Settings
+from kvexp.run.workers import ForkPool, num_workers
+from kvexp.util import ConfigError, Session, available, cache_folder, say, watch_pipes
+
+if TYPE_CHECKING:
+    from kvexp.hf.load import Model
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print the plan of a command line of `kvexp run`, by measured speeds; returns the exit code."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] not in (["measure"], ["plan"]):
+        print(__doc__)
+        return 0 if words[:1] in (["-h"], ["--help"]) else 2
+    by_speed = BySpeed(process_age() if words[0] == "measure" else None)
+    before, sys.argv = sys.argv, ["run.py", "--dry-run", *words[1:]]
+    try:
+        run_command(Session(), by_speed)
+    except SystemExit as end:
+        by_speed.print_more()
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+
+
+@dataclass
+class BySpeed:
+    """The times of a plan's groups, by the kept speeds of their models.
+
+    started: seconds from the command's begin to here, for models that are to be measured first; None: none is.
+    """
+
+    started: float | None
+    known: dict[ModelSpec, KeptSpeed | None] = field(default_factory=dict)
+    peaks: list[int] = field(default_factory=list)
+
+    def __call__(self, group: PlannedGroup) -> tuple[float | None, str]:
+        """(seconds, where they are from) of a group."""
+        if group.shape is None:
+            return seconds_of(group)
+        known = self._speed(group.lead.model)
+        made = GroupPlan.of(group, group.shape)
+        if group.prefills:
+            self.peaks.append(made.peak(known.base_bytes if known else None).total)
+        return seconds_of(group) if known is None else (made.seconds(known), f"measured here on {known.date}")
+
+    def _speed(self, spec: ModelSpec) -> KeptSpeed | None:
+        if spec not in self.known:
+            place = surroundings(spec, environment()["device"])
+            if self.started is not None:
+                keep(place, measure(spec, self.started))
+            self.known[spec] = kept(place)
+        return self.known[spec]
+
+    def print_more(self) -> None:
+        """What a plan's table does not hold: the peak of memory, and the seconds before any model is loaded."""
+        if self.peaks:
+            say(f"peak of memory about {gigabytes(max(self.peaks))}")
+        starts = [known.start_s for known in self.known.values() if known is not None]
+        if starts and self.peaks:
+            say(f"the start of the command and loading the model take {max(starts):.0f} s beside")
+
+
+# The model of cost.
+
+
+def observes_prompt(spec: AttentionScoreSpec | None) -> bool:
+    """Whether this score looks at the attention of all of a prompt's rows, which costs time; of few rows costs none."""
+    return spec is not None and spec.last_rows is None and spec.decay == 1
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of the parts of a command, measured while so many processes did the same side by side.
+
+    prefill_s: of a prefill of one row whatever its length, per prompt token, and per prompt token squared.
+    score_s: per prompt token squared and score that observes the whole prompt (`observes_prompt`).
+    variant_s: per prompt token and variant: storing, choosing and copying its slots.
+    step_s: (rows, seconds) of a decode step whose rows hold no slots; rows ascending.
+    slot_s: per slot that a row holds and decode step, all layers and kv heads together.
+    forced_s: per row and step of a forced text, beyond the decode step: log-probabilities of the vocabulary.
+    """
+
+    processes: int
+    threads: int
+    prefill_s: tuple[float, float, float]
+    score_s: float
+    variant_s: float
+    step_s: tuple[tuple[float, float], ...]
+    slot_s: float
+    forced_s: float
+
+    def prefill(self, tokens: float, scores: int, variants: int) -> float:
+        """Seconds of the prefill of one prompt of so many tokens, whose rows so many scores observe."""
+        each, linear, square = self.prefill_s
+        square += scores * self.score_s
+        return each + (linear + variants * self.variant_s) * tokens + square * tokens**2
+
+    def step(self, rows: float, slots: float) -> float:
+        """Seconds of a decode step of so many rows that hold so many slots together.
+
+        Between the measured numbers of rows by straight lines, beyond the largest along the last of them.
+        """
+        (low, at_low), (high, at_high) = self.step_s[0], self.step_s[-1]
+        if rows > low and len(self.step_s) > 1:
+            pairs = [*pairwise(self.step_s)]
+            (low, at_low), (high, at_high) = next((pair for pair in pairs if rows <= pair[1][0]), pairs[-1])
+            at_low += (rows - low) * (at_high - at_low) / (high - low)
+        return at_low + slots * self.slot_s
+
+
+def prefill_coefficients(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """`Speed.prefill_s` of three measured prefills (tokens, seconds), shortest first; none is below 0.
+
+    The shortest is taken as what a forward costs whatever its length, so it should be of a few tokens.
+    """
+    (_, least), (short, at_short), (long, at_long) = points
+    x, y = max(0.0, at_short - least), max(0.0, at_long - least)
+    square = (y / long - x / short) / (long - short)
+    linear = x / short - square * short
+    if square < 0:
+        linear, square = y / long, 0.0
+    elif linear < 0:
+        linear, square = 0.0, y / long**2
+    return least, linear, square
+
+
+def observation_coefficients(
+    scores: int, observed: tuple[int, float], variants: int, stored: tuple[int, float]
+) -> tuple[float, float]:
+    """(`Speed.score_s`, `Speed.variant_s`) of two measured differences to a prefill without variants, none below 0.
+
+    observed: (tokens, seconds more) with one variant for each of so many scores; stored: the same with so many variants
+    that have the same scores.
+    """
+    (long, with_few), (short, with_many) = observed, stored
+    share = (short / long) ** 2
+    variant = max(0.0, with_many - share * with_few) / (variants * short - share * scores * long)
+    return max(0.0, with_few - scores * variant * long) / (scores * long**2), variant
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """What is left to do of runs that share prefills, or of one run.
+
+    prompts: that are read; prompt, new: mean tokens of a prompt, and of those that are fed for an answer or a text.
+    scores: that a prefill observes; variants: runs that evict. answers: rows that are generated; texts: rows that are
+    fed a text, the full cache's beside them included. slots, text_slots: mean number of slots that such a row holds.
+    groups: of prompts that are decoded in the same steps. second_passes: over each prompt, before it is evicted.
+    """
+
+    prompts: int
+    prompt: float
+    new: float
+    scores: int
+    variants: int
+    answers: int
+    texts: int
+    slots: float
+    text_slots: float
+    groups: int
+    second_passes: int = 0
+
+
+def work_seconds(speed: Speed, work: GroupWork) -> float:
+    """Seconds from the loaded model to the last row; processes share the groups of prompts as evenly as these go."""
+    if not work.prompts or not work.groups:
+        return 0.0
+    total = work.prompts * speed.prefill(work.prompt, work.scores, work.variants)
+    # The prompt behind itself: what twice the prompt takes beyond the prompt.
+    again = speed.prefill(2 * work.prompt, 0, 0) - speed.prefill(work.prompt, 0, 0)
+    total += work.prompts * work.second_passes * again
+    for rows, slots, more in ((work.answers, work.slots, 0.0), (work.texts, work.text_slots, speed.forced_s)):
+        each = rows / work.groups
+        total += work.groups * work.new * (speed.step(each, each * slots) + each * more) if rows else 0.0
+    return total * math.ceil(work.groups / speed.processes) / work.groups
+
+
+# The speeds measured on a machine, kept in the cache folder: a file per model and machine.
+
+FORMAT = 1  # of the file
+_NO_SPEED = ("chat", "tokenizer", "template_args", "strip_thinking")  # what of a model changes no speed
+
+
+@dataclass(frozen=True)
+class KeptSpeed:
+    """What was measured, and when.
+
+    speeds: for each number of processes that a sweep of this machine may use; start_s: seconds of a command until its
+    model is loaded; base_bytes: held by the process without the model; date: as YYYY-MM-DD.
+    """
+
+    speeds: tuple[Speed, ...]
+    start_s: float
+    base_bytes: int
+    date: str
+
+    def of(self, processes: int) -> Speed:
+        """The speed with so many processes, else with the nearest number that was measured."""
+        return min(self.speeds, key=lambda speed: abs(speed.processes - processes))
+
+
+def surroundings(spec: ModelSpec, device: str) -> dict[str, Any]:
+    """Everything a speed depends on: another model, dtype, device, number of threads, torch or kvexp is measured anew.
+
+    device: its name, as `kvexp.run.rows.environment` gives it.
+    """
+    model = {name: value for name, value in spec.identity().items() if name not in _NO_SPEED}
+    return {
+        "format": FORMAT,
+        "model": model,
+        "device": device,
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numerics": NUMERICS,
+    }
+
+
+def place_of(key: dict[str, Any]) -> Path:
+    """The file of these surroundings."""
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return cache_folder() / "speeds" / f"{name}.json"
+
+
+def keep(key: dict[str, Any], measured: KeptSpeed) -> Path:
+    """Write the file; returns its path. ConfigError where nothing can be written."""
+    return write_whole(place_of(key), json.dumps({"of": key, "measured": asdict(measured)}, default=str).encode())
+
+
+def kept(key: dict[str, Any]) -> KeptSpeed | None:
+    """What was measured in these surroundings; None where nothing was.
+
+    ConfigError for a file that does not hold what it should, such as one that was cut off.
+    """
+    place = place_of(key)
+    if not place.exists():
+        return None
+    try:
+        found = json.loads(place.read_text("utf-8"))
+        if found["of"] != json.loads(json.dumps(key, default=str)):
+            raise ValueError("it is of another model or machine")
+        return kept_of(found["measured"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{place} does not hold measured speeds ({type(error).__name__}: {error}): `measure` makes them again, or "
+            "remove the file and the time is estimated"
+        ) from error
+
+
+def kept_of(plain: dict[str, Any]) -> KeptSpeed:
+    """The speeds of a file's content; ValueError, KeyError or TypeError where it does not hold them."""
+
+    def speed(one: dict[str, Any]) -> Speed:
+        each, linear, square = map(_number, one["prefill_s"])
+        steps = tuple((_number(rows), _number(seconds)) for rows, seconds in one["step_s"])
+        rest = {name: _number(one[name]) for name in ("score_s", "variant_s", "slot_s", "forced_s")}
+        return Speed(int(one["processes"]), int(one["threads"]), (each, linear, square), step_s=steps, **rest)
+
+    speeds = tuple(map(speed, plain["speeds"]))
+    if not speeds or not all(speed.step_s for speed in speeds):
+        raise ValueError("it has no speeds")
+    return KeptSpeed(speeds, _number(plain["start_s"]), int(plain["base_bytes"]), str(plain["date"]))
+
+
+def _number(value: Any) -> float:
+    made = float(value)
+    if not 0 <= made < float("inf"):
+        raise ValueError(f"{value!r} is no duration")
+    return made
+
+
+def _processor() -> str:
+    """The processor's name; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+# Measuring a model.
+
+TABLES_BYTES = 75 << 20  # of the libraries that only the tables at the end bring in
+SECONDS = 20.0  # aimed at; a model whose shortest prompts take long takes longer
+FEW, SHORT = 8, 64  # tokens of the shortest prompts
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+# Shares of the time that one prefill of the middle and of the longest length may take.
+MIDDLE_SHARE, LONGEST_SHARE = 0.09, 0.17
+OBSERVING = (H2O(), Keyformer())  # each by a score of its own
+RATIOS = (0.2, 0.5, 0.7, 0.9)
+# Twice twenty variants, as in a sweep over methods and budgets of two prompts.
+VARIANTS = tuple(
+    CacheConfig(method, Budget(kv_ratio=ratio))
+    for _ in range(2)
+    for method in (*OBSERVING, A2SF(), TOVA(), Window())
+    for ratio in RATIOS
+)
+ROWS = (1, 8, len(VARIANTS))  # of the decode steps
+FORCED_ROWS = 8  # of which the first is the full cache
+STEPS = 4  # that are timed of a decode; one more comes first
+
+
+def measure(spec: ModelSpec, started: float) -> KeptSpeed:
+    """Load the model and measure it, in one process and in as many as a shared sweep would fork, where these are more.
+
+    started: seconds from the command's begin to here, as far as every command has them. ConfigError for a model that
+    holds no prompt of SHORT tokens and the steps behind it.
+    """
+    base, now = resident_bytes() + TABLES_BYTES, time.perf_counter()
+    model, _ = load(spec)
+    start_s = started + time.perf_counter() - now
+    room = max_positions(model.config) - STEPS - 2
+    if room < SHORT:
+        raise ConfigError(f"{spec.path or spec.family} holds {room} tokens; measuring it takes prompts of {SHORT}")
+    prepare_for_fork(model)
+    several = num_workers(model)
+    sizes = (several, 1) if several > 1 else (1,)
+    speeds = tuple(_of_processes(model, size, SECONDS / len(sizes), room) for size in sizes)
+    return KeptSpeed(speeds, start_s, base, datetime.date.today().isoformat())
+
+
+def process_age() -> float:
+    """Seconds since this process began; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return max(0.0, uptime - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory; 0 where the system does not tell."""
+    try:
+        found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
+
+
+def _of_processes(model: Model, size: int, seconds: float, room: int) -> Speed:
+    """The mean of what so many processes measure at the same time."""
+
+    def task(_: int) -> Iterator[dict[str, Any]]:
+        yield asdict(_Measurement(model, seconds, room).speed(size))
+
+    with ForkPool(size, task) as pool:
+        found = list(pool.imap(list(range(size))))
+    if not found:
+        raise ConfigError("the processes that measured the model ended before they had: is there memory for them?")
+    return _mean([Speed(**one) for one in found])
+
+
+def _mean(speeds: Sequence[Speed]) -> Speed:
+    """Number by number."""
+
+    def mean(rows: Sequence[Sequence[float]]) -> list[float]:
+        return [fmean(column) for column in zip(*rows, strict=True)]
+
+    first = speeds[0]
+    each, linear, square = mean([speed.prefill_s for speed in speeds])
+    rows = [row for row, _ in first.step_s]
+    steps = mean([[seconds for _, seconds in speed.step_s] for speed in speeds])
+    return Speed(
+        first.processes,
+        first.threads,
+        (each, linear, square),
+        fmean(speed.score_s for speed in speeds),
+        fmean(speed.variant_s for speed in speeds),
+        tuple(zip(rows, steps, strict=True)),
+        fmean(speed.slot_s for speed in speeds),
+        fmean(speed.forced_s for speed in speeds),
+    )
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """One process's measurement. seconds: it may take; room: tokens of the longest prompt."""
+
+    model: Model
+    seconds: float
+    room: int
+
+    def speed(self, processes: int) -> Speed:
+        observing = [CacheConfig(method, Budget(kv_ratio=0.5)) for method in OBSERVING]
+        self._prefill(SHORT, observing)  # warms up, and draws the noise that a process draws once
+        short, _ = self._prefill(SHORT, ())
+        middle = self._length(short, MIDDLE_SHARE, SHORT)
+        longest = self._length(short, LONGEST_SHARE, min(2 * middle, self.room))
+        least, _ = self._prefill(FEW, ())
+        plain, _ = self._prefill(middle, ())
+        at_longest, _ = self._prefill(longest, ())
+        observed, _ = self._prefill(longest, observing)
+        together, (_, *big) = self._prefill(middle, VARIANTS)
+        score, variant = observation_coefficients(
+            len(OBSERVING), (longest, observed - at_longest), len(VARIANTS), (middle, together - plain)
+        )
+        _, (full, *small) = self._prefill(SHORT, VARIANTS)
+        small_slots, big_slots = _slots(small), _slots(big)
+        at_small = [self._step([one.fork([0]) for one in small[:rows]]) for rows in ROWS]
+        forced = max(0.0, self._forced(full, small) - at_small[ROWS.index(FORCED_ROWS)]) / FORCED_ROWS
+        slot = max(0.0, self._step(big) - at_small[-1]) / max(1, sum(big_slots) - sum(small_slots))
+        steps = tuple(
+            (float(rows), max(0.0, taken - slot * sum(small_slots[:rows])))
+            for rows, taken in zip(ROWS, at_small, strict=True)
+        )
+        coefficients = prefill_coefficients([(FEW, least), (middle, plain), (longest, at_longest)])
+        return Speed(processes, torch.get_num_threads(), coefficients, score, variant, steps, slot, forced)
+
+    def _length(self, short: float, share: float, least: int) -> int:
+        """The longest prompt whose prefill is within the share of the time, from `least` to what the model holds."""
+        tokens = self.seconds * share / short * SHORT
+        fitting = [length for length in LENGTHS if length <= min(tokens, self.room)]
+        return max([least, *fitting])
+
+    def _prefill(self, tokens: int, variants: Sequence[CacheConfig]) -> tuple[float, list[PrefilledContext]]:
+        """(seconds, the contexts of the full cache and of the variants) of a prompt of random tokens."""
+        draws = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(1, self.model.get_input_embeddings().num_embeddings, (1, tokens), generator=draws).tolist()
+        configs = [CacheConfig(Full()), *variants]
+        made = prefill_together(self.model, ids, configs, max_new_tokens=STEPS + 2)
+        return made[0].seconds, made
+
+    def _step(self, contexts: Sequence[PrefilledContext]) -> float:
+        """Seconds of a decode step after the first, in which caches are put together."""
+        decoding = GenerationParams(STEPS + 2, eos=None)
+        made = decode_batches(self.model, [contexts], decoding, [[0]], None, start=0.0)[0][0].timing
+        return (made.ttft_s + (STEPS + 1) * made.tpot_s - made.tt2t_s) / STEPS
+
+    def _forced(self, full: PrefilledContext, variants: Sequence[PrefilledContext]) -> float:
+        """Seconds of a step of a forced text of FORCED_ROWS rows, after the first."""
+        taken = []
+        for tokens in (2, STEPS + 2):  # the last is not fed
+            reference, *others = (one.fork([0]) for one in (full, *variants[: FORCED_ROWS - 1]))
+            start = time.perf_counter()
+            divergence_of_batches(self.model, [Forcing(reference, others, [[1] * tokens])])
+            taken.append(time.perf_counter() - start)
+        return (taken[1] - taken[0]) / STEPS
+
+
+def _slots(contexts: Sequence[PrefilledContext]) -> list[int]:
+    """Slots per kv head and layer that each context holds."""
+    return [max(layer.state.require_slots().length for layer in context.cache.layers) for context in contexts]
+
+
+# Memory.
+
+BASE_BYTES = 450 << 20  # a process without its model: Python and libraries; measured with torch 2.13 on Linux
+# Of a forward over a prompt, in widths of the model and per token: its widest layer, and what malloc keeps of it
+# (SmolLM2-135M, 512 and 1024 tokens).
+ACTIVATION_WIDTHS = 25
+# Share of the bytes of the stacked caches (`kvexp.core.decode_stack`) that comes new from the system. What is freed
+# layer by layer is hardly used again: malloc keeps it in pieces. Answers; texts, which come after them (SmolLM2-135M,
+# 20 variants on 512 and 1024 tokens).
+ANSWERS_STACKED, TEXTS_STACKED = 1.0, 0.7
+LOGITS_COPIES = 4  # of a step's logits: processed, as log-probabilities, compared
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes at the peak. base: of the process; packed: copies of linear layers' weights; caches: of all runs and
+    texts; working: what prefill and decode steps hold beside."""
+
+    base: int
+    weights: int
+    packed: int
+    caches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.base + self.weights + self.packed + self.caches + self.working
+
+
+@dataclass(frozen=True)
+class HeldCaches:
+    """What the runs of a group hold of one batch of prompts.
+
+    slots: of every run, all its rows and kv heads alike; sizes: bytes of them in all layers, in as many bits as the run
+    stores them; stacks: whether its rows join others in a decode step. kinds: of texts that are forced; answers:
+    whether answers are generated too. token: bytes of a slot of a model's dtype in all layers; layers: their number.
+    """
+
+    slots: Sequence[int]
+    sizes: Sequence[int]
+    stacks: Sequence[bool]
+    kinds: int
+    answers: bool
+    token: int
+    layers: int
+
+    @property
+    def copies(self) -> int:
+        """How often every cache is held, answers and texts counted apart."""
+        return max(1, self.kinds + self.answers)
+
+    @property
+    def bytes(self) -> int:
+        """Of all runs' caches, once."""
+        return sum(self.sizes)
+
+    @property
+    def stacked_bytes(self) -> int:
+        """Of the buffers in which the caches take a step together: each as wide as the widest of its stack."""
+        widths = {place: slots for place, (slots, on) in enumerate(zip(self.slots, self.stacks, strict=True)) if on}
+        layer = self.token // self.layers
+        stacks = bin_by_bytes({place: (width, width * layer) for place, width in widths.items()})
+        several = [[widths[place] for place in stack] for stack in stacks if len(stack) > 1]
+        return sum(max(stack) * len(stack) for stack in several) * self.token
+
+    def peak(self, batches: int) -> int:
+        """Bytes once so many batches are read and all their caches, for answers and for texts, have taken a step.
+
+        Copies share keys and values with what they are of until a step stacks them, or for those that no stack takes,
+        until it adds a token.
+        """
+        taken = (ANSWERS_STACKED if self.answers else 0) + TEXTS_STACKED * self.kinds
+        if not self.answers and self.kinds:  # the first to be stacked
+            taken += ANSWERS_STACKED - TEXTS_STACKED
+        alone = sum(size for size, on in zip(self.sizes, self.stacks, strict=True) if not on)
+        return batches * (self.bytes + (self.copies - 1) * alone + int(taken * self.stacked_bytes))
+
+
+def working_bytes(shape: ModelSize, prompt: int, rows: int, itemsize: int) -> int:
+    """Of a prefill of so many tokens (batch included), or of a decode step of so many rows, whichever is more.
+
+    itemsize: bytes of a number in the model's dtype.
+    """
+    return max(ACTIVATION_WIDTHS * shape.width * prompt * itemsize, LOGITS_COPIES * rows * shape.vocabulary * 4)
+
+
+def width_of(slots: int, device: str) -> int:
+    """Slots that a cache of a run takes on this kind of device."""
+    return stackable_width(slots, torch.device(device))
+
+
+# What a group of runs takes: its prompts arranged as `kvexp.run.batches` will arrange them.
+
+
+@dataclass(frozen=True)
+class RunWork:
+    """What one run lacks. answers: rows; texts: by kind, those it has still to be forced."""
+
+    settings: Settings
+    answers: int
+    texts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Runs that share prefills (or one run) on prompts of so many tokens, with so many new ones each.
+
+    prompts: that lack anything; shared: whether several runs share prefills; free: bytes of memory that are there
+    beside the weights; threads: processes that a shared sweep may fork.
+    """
+
+    runs: Sequence[RunWork]
+    shape: ModelSize
+    prompts: int
+    prompt: float
+    new: float
+    shared: bool
+    free: int
+    threads: int
+
+    @classmethod
+    def of(cls, group: PlannedGroup, shape: ModelSize) -> GroupPlan:
+        """The plan of a group on this machine, as free as it is now."""
+        spec, work = group.lead.model, group.work
+        free = int(torch.cuda.mem_get_info()[0]) if spec.resolved_device().startswith("cuda") else available()
+        return cls(
+            [RunWork(run.settings, run.left, run.forced) for run in group.runs],
+            shape,
+            group.prefills,
+            work.prompt_tokens,
+            work.new_tokens,
+            shared=len(group.runs) > 1,
+            free=max(0, free - shape.weight_bytes(spec.dtype)),
+            threads=torch.get_num_threads(),
+        )
+
+    @property
+    def lead(self) -> Settings:
+        return self.runs[0].settings
+
+    @property
+    def device(self) -> str:
+        return self.lead.model.resolved_device().partition(":")[0]
+
+    @property
+    def batches(self) -> int:
+        return math.ceil(self.prompts / self.lead.batch_size)
+
+    @property
+    def active(self) -> list[RunWork]:
+        """The runs that lack anything."""
+        return [run for run in self.runs if run.answers or any(run.texts.values())]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of texts that are forced."""
+        return sorted({kind for run in self.runs for kind, count in run.texts.items() if count})
+
+    @property
+    def packed(self) -> int:
+        """Bytes of the copies of linear layers' weights."""
+        model = self.lead.model
+        packs = model.pack_linear and (self.device, model.dtype) == ("cpu", "float32")
+        return min(4 * self.shape.linear, int(MAX_MEMORY_SHARE * self.free)) if packs else 0
+
+    def held(self) -> HeldCaches:
+        """The caches of one batch; with a full cache's beside them where texts are forced."""
+        runs = [run.settings for run in self.active]
+        if self.kinds and not any(settings.is_baseline for settings in runs):
+            runs.append(runs[0].baseline())
+        rows = self.lead.batch_size * self.lead.decoding.num_beams
+        stacks = [settings.cache.stacks for settings in runs]
+        held = [slots_of(settings, self.prompt) for settings in runs]
+        widths = [width_of(slots, self.device) if on else slots for slots, on in zip(held, stacks, strict=True)]
+        return HeldCaches(
+            [rows * width for width in widths],
+            [rows * slots_bytes(self.shape, each, width) for each, width in zip(runs, widths, strict=True)],
+            stacks,
+            len(self.kinds),
+            any(run.answers for run in self.runs),
+            self.shape.token_bytes(self.lead.model.dtype),
+            self.shape.layers,
+        )
+
+    def arrangement(self) -> Arrangement:
+        """How `kvexp.run.batches` will take the batches, if memory is then as free as now."""
+        if not (self.shared or self.kinds):
+            return Arrangement(1, self.batches, 1)
+        members, held = len(self.active), self.held()
+        prompt_bytes = int(self.prompt) * self.lead.batch_size * held.token
+        need, room = held.copies * held.bytes + prompt_bytes, (self.free - self.packed) * SHARE
+        limited = self.lead.timeout_s is not None
+        several = self.threads if self.device == "cpu" and sys.platform == "linux" and not limited else 1
+        if math.ceil(self.batches / several) * several > MIN_UTILISATION * self.batches or need > room / several:
+            several = 1
+        most = (
+            1 if limited or rows_alone(self.lead.model) else max(1, MAX_DECODE_ROWS // (members * self.lead.batch_size))
+        )
+        groups = min(self.batches, several * math.ceil(self.batches / (several * most)))
+        if math.ceil(self.batches / groups) * need > room / several:
+            groups = self.batches
+        parts = 1 if need <= room / several else math.ceil((need - prompt_bytes) / max(1.0, room - prompt_bytes))
+        return Arrangement(several, groups, min(parts, members))
+
+    def parts(self) -> list[GroupPlan]:
+        """What is done in turn: a run alone makes its answers, then reads its prompts anew for its texts."""
+        if self.shared:
+            return [self]
+        (run,) = self.runs
+        answers = replace(self, runs=[replace(run, texts={})], prompts=run.answers)
+        texts = replace(self, runs=[replace(run, answers=0)], prompts=max(run.texts.values(), default=0))
+        return [part for part in (answers, texts) if part.prompts]
+
+    def peak(self, base: int | None = None) -> PeakMemory:
+        """Bytes held at the peak by all processes; base: as measured, None: as it was elsewhere."""
+        model = self.lead.model
+        process = (BASE_BYTES if base is None else base) if self.device == "cpu" else 0
+        held = [part._held_at_peak() for part in self.parts()]
+        caches, working = max(held, key=sum, default=(0, 0))
+        return PeakMemory(process, self.shape.weight_bytes(model.dtype), self.packed, caches, working)
+
+    def _held_at_peak(self) -> tuple[int, int]:
+        """Bytes of (caches, what prefill and decode steps hold beside), of all processes."""
+        here, held, lead = self.arrangement(), self.held(), self.lead
+        together = math.ceil(self.batches / here.groups)
+        caches = math.ceil(held.peak(together) / here.parts)
+        rows = together * len(held.slots) * lead.batch_size * lead.decoding.num_beams
+        itemsize = parse_dtype(lead.model.dtype).itemsize
+        working = working_bytes(self.shape, int(self.prompt) * lead.batch_size, rows, itemsize)
+        return here.processes * caches, here.processes * working
+
+    def seconds(self, known: KeptSpeed) -> float:
+        """From the loaded model to the last row."""
+        return sum(
+            work_seconds(known.of(here.processes), part._work(here))
+            for part, here in ((part, part.arrangement()) for part in self.parts())
+        )
+
+    def _work(self, here: Arrangement) -> GroupWork:
+        runs = [run.settings for run in self.active]
+        specs = [spec for settings in runs if (spec := settings.method.score_spec) is not None]
+        scores = {spec.sums_key for spec in specs if observes_prompt(spec)}  # runs of equal sums share them
+        beams = self.lead.decoding.num_beams
+        answered = [(run.settings, run.answers * beams) for run in self.active]
+        forced = [(run.settings, sum(run.texts.values())) for run in self.active]
+        if self.kinds:  # the full cache's own rows beside them
+            most = sum(max(run.texts.get(kind, 0) for run in self.runs) for kind in self.kinds)
+            forced.append((self.lead.baseline(), most))
+        return GroupWork(
+            prompts=self.prompts * self._prefills(here),
+            prompt=self.prompt,
+            new=self.new,
+            scores=len(scores),
+            variants=math.ceil(sum(not settings.is_baseline for settings in runs) / here.parts),
+            answers=sum(count for _, count in answered),
+            texts=sum(count for _, count in forced),
+            slots=self._mean_slots(answered),
+            text_slots=self._mean_slots(forced),
+            groups=here.groups * here.parts,
+            second_passes=second_passes(runs),
+        )
+
+    def _prefills(self, here: Arrangement) -> int:
+        """How often a prompt is read: once for all runs of a part, once more for each that evicts between chunks."""
+        own = sum(run.settings.cache.bounded_chunk is not None for run in self.active)
+        together = here.parts if own < len(self.active) or self.kinds else 0
+        return together + own
+
+    def _mean_slots(self, rows: Sequence[tuple[Settings, int]]) -> float:
+        """Slots that a row holds, in the middle of its answer; rows: how many of each run."""
+        total = sum(count for _, count in rows)
+        return sum(count * self._slots(settings) for settings, count in rows) / total if total else 0.0
+
+    def _slots(self, settings: Settings) -> float:
+        """Of a run: all tokens but half the new ones where it evicts nothing."""
+        held = slots_of(settings, self.prompt)
+        return held - self.new / 2 if held >= int(self.prompt) + self.new else held
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """processes: that share the batches; groups: of batches that decode in the same steps; parts: into which the runs
+    of a batch are split where memory does not hold all of them, each with a prefill of its own."""
+
+    processes: int
+    groups: int
+    parts: int
+
+
+if __name__ == "__main__":
+    watch_pipes()
+    sys.exit(main())

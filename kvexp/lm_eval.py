@@ -1,0 +1,601 @@
+"""lm-eval's requests answered with a cache that evicts: log-likelihoods and texts, under one of two protocols.
+
+`prefill_then_step`: a context is prefilled and evicted once, then forked for what follows it. `row_mask`: one forward
+over context and continuation, each row under its own mask (the papers' lm-eval). Importing this module imports no
+lm-eval.
+
+`kvexp lm-eval` is lm-eval's command line with the model kvexp; task=lm_eval writes the same numbers as rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvexp.core import Budget, CacheConfig, Method, Noise
+from kvexp.core.budget import floor_share
+from kvexp.core.budget_resolution import check_budget, may_evict
+from kvexp.core.row_mask import MaskedLayer, MaskFn, causal_probs, global_mask, ideal_mask, local_mask, window_mask
+from kvexp.generate import (
+    EvictionStats,
+    Generation,
+    GenerationParams,
+    PrefilledContext,
+    Token,
+    can_score_in_one_forward,
+    generate,
+    prefill,
+    receipts,
+    score_tokens,
+)
+from kvexp.generate.inputs import rows_that_fit
+from kvexp.generate.loglikelihood import score_step
+from kvexp.hf import RowMaskCache
+from kvexp.hf.chat_template import Thinking
+from kvexp.hf.moving_rope import MovingRope
+from kvexp.hf.patch import check_positions, max_positions, num_layers
+from kvexp.hf.second_pass import check_second_pass
+from kvexp.methods import A2SF, H2O, Full, Ideal, KeyAttention, Keyformer, KeyformerA2SF, Window
+from kvexp.tasks.lm_eval import Protocol
+from kvexp.util import ConfigError
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The log-probability of `continuation` after context and question; lists of ids as tuples.
+
+    group: asks of one group are compared with each other, so they share the length that tau schedules go by: that of
+    the longest, question included. seed: of noise inside methods. whole: a text alone, of which a ratio is taken whole.
+    base: tokens that ratios are of under the row mask (0: the ask's own). cut: tokens lost on the left.
+    """
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+    question: tuple[int, ...] = ()
+    group: Hashable = None
+    seed: int = 0
+    whole: bool = False
+    base: int = 0
+    cut: int = 0
+
+    @property
+    def ahead(self) -> int:
+        """Tokens to come after the prefill."""
+        return len(self.question) + len(self.continuation)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Context, question and continuation."""
+        return (*self.context, *self.question, *self.continuation)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A measured `Ask`: tokens of the continuation; what eviction did; seconds of its prefill."""
+
+    tokens: list[Token]
+    receipt: EvictionStats
+    prefill_s: float
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the continuation, in nats."""
+        return float(sum(token.logprob for token in self.tokens))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether greedy decoding would have given exactly this."""
+        return all(token.is_greedy for token in self.tokens)
+
+
+def fitted(ask: Ask, holds: int) -> Ask | None:
+    """The ask with its left end cut so that `holds` positions do; the last token is fed to nobody. None: it cannot."""
+    over = len(ask.ids) - 1 - holds
+    if over <= 0:
+        return ask
+    return replace(ask, context=ask.context[over:], cut=over) if over < len(ask.context) else None
+
+
+def padded(asks: Sequence[Ask], batch: int, whole_text: bool) -> list[Ask]:
+    """The asks with the length of their batch as base: longest first, `batch` at a time, padded to the longest.
+
+    What lm-eval 0.4.0 fed a model, except that batches hold one task. Whatever an ask's batch, its own logits are
+    causal; only its budget comes to depend on the neighbours.
+    """
+    order = sorted(range(len(asks)), key=lambda i: (-len(asks[i].ids), asks[i].ids))
+    made = list(asks)
+    for place, index in enumerate(order):
+        longest = len(asks[order[place - place % batch]].ids)
+        made[index] = replace(asks[index], base=longest - (not whole_text))
+    return made
+
+
+Ids = list[int]
+
+
+class Encoder:
+    """Texts to token ids, exactly as lm-eval makes them of Hugging Face models.
+
+    add_bos: whether a start token goes in front (None: as the tokenizer does by itself). Facts of lm-eval 0.4.13: white
+    space at a context's end moves to the continuation; the continuation's ids are what the whole text has beyond the
+    context's number of ids; an empty context is the start (or else the end) token; a text that already begins with the
+    start token gets no second one.
+    """
+
+    def __init__(self, tokenizer: Any, add_bos: bool | None = None) -> None:
+        self.tokenizer, self.add_bos = tokenizer, add_bos
+        start = tokenizer.bos_token_id
+        self.prefix: int | None = tokenizer.eos_token_id if start is None else start
+
+    def text(self, words: str, special: bool | None = None) -> Ids:
+        """Ids of a text; special: with the tokenizer's special tokens or without (None: as `add_bos` says)."""
+        if special is None:
+            begins = self.prefix is not None and words.startswith(self.tokenizer.decode(self.prefix))
+            special = False if begins else self.add_bos
+        options = {} if special is None else {"add_special_tokens": special}
+        ids: Ids = self.tokenizer(words, verbose=False, **options).input_ids
+        return ids
+
+    def pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
+        """(context, continuation) of a log-likelihood; neither is empty."""
+        if context == "":
+            ids = self.text(continuation, special=False)
+            made = (ids[:1], ids[1:]) if ids[:1] == [self.start()] else ([self.start()], ids)
+        else:
+            kept = context.rstrip()
+            whole, before = self.text(context + continuation), self.text(kept)
+            made = (before, whole[len(before) :])
+        if not made[0] or not made[1]:
+            raise ConfigError(
+                f"there is nothing to judge in {continuation!r} after {context[-40:]!r}: no token is left"
+            )
+        return made
+
+    def triple(self, context: str, question: str, continuation: str) -> tuple[Ids, Ids, Ids]:
+        """(context, question, continuation): the ids of the pair (context + question, continuation), parted in two."""
+        whole, rest = self.pair(context + question, continuation)
+        return (*self.part(whole, context), rest) if question else (whole, [], rest)
+
+    def ask(self, context: str, question: str, continuation: str, holds: int) -> Ask | None:
+        """The texts as an `Ask` that `holds` positions can take; None where they cannot."""
+        before, asked, after = self.triple(context, question, continuation)
+        return fitted(Ask(tuple(before), tuple(after), tuple(asked)), holds)
+
+    def part(self, whole: Ids, context: str) -> tuple[Ids, Ids]:
+        """Ids of context + question, parted where the context ends; a token across the border is the question's."""
+        alone = self.text(context)
+        differ = (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b)
+        same = min(next(differ, len(alone)), len(whole) - 1)
+        if same < 1:
+            raise ConfigError(f"no token of the context {context[-40:]!r} is left before the question")
+        return whole[:same], whole[same:]
+
+    def start(self) -> int:
+        """The token that stands for an empty context."""
+        if self.prefix is None:
+            raise ConfigError("this tokenizer has no start and no end token, so nothing can stand for an empty context")
+        return self.prefix
+
+
+@dataclass(frozen=True)
+class Stepwise:
+    """The protocol prefill_then_step: a model and its tokenizer, what its caches do, and the most rows of a forward."""
+
+    model: Any
+    cache: CacheConfig
+    batch_size: int
+    tokenizer: Any = None
+
+    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
+        """One per ask, in order: what it would be alone, whatever is measured beside it.
+
+        Asks of equal context and seed share a prefill. Of a text alone a ratio is a share of the whole text, for its
+        context is the start token.
+        """
+        made: dict[int, Judged] = {}
+        ahead = _ahead(asks)
+        for whole, places in self._alike(asks, ahead):
+            contexts: dict[Any, list[int]] = defaultdict(list)
+            for place in places:
+                contexts[asks[place].seed, asks[place].context].append(place)
+            keys = list(contexts)
+            for start in range(0, len(keys), self.batch_size):
+                some = keys[start : start + self.batch_size]
+                rows = [(row, place) for row, key in enumerate(some) for place in contexts[key]]
+                longest = max(ahead[place] for _, place in rows)
+                cache = of_whole(self.cache) if whole else self.cache
+                seeds, prompts = [seed for seed, _ in some], [ids for _, ids in some]
+                context = prefill(
+                    self.model, prompts, cache, max_new_tokens=longest, seeds=seeds, tokenizer=self.tokenizer
+                )
+                made |= self._judge(asks, context, rows, longest)
+        return [made[place] for place in range(len(asks))]
+
+    def _alike(self, asks: Sequence[Ask], ahead: Sequence[int]) -> Iterator[tuple[bool, list[int]]]:
+        """(whole, places): asks that one cache can serve; schedules and budgets that look ahead must end together."""
+        spec, budget = self.cache.method.score_spec, self.cache.budget
+        scheduled = (spec is not None and spec.tau[0] != spec.tau[1]) or (
+            budget is not None and budget.of == "sequence"
+        )
+        parts: dict[Any, list[int]] = defaultdict(list)
+        for place, ask in enumerate(asks):
+            parts[ask.whole, ahead[place] if scheduled or ask.whole else None].append(place)
+        for (whole, _), places in parts.items():
+            yield whole, places
+
+    def _judge(
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]], ahead: int
+    ) -> dict[int, Judged]:
+        """rows: (row of the context, place of the ask); ahead: tokens the context expects."""
+        made, moves = {}, MovingRope.of(self.model.config) is not None
+        once = [row for row, _ in rows] == list(range(len(context.ids)))
+        for some in self._together(asks, context, rows):
+            forks = context if once and len(some) == len(rows) else context.fork([row for row, _ in some])
+            tokens = score_tokens(
+                self.model,
+                forks,
+                [asks[place].continuation for _, place in some],
+                [asks[place].question for _, place in some],
+                max_new_tokens=ahead,
+                one_forward=can_score_in_one_forward(forks.cache.config) and not moves,
+            )
+            for (_, place), judgement, receipt in zip(some, tokens, receipts(forks.cache), strict=True):
+                made[place] = Judged(judgement, receipt, context.seconds)
+        return made
+
+    def _together(
+        self, asks: Sequence[Ask], context: PrefilledContext, rows: Sequence[tuple[int, int]]
+    ) -> Iterator[Sequence[tuple[int, int]]]:
+        """The rows in groups of at most batch_size that the model holds together."""
+        lengths, endless = context.lengths, context.cache.sequence.max_positions is None
+        for start in range(0, len(rows), self.batch_size):
+            some = rows[start : start + self.batch_size]
+            ahead = [asks[place].ahead for _, place in some]
+            for size in rows_that_fit(self.model, [lengths[row] for row, _ in some], ahead, endless):
+                yield some[:size]
+                some = some[size:]
+
+
+def of_whole(cache: CacheConfig) -> CacheConfig:
+    """The same for a text alone, whose context is the start token: a ratio is of the whole text."""
+    if cache.budget is None or cache.budget.kv_ratio is None:
+        return cache
+    return dataclasses.replace(cache, budget=dataclasses.replace(cache.budget, of="sequence"))
+
+
+def _ahead(asks: Sequence[Ask]) -> list[int]:
+    """Tokens to come after each ask's prefill as schedules see it: those of the longest ask of its group."""
+    groups = [place if ask.group is None else (ask.group,) for place, ask in enumerate(asks)]
+    longest: dict[Any, int] = defaultdict(int)
+    for group, ask in zip(groups, asks, strict=True):
+        longest[group] = max(longest[group], ask.ahead)
+    return [longest[group] for group in groups]
+
+
+# The protocol row_mask. Which mask a method stands for, and how a kv_ratio becomes its two numbers, follows each
+# paper's own script.
+
+
+KNOWN = (Full, Window, H2O, KeyAttention, Keyformer, KeyformerA2SF, A2SF, Ideal)
+# Settings of a method that a mask of one forward cannot have: they must be as the class has them.
+IDLE: dict[type, tuple[str, ...]] = {
+    H2O: ("impl", "score_batch"),
+    Keyformer: ("score_scope", "key_window", "score_batch"),
+    KeyformerA2SF: ("score_scope", "key_window", "score_batch"),
+    A2SF: ("score_source",),
+}
+
+
+def check_row_mask(cache: CacheConfig, mask: str) -> None:
+    """ConfigError for what has no meaning in one masked forward; mask: local or global."""
+    method, budget = cache.method, cache.budget
+    if type(method) not in KNOWN:
+        raise ConfigError(
+            f"protocol=row_mask has no mask for method {method.name}; it has for "
+            f"{', '.join(cls.name for cls in KNOWN)}. Use protocol=prefill_then_step"
+        )
+    if mask == "global" and not isinstance(method, H2O | Full):
+        raise ConfigError(f"mask=global is H2O's alone (its LLaMA script), not for method {method.name}")
+    for name in IDLE.get(type(method), ()):
+        own = type(method).__dataclass_fields__[name].default
+        if getattr(method, name) != own:
+            raise ConfigError(
+                f"method.{name}={getattr(method, name)} means nothing under protocol=row_mask: leave it at {own}"
+            )
+    plain = budget is None or (
+        budget.of == "prompt" and budget.counts_self and not budget.pyramid and not budget.layers
+    )
+    if not plain or (budget is not None and budget.shares_heads):
+        raise ConfigError(
+            "protocol=row_mask takes kv_ratio (or tokens) and nothing else of a budget: leave of, counts_self, "
+            "pyramid, layers, heads and threshold alone"
+        )
+    if not cache.select.plain:
+        raise ConfigError("protocol=row_mask masks by the method's own priorities: leave the group select alone")
+    if method.evicts and (not cache.cadence.at_prefill or cache.cadence.every != 1):
+        raise ConfigError("protocol=row_mask masks every row: leave cache.evict_at_prefill and cache.evict_every alone")
+    if cache.quantization is not None:
+        raise ConfigError("protocol=row_mask is one forward of plain keys and values: set cache.bits=16")
+    if cache.renumbered:
+        raise ConfigError("protocol=row_mask keeps original positions: set cache.positions=original")
+
+
+def mask_fn_of(
+    method: Method, budget: Budget | None, mask: str, length: int, *, seed: int, dtype: torch.dtype = torch.float32
+) -> MaskFn:
+    """The mask of a request that counts `length` tokens for its budget; seed: of Keyformer's noise.
+
+    H2O floors heavy and recent each (its heavy_ratio and recent_ratio); Keyformer floors the budget, then the recent
+    part of it, and keeps tau at tau_init; A2SF and key attention have no window; Local (Window) is the recent band
+    alone. All bands let the row's own token in besides, as the scripts do.
+    """
+    if isinstance(method, Full):
+        return lambda x, layer: window_mask(x.shape[-1], x.shape[-1], x.device).expand_as(x)
+    assert budget is not None
+    whole = budget.tokens if budget.tokens is not None else floor_share(budget.kv_ratio or 0, length)
+    if isinstance(method, Ideal):
+        return lambda x, layer: ideal_mask(x, max(whole, 1))
+    if isinstance(method, Window):
+        return lambda x, layer: local_mask(x, 0, whole, dtype=dtype)
+    if isinstance(method, H2O):
+        heavy, recent = _floor_each(budget, method.recent_ratio, length)
+        if mask == "global":
+            return lambda x, layer: global_mask(x, heavy, recent)
+        return lambda x, layer: local_mask(x, heavy, recent, dtype=dtype)
+    recent = method.protect_recent if isinstance(method, A2SF) else method.recent(whole)
+    decay = method.alpha if isinstance(method, A2SF | KeyformerA2SF) else 1.0
+    noise = _noise_of(method)
+    if noise is None:
+        return lambda x, layer: local_mask(x, max(whole - recent, 0), recent, decay=decay, dtype=dtype)
+    tau, zeta = noise
+
+    def mask_fn(x: Tensor, layer: int) -> Tensor:
+        scores = causal_probs(x, None if zeta is None else draw(zeta, x, seed, layer), tau)
+        return local_mask(x, max(whole - recent, 0), recent, decay=decay, scores=scores, dtype=dtype)
+
+    return mask_fn
+
+
+def _noise_of(method: Method) -> tuple[float, Noise | None] | None:
+    """(tau, noise) of Keyformer's scores, None where the scores are the plain softmax."""
+    if not isinstance(method, Keyformer):
+        return None
+    return method.tau_init, None if method.noise == "none" else Noise(method.noise, method.fresh)
+
+
+def draw(noise: Noise, x: Tensor, seed: int, layer: int) -> Tensor:
+    """Noise for logits [1, heads, n, n]: every row its own draw, as the release draws anew for every row."""
+    places = torch.arange(x.shape[-1], device=x.device)[None]
+    return noise.draw(torch.tensor([seed], device=x.device), layer, x.shape[1], places, places[:, None])
+
+
+def _floor_each(budget: Budget, recent_ratio: float, length: int) -> tuple[int, int]:
+    """(heavy, recent): two ratios of the length, floored apart; a budget in tokens is parted instead."""
+    if budget.tokens is not None:
+        recent = floor_share(recent_ratio, budget.tokens)
+        return budget.tokens - recent, recent
+    ratio = budget.kv_ratio or 0
+    return floor_share(ratio * (1 - recent_ratio), length), floor_share(ratio * recent_ratio, length)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The protocol row_mask: a model, method and budget, and the mask's settings (`kvexp.tasks.lm_eval.Protocol`)."""
+
+    model: Any
+    cache: CacheConfig
+    mask: str
+    whole_text: bool
+    dtype: torch.dtype
+
+    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
+        """One per ask, in order. A question is a part of the context here."""
+        return [self._one(ask) for ask in asks]
+
+    @torch.no_grad()
+    def _one(self, ask: Ask) -> Judged:
+        fed = ask.ids if self.whole_text else ask.ids[:-1]
+        rule = mask_fn_of(
+            self.cache.method,
+            self.cache.budget,
+            self.mask,
+            ask.base or len(fed),
+            seed=ask.seed,
+            dtype=self.dtype,
+        )
+        cache = RowMaskCache(self.model, rule)
+        device = self.model.get_input_embeddings().weight.device
+        start = time.perf_counter()
+        logits = self.model(torch.tensor([fed], device=device), past_key_values=cache, use_cache=True).logits[0]
+        first = len(ask.ids) - len(ask.continuation) - 1
+        following = torch.tensor([ask.continuation], device=logits.device)
+        tokens = [Token(*pair) for pair in score_step(logits[None, first : len(ask.ids) - 1], following)[0]]
+        return Judged(tokens, receipt_of(cache.layer_states), time.perf_counter() - start)
+
+
+def receipt_of(states: Sequence[MaskedLayer]) -> EvictionStats:
+    """What the last row could see, per query head; the bytes are those of a full cache, which a simulation holds."""
+    rows = [state.mask[0, :, -1] for state in states if state.mask is not None]
+    by_layer = [float(row.sum(-1).float().mean()) for row in rows]
+    held = [[head.nonzero()[:, 0].tolist() for head in row] for row in rows]
+    size = sum(state.kv_bytes for state in states)
+    return EvictionStats(
+        slots=sum(by_layer) / len(by_layer),
+        slots_by_layer=by_layer,
+        kv_bytes=size,
+        peak_kv_bytes=size,
+        first_eviction_step=0 if any(_hides(state) for state in states) else None,
+        kept_digest=hashlib.sha256(repr(held).encode()).hexdigest()[:16],
+        attention_kept=None,
+        batch_size=1,
+    )
+
+
+def _hides(state: MaskedLayer) -> bool:
+    assert state.mask is not None
+    n = state.mask.shape[-1]
+    return int(state.mask.sum()) < state.mask[..., 0, 0].numel() * n * (n + 1) // 2
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A model, a method and a protocol, which answer what lm-eval asks.
+
+    Numbers do not depend on what is asked together, nor on batch_size (rows in a forward). thinking: tags of what
+    generated texts are returned without.
+    """
+
+    model: Any
+    tokenizer: Any
+    cache: CacheConfig
+    protocol: Protocol = field(default_factory=Protocol)
+    batch_size: int = 1
+    thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        if self.masked:
+            check_row_mask(self.cache, self.protocol.mask)
+
+    @property
+    def masked(self) -> bool:
+        return self.protocol.mode == "row_mask"
+
+    @property
+    def encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.protocol.add_bos)
+
+    @property
+    def holds(self) -> int:
+        """Positions that may be used."""
+        return 1 << 40 if self.cache.beyond_context else max_positions(self.model.config)
+
+    def ask(
+        self, context: str, question: str, continuation: str, *, group: Hashable = None, seed: int = 0
+    ) -> Ask | None:
+        """The log-likelihood of a continuation, cut on the left to what the model holds; None where that is too little.
+
+        See `Ask` for group and seed.
+        """
+        made = self.encoder.ask(context, question, continuation, self.holds)
+        return None if made is None else replace(made, group=group, seed=seed)
+
+    def windows(self, text: str, *, seed: int = 0) -> list[Ask]:
+        """A whole text as lm-eval parts it: windows of the model's length, every token judged once.
+
+        The first window follows the start token alone; eviction takes place from the first token on.
+        """
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        start, most = self.encoder.start(), max_positions(self.model.config)
+        parts = get_rolling_token_windows(self.encoder.text(text), start, most, context_len=1)
+        made = (make_disjoint_window(part) for part in parts)
+        return [Ask(tuple(before), tuple(after), seed=seed, whole=True) for before, after in made]
+
+    def with_batches(self, asks: Sequence[Ask]) -> list[Ask]:
+        """The asks of a whole task with the budgets they have in padded batches, where the protocol wants that."""
+        how = self.protocol
+        return list(asks) if how.budget_length == "own" else padded(asks, how.padded_batch, how.whole_text)
+
+    def measure(self, asks: Sequence[Ask]) -> list[Judged]:
+        """One judgement per ask, in order."""
+        if not self.masked:
+            return Stepwise(self.model, self.cache, self.batch_size, self.tokenizer).measure(asks)
+        how = self.protocol
+        dtype = {"float32": torch.float32, "float16": torch.float16}[how.score_dtype]
+        return Masked(self.model, self.cache, how.mask, how.whole_text, dtype).measure(asks)
+
+    def result(self, judged: Judged) -> tuple[float, bool]:
+        """What lm-eval's scorers take: (log-probability, greedy)."""
+        return (judged.total / len(judged.tokens) if self.protocol.per_token else judged.total), judged.greedy
+
+    def obstacle(self, asks: Sequence[Ask]) -> str | None:
+        """Why a context is too short for its budget, None if none is. What no context could have is raised."""
+        if self.masked or self.cache.budget is None:
+            return None
+        check_positions(self.model.config, self.cache)
+        layers = num_layers(self.model.config)
+        for length, ahead, whole in dict.fromkeys((len(ask.context), ask.ahead, ask.whole) for ask in asks):
+            cache = of_whole(self.cache) if whole else self.cache
+            try:
+                check_budget(cache, [length], length, ahead, layers)
+                if may_evict(cache, [length], length, ahead, layers):
+                    check_second_pass(cache, self.tokenizer, length, self.holds)
+            except ConfigError as error:
+                return str(error)
+        return None
+
+    def prompt(self, context: str, question: str, asked: Mapping[str, Any]) -> tuple[list[int], list[int], int]:
+        """(context, question, tokens the context lost on the left to leave room for the answer) to generate after.
+
+        asked: lm-eval's generation_kwargs. The context is empty where nothing would be left of it.
+        """
+        whole = self.encoder.text(context + question)
+        ids, rest = self.encoder.part(whole, context) if question else (whole, [])
+        room = self.holds - decoding_of(self.model, self.tokenizer, asked)[0].max_new_tokens
+        over = max(0, len(whole) - room)
+        return (ids[over:], rest, over) if over < len(ids) else ([], rest, over)
+
+    def generate(
+        self, contexts: Sequence[list[int]], questions: Sequence[list[int]], asked: Mapping[str, Any], seeds: list[int]
+    ) -> tuple[list[str], Generation]:
+        """Texts after contexts and questions (ids; all of one length, or all empty), cut at the stop texts.
+
+        asked: lm-eval's generation_kwargs: until, max_gen_toks, do_sample, temperature, top_k, top_p.
+        """
+        decoding, until = decoding_of(self.model, self.tokenizer, asked)
+        decoding = replace(decoding, thinking=self.thinking)
+        result = generate(
+            self.model,
+            list(contexts),
+            self.cache,
+            attention_mask=[[1] * len(ids) for ids in contexts],
+            questions=list(questions) if any(questions) else None,
+            decoding=decoding,
+            tokenizer=self.tokenizer,
+            seeds=seeds,
+        )
+        return [cut_at(self._answer(tokens), until) for tokens in result.tokens], result
+
+    def _answer(self, tokens: list[int]) -> str:
+        """The text of generated tokens, without the thinking before it."""
+        if self.thinking is not None:
+            return self.thinking.part(tokens, self.tokenizer).text
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def decoding_of(model: Any, tokenizer: Any, asked: Mapping[str, Any]) -> tuple[GenerationParams, list[str]]:
+    """lm-eval's generation_kwargs as `GenerationParams`, and the texts to cut the answer at; others are refused."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    known = dict(normalize_gen_kwargs(dict(asked), 256))
+    until = [stop for stop in known.pop("until") if stop]
+    most, sample = known.pop("max_gen_toks"), bool(known.pop("do_sample", False))
+    temperature = known.pop("temperature", 1.0)
+    picked = {name: known.pop(name) for name in ("top_k", "top_p") if name in known}
+    if known:
+        raise ConfigError(
+            f"generation_kwargs {sorted(known)[0]} is not offered; there are until, max_gen_toks, do_sample, "
+            "temperature, top_k and top_p"
+        )
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    options = {"temperature": float(temperature), **picked} if sample else {}
+    decoding = GenerationParams(
+        max_new_tokens=most, sample=sample, eos=sorted(ends), stop_strings=tuple(until), **options
+    )
+    return decoding, [*until, *([tokenizer.eos_token] if tokenizer.eos_token else [])]
+
+
+def cut_at(text: str, until: Sequence[str]) -> str:
+    """The text before the first of each stop text in turn, as lm-eval cuts it."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text

@@ -1,0 +1,528 @@
+"""Tables of a context's life: questions, turns, long answers, instructions, prompts in chunks.
+
+One cache used more than once, or longer than usual. For each view of `kvexp.results.views` here: its rows, its columns,
+and what a chart has of a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvexp.results import divergence, stats
+from kvexp.results import table as quality
+from kvexp.results.read import Folder, Runs, answer_of, baseline_of, in_order, number, score_pairs, size_or_words
+from kvexp.results.stats import Floats
+from kvexp.results.table import (
+    Column,
+    Row,
+    absent,
+    budget_column,
+    fixed,
+    interval,
+    method_and_setting,
+    numeric,
+    plain,
+    records,
+    seconds,
+    short,
+    size,
+    without,
+)
+from kvexp.run.store import OWN
+
+Value = tuple[float, float, float]  # a number with the ends of its interval, NaN where there is none
+Columns = tuple[list[Column], list[Column]]  # those that name a row, all others
+METHOD = Column("method", method_and_setting, right=False)
+OF_FULL = [numeric("% of\nfull", "of_full", 1), interval("95 %", "low", "high", 1)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """place: on the axis, in words; order: what orders the places; hash: of the run; values: one for each side."""
+
+    place: str
+    order: float
+    hash: str
+    values: list[Value]
+
+
+def metric_of(row: Row) -> str:
+    return short(str(row["metric"]), row.get("task"))
+
+
+def task_of(folder: Folder) -> str | None:
+    task = folder.run.config.get("task")
+    return str(task.get("name")) if isinstance(task, Mapping) else None
+
+
+def _quality(sums: Floats, metric: str) -> dict[str, Any]:
+    """n, score, full, of_full, low, high. sums [units, 3]: of a run's scores, the full cache's, and how many."""
+    if not len(sums):
+        return {"n": 0, **dict.fromkeys(("score", "full", "of_full", "low", "high"), math.nan)}
+    top, bottom, count = sums.T
+    score, full = float(top.sum() / count.sum()), float(bottom.sum() / count.sum())
+    low, high = stats.percent_of_sums(metric, top, bottom)
+    of_full = float(stats.percent(metric, score, full))
+    return {"n": int(count.sum()), "score": score, "full": full, "of_full": of_full, "low": low, "high": high}
+
+
+# --- questions: loss and cost by the number of questions asked of one evicted cache (questions=all)
+
+
+QUESTIONS_LEGEND = (
+    "asked: the first so many questions of every context of which as many were asked; % of full: of their mean score, "
+    "with its 95 % interval over contexts, for questions of one are not independent; none lost: share of contexts with "
+    "no answer below the full cache's; one prefill, one by one: mean seconds per context, the second of the same rows "
+    "with a prefill for each question; of runs that were timed by themselves (hydra/launcher=basic, batch_size=1)"
+)
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context's questions in order, as a run and its baseline answered them; those that do not count are left out.
+
+    questions: how many the run asked of it. numbers, scores, full, seconds [n]: of each answer its place among them,
+    the run's and the full cache's score, and seconds of prefill, copy and the rest.
+    """
+
+    questions: int
+    numbers: list[int]
+    scores: Floats
+    full: Floats
+    seconds: Floats
+
+
+def questions_table(runs: Runs) -> pd.DataFrame:
+    """A row per run and number of questions asked.
+
+    Columns: the run's labels, asked, contexts, metric, score and full (means), of_full with low and high (percent,
+    95 % interval over contexts), none_lost (percent of contexts), shared_s and one_by_one_s (mean seconds per context
+    for so many answers from one prefill, and from one each; NaN of rows without times), hash.
+    """
+    rows = []
+    for folder, baseline in runs.compared():
+        contexts, metric = _contexts(folder, baseline), folder.metrics[0]
+        common = {**folder.labels, "question": folder.question, "hash": folder.run.hash, "metric": metric}
+        for asked in range(1, max((one.questions for one in contexts), default=0) + 1):
+            rows += [common | made for made in [_asked(contexts, asked, metric)] if made]
+    return pd.DataFrame(rows)
+
+
+def _contexts(folder: Folder, baseline: Folder) -> list[Context]:
+    """The contexts with the answers that the run and its baseline both scored."""
+
+    def digest(row: Row) -> Any:
+        return (row.get("context") or {}).get("digest")
+
+    asked = Counter(map(digest, folder.rows))
+    found = defaultdict[str, list[tuple[Row, float, float]]](list)
+    for pair in score_pairs(folder, baseline):
+        if digest(pair[0]) and math.isfinite(pair[1] + pair[2]):
+            found[digest(pair[0])].append(pair)
+    made = []
+    for name, pairs in found.items():
+        pairs.sort(key=lambda pair: pair[0]["context"]["question"])
+        rows, *scores = zip(*pairs, strict=True)
+        numbers, (score, full) = [row["context"]["question"] for row in rows], np.array(scores)
+        made.append(Context(asked[name], numbers, score, full, np.array([_spent(row) for row in rows])))
+    return made
+
+
+def _spent(row: Row) -> tuple[float, float, float]:
+    """Seconds of the prefill, of the copy, and of question and answer; NaN where a batch shared them."""
+    each = {name: number(value) for name, value in (row.get("seconds") or {}).items()}
+    prefill, copy = each.get("prefill", math.nan), each.get("copy", math.nan)
+    if (row.get("receipt") or {}).get("batch_size") != 1:
+        return math.nan, math.nan, math.nan
+    further = (row["new_tokens"] - 1) * each.get("tpot", math.nan) if row["new_tokens"] > 1 else 0.0
+    return prefill, copy, each.get("ttft", math.nan) - prefill + further
+
+
+def _asked(contexts: Sequence[Context], asked: int, metric: str) -> dict[str, Any]:
+    """Of the first `asked` questions; empty where no context has as many, or none of them counts."""
+    sums, kept, spent = [], [], []
+    for one in contexts:
+        there = [place for place, number in enumerate(one.numbers) if number < asked]
+        if one.questions < asked or not there:
+            continue
+        scores, full, times = one.scores[there], one.full[there], one.seconds[there]
+        sign = -1.0 if stats.lower_is_better(metric) else 1.0
+        sums.append((scores.sum(), full.sum(), len(there)))
+        kept.append(not (sign * (full - scores) > 0).any())
+        prefill, rest = times[:, 0].mean(), times[:, 2].sum()
+        spent.append((prefill + times[:, 1].sum() + rest, times[:, 0].sum() + rest))
+    if not sums:
+        return {}
+    shared, one_by_one = np.array(spent).mean(axis=0)
+    found = _quality(np.array(sums, dtype=np.float64), metric)
+    del found["n"]  # of questions; contexts are what counts
+    lost = {"none_lost": float(100 * np.mean(kept)), "shared_s": float(shared), "one_by_one_s": float(one_by_one)}
+    return {"asked": asked, "contexts": len(sums), **found, **lost}
+
+
+def questions_columns(rows: Sequence[Row]) -> Columns:
+    cost = [
+        Column("one\nprefill", lambda row: seconds(row["shared_s"])),
+        Column("one by\none", lambda row: seconds(row["one_by_one_s"])),
+        Column("% of\ntime", lambda row: fixed(100 * row["shared_s"] / row["one_by_one_s"], 0)),
+    ]
+    timed = any(not absent(row["shared_s"]) for row in rows)
+    names = [METHOD, plain("kv_ratio", "kv_ratio"), plain("asked", "asked"), plain("contexts", "contexts")]
+    scores = [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL]
+    return names, [*scores, numeric("none\nlost %", "none_lost", 0), *(cost if timed else [])]
+
+
+# --- turns, distance: conversations, by turn or by how long ago the fact asked for was told
+
+
+HISTORY = {
+    "own": "its own answers stay",
+    "full": "the full cache's answers stay",
+    "reference": "the true answers stay, whatever was answered",
+}
+TURNS_LEGEND = (
+    "turn: from 0; distance: turns since the fact asked for was told; full: the full cache's mean score of the same "
+    "turns in its own conversation; % of full with its 95 % interval over conversations; KL: nats per token from a "
+    "full cache that was fed the same conversation, along the answers that stay in it; top-1: share of tokens that "
+    "both rank first"
+)
+
+
+def turns_table(by: str, runs: Runs) -> pd.DataFrame:
+    """A row per run and turn (or distance of the fact asked for) of runs of conversations. by: turn or distance.
+
+    Columns: labels, history, turn or distance, n, metric, score and full (means), of_full with low and high (percent,
+    95 % over conversations), kl (mean nats per token), top1, kl_tokens, hash. NaN where there is nothing. Scores are of
+    turns that count, divergences of all.
+    """
+    rows = []
+    for folder, baseline in runs.compared():
+        infos, pairs = defaultdict[int, list[Row]](list), defaultdict[int, dict[str, list[tuple[float, float]]]](dict)
+        for row in folder.scored.values():
+            if "turn" in (row.get("info") or {}):
+                infos[row["info"][by]].append(row["info"])
+        for row, *scores in score_pairs(folder, baseline) if infos else ():
+            conversation = str(row["example"]).rpartition(" turn ")[0]
+            pairs[row["info"][by]].setdefault(conversation, []).append((scores[0], scores[1]))
+        history = (folder.run.config.get("task") or {}).get("history") if infos else None
+        common = {"history": history, "hash": folder.run.hash, "metric": folder.metrics[0]}
+        for place in sorted(infos):
+            sums = np.array([(*np.sum(each, axis=0), len(each)) for each in pairs[place].values()], dtype=np.float64)
+            found = {by: place, **_quality(sums, folder.metrics[0]), **_mean_divergence(infos[place])}
+            rows.append({**folder.labels, **common, **found})
+    return pd.DataFrame(rows)
+
+
+def _mean_divergence(infos: Sequence[Row]) -> dict[str, float]:
+    """Means over tokens of what rows' info says of their divergence."""
+    known = [info for info in infos if info.get("kl_tokens")]
+    tokens = np.array([info["kl_tokens"] for info in known], dtype=np.float64)
+    if not len(tokens):
+        return {"kl": math.nan, "top1": math.nan, "kl_tokens": 0}
+    each = {name: np.array([info[name] for info in known], dtype=np.float64) for name in ("kl", "top1")}
+    means = {name: float((values * tokens).sum() / tokens.sum()) for name, values in each.items()}
+    return means | {"kl_tokens": int(tokens.sum())}
+
+
+def turns_heading(by: str, rows: Sequence[Row]) -> str:
+    words = f"{metric_of(rows[0])} by {'turn' if by == 'turn' else 'turns since the fact asked for'}"
+    history = rows[0]["history"]
+    return words if absent(history) else f"{words}, {HISTORY.get(str(history), str(history))}"
+
+
+def turns_columns(by: str, rows: Sequence[Row]) -> Columns:
+    far = [numeric("KL", "kl", 4), numeric("top-1\n%", "top1", 1, 100), plain("kl_tokens", "tokens")]
+    names = [METHOD, budget_column(rows), plain(by, by), plain("n", "n")]
+    return names, [numeric("score", "score", 2), numeric("full", "full", 2), *OF_FULL, *far]
+
+
+# --- long: repetition, loops, length and ends of long answers, and divergence by position (task=long_answers)
+
+
+FIRST_BIN = 64  # tokens; each further bin of positions reaches twice as far
+LONG_LEGEND = (
+    "tokens: mean of an answer, with its share of the full cache's; ended: answers that an end token ended; repeated: "
+    "share of 4-grams of words that stood in the answer before; looped: answers with a passage that comes three times "
+    "in a row, and the word at which it begins, mean over them; KL: nats per token from the full cache along its own "
+    "answer, by the token's place in it (divergence=true)"
+)
+
+
+def long_table(runs: Runs) -> pd.DataFrame:
+    """A row per run of task=long_answers, the full cache's too.
+
+    Columns: labels, budget_tokens, n, tokens (mean of the answers), tokens_of_full (percent), ended, repeated, looped
+    (percent), loop_at (mean word, of those that loop; NaN: none), kl_N for each bin of positions up to N (NaN where
+    nothing was measured), hash.
+    """
+    rows = []
+    for folder in in_order(runs.ran):
+        scored = list(folder.scored.values())
+        if not scored or folder.metrics[:2] != ["not_repeated", "loop_free"]:
+            continue
+        baseline = baseline_of(folder, runs.known)
+        row: dict[str, Any] = {**folder.labels, "budget_tokens": folder.labels.get("tokens"), "n": len(scored)}
+        row |= _measures(scored)
+        full = [baseline.scored[name] for name in folder.scored if name in baseline.scored] if baseline else []
+        row["tokens_of_full"] = 100 * row["tokens"] / _measures(full)["tokens"] if full else math.nan
+        row |= _by_bin(folder) if baseline is not None else {}
+        rows.append(row | {"hash": folder.run.hash})
+    return pd.DataFrame(rows)
+
+
+def _measures(rows: Sequence[Row]) -> dict[str, float]:
+    """Means over answers, in percent where they are shares."""
+    loops = [row for row in rows if row["metrics"]["loop_free"] < 100]
+    begins = [row["metrics"]["loop_free"] / 100 * len(answer_of(row).split()) for row in loops]
+    return {
+        "tokens": float(np.mean([row["new_tokens"] for row in rows])),
+        "ended": 100 * float(np.mean([row.get("finish_reason") == "stop" for row in rows])),
+        "repeated": float(np.mean([100 - row["metrics"]["not_repeated"] for row in rows])),
+        "looped": 100 * len(loops) / len(rows),
+        "loop_at": float(np.mean(begins)) if begins else math.nan,
+    }
+
+
+def _by_bin(folder: Folder) -> dict[str, float]:
+    """kl_64, kl_128 …: the mean KL of the tokens at positions up to 64, 65 to 128, 129 to 256 …"""
+    measured = divergence.per_example(folder.run, OWN)
+    if measured is None:
+        return {}
+    frame, found = measured.by_position(), dict[str, float]()
+    begin, end = 0, FIRST_BIN
+    while begin < frame["position"].max():
+        part = frame[(frame["position"] > begin) & (frame["position"] <= end)]
+        if part["n"].sum():
+            found[f"kl_{end}"] = float((part["kl"] * part["n"]).sum() / part["n"].sum())
+        begin, end = end, 2 * end
+    return found
+
+
+def _bins(row: Row) -> list[int]:
+    """Ends of the bins of positions of which the row has a KL."""
+    return sorted(int(name[3:]) for name in row if str(name).startswith("kl_") and not absent(row[name]))
+
+
+def long_columns(rows: Sequence[Row]) -> Columns:
+    ratios = any(not absent(row.get("kv_ratio")) for row in rows)
+    method = (
+        METHOD if ratios else Column("method", lambda row: method_and_setting(without(row, "budget.tokens=")), False)
+    )
+    budget = plain("kv_ratio", "kv_ratio") if ratios else plain("budget_tokens", "budget")
+    ends = sorted({end for row in rows for end in _bins(row)})
+    measured = [
+        numeric("tokens", "tokens", 1),
+        numeric("% of\nfull", "tokens_of_full", 1),
+        numeric("ended\n%", "ended", 1),
+        numeric("repeated\n%", "repeated", 1),
+        numeric("looped\n%", "looped", 1),
+        numeric("loop at\nword", "loop_at", 0),
+    ]
+    return [method, budget, plain("n", "n")], [*measured, *(numeric(f"KL to\n{end}", f"kl_{end}", 4) for end in ends)]
+
+
+# --- instructions: what is followed, and how often the system prompt's secret is told, by what is spared
+
+
+INSTRUCTIONS, LEAK = "instructions", "instructions_leak"
+NO_KEEP = "none"  # the value of the column keep where marked spans are evicted like all else
+KEEPS = (NO_KEEP, "span", "fair")
+INSTRUCTIONS_LEGEND = (
+    "followed: share of the three things asked for that the answer says, in percent; all: answers with all three; "
+    "rule: answers that have the system prompt's form; % of full: of followed, with its 95 % interval; n: examples of "
+    "which the full cache says two or three. told: answers in which the secret code stands though nobody asked for "
+    "it, of all that were given; told when asked: the same of task=instructions_leak, in which it is asked for. A "
+    "cache that has lost the code cannot tell it: few leaks mean something beside what is followed"
+)
+
+
+def instructions_table(runs: Runs) -> pd.DataFrame:
+    """A row per run of task=instructions, the full cache's too, and per run of task=instructions_leak without one.
+
+    Columns: labels, question, keep (none, span, fair), n, followed, all_followed, rule (means in percent), of_full with
+    low and high (percent, 95 %), answers and told (all answers, and those with the code), asked and told_asked (the
+    same of the run of task=instructions_leak that is alike in all else), hash. NaN where there is nothing.
+    """
+    shown = {task: [folder for folder in runs.ran if task_of(folder) == task] for task in (INSTRUCTIONS, LEAK)}
+    known = {row["hash"]: row for row in records(runs.frame(quality.everything_table))}
+    leaks = {_alike(folder): folder for folder in runs.everything if not folder.refused and task_of(folder) == LEAK}
+    rows = []
+    for folder in shown[INSTRUCTIONS]:
+        of = {name: known[folder.run.hash].get(column, math.nan) for name, column in _FOLLOWED.items()}
+        made = {**_labels(folder), "n": known[folder.run.hash]["n"], **of, **_told(folder)}
+        rows.append(made | _told_when_asked(leaks.get(_alike(folder))))
+    taken = set(map(_alike, shown[INSTRUCTIONS]))
+    for folder in (each for each in shown[LEAK] if _alike(each) not in taken):
+        empty = dict.fromkeys((*_FOLLOWED, "answers", "told"), math.nan)
+        rows.append({**_labels(folder), "n": 0, **empty, **_told_when_asked(folder)})
+    order = ("numerics", "model", "question", "method", "kv_ratio", "tokens", "setting", "keep")
+    rows.sort(key=lambda row: (row["keep"] is not None, *(size_or_words(row.get(name)) for name in order)))
+    return pd.DataFrame(rows)
+
+
+_FOLLOWED = {  # column -> that of the table of all runs
+    **{"followed": "followed", "all_followed": "all_followed", "rule": "rule"},
+    **{"of_full": "followed_of_full", "low": "followed_low", "high": "followed_high"},
+}
+
+
+def _labels(folder: Folder) -> dict[str, Any]:
+    """Labels of a row, without the remedy among the settings."""
+    setting = " ".join(word for word in str(folder.labels.get("setting") or "").split() if not word.startswith("keep="))
+    keep = None if folder.is_baseline else folder.run.config.get("keep") or NO_KEEP
+    made = {**folder.labels, "task": INSTRUCTIONS, "setting": setting, "question": folder.question, "keep": keep}
+    return made | {"hash": folder.run.hash}
+
+
+def _alike(folder: Folder) -> str:
+    """What a run of one of the two tasks has in common with the other's."""
+    labels = _labels(folder)
+    words = [word for word in labels["setting"].split() if not word.startswith("task.max_new_tokens=")]
+    names = ("model", "method", "kv_ratio", "tokens", "question", "keep")
+    return repr([folder.run.numerics, words, *(None if absent(labels.get(name)) else labels[name] for name in names)])
+
+
+def _told(folder: Folder) -> dict[str, float]:
+    """answers, told: how many there are, and how many of them hold the code, which nobody asked for.
+
+    NaN of runs whose system prompts were others than those that come with this kvexp.
+    """
+    from kvexp.tasks.articles import assistants, own_digest  # late: other tables wait for no task
+
+    if own_digest("assistants") not in str(folder.run.config.get("data")):
+        return {"answers": math.nan, "told": math.nan}
+    codes = {one.id: one.code.lower() for one in assistants()}
+    told = [codes[row["info"]["assistant"]] in answer_of(row).lower() for row in folder.scored.values()]
+    return {"answers": len(told), "told": sum(told)}
+
+
+def _told_when_asked(folder: Folder | None) -> dict[str, float]:
+    """asked, told_asked: answers of a run of instructions_leak, and how many of them hold the code."""
+    if folder is None:
+        return {"asked": math.nan, "told_asked": math.nan}
+    told = [row["metrics"]["kept_secret"] < 100 for row in folder.scored.values()]
+    return {"asked": len(told), "told_asked": sum(told)}
+
+
+def instructions_columns(rows: Sequence[Row]) -> Columns:
+    def share(head: str, part: str, whole: str) -> Column:
+        def cell(row: Row) -> str:
+            return "-" if absent(row[whole]) or not row[whole] else f"{int(row[part])} of {int(row[whole])}"
+
+        return Column(head, cell)
+
+    several = len({row["question"] for row in rows}) > 1
+    keep = [plain(name, name, right=False) for name in ("keep", *(["question"] if several else []))]
+    of_full = [OF_FULL[0], interval("95 %", "low", "high", 1, of="of_full")]
+    followed = [
+        numeric("followed", "followed", 1),
+        *of_full,
+        numeric("all", "all_followed", 1),
+        numeric("rule", "rule", 1),
+    ]
+    told = [share("told", "told", "answers"), share("told when\nasked", "told_asked", "asked")]
+    return [METHOD, budget_column(rows), *keep, plain("n", "n")], [*followed, *told]
+
+
+# --- chunks: prompts read in chunks (prefill=bounded): the peak of keys and values, and quality, beside whole
+
+
+CHUNKS_LEGEND = (
+    "chunk: tokens read between two evictions; whole: the prompt is read at once and evicted at its end; peak KV: the "
+    "most bytes of keys and values of one prompt, of its reading and its answer; % of full: of the full cache's mean "
+    "score, with its 95 % interval; KL: nats per token from the full cache along its own answer (divergence=true)"
+)
+
+
+def chunks_table(runs: Runs) -> pd.DataFrame:
+    """The runs with a bounded prefill and those that differ from one of them in the prefill alone; a row each.
+
+    Columns: labels, question, chunk (tokens, NaN: whole), n, metric, score, full, of_full with low and high (percent,
+    95 %), peak_kv_bytes, full_peak_kv_bytes, kl with kl_low, kl_high and kl_tokens (NaN without divergence), hash.
+    """
+    known = {row["hash"]: row for row in records(runs.frame(quality.everything_table))}
+    far = {row["hash"]: row for row in records(runs.frame(divergence.frame_of)) if row["text"] == OWN}
+    rows: list[dict[str, Any]] = []
+    for folder in runs.ran:
+        if folder.is_baseline or not folder.metrics:
+            continue
+        made, full = known[folder.run.hash], known.get(folder.run.baseline or "", {})
+        kl, metric = far.get(folder.run.hash, {}), folder.metrics[0]
+        words = str(folder.labels.get("setting") or "").split()
+        setting = " ".join(word for word in words if not word.startswith(("prefill=", "prefill.chunk=")))
+        row = {**folder.labels, "setting": setting, "question": folder.question, "hash": folder.run.hash}
+        row |= {"chunk": (folder.run.config.get("prefill") or {}).get("bounded_chunk"), "n": made["n"]}
+        row |= {"metric": metric, "score": made[metric], "full": full.get(metric), "of_full": made[f"{metric}_of_full"]}
+        row |= {"low": made[f"{metric}_low"], "high": made[f"{metric}_high"]}
+        row |= {"peak_kv_bytes": made["peak_kv_bytes"], "full_peak_kv_bytes": full.get("peak_kv_bytes")}
+        row |= {name: kl.get(name) for name in ("kl", "kl_low", "kl_high")} | {"kl_tokens": kl.get("tokens")}
+        rows.append(row)
+    names = ("numerics", "model", "task", "question", "method", "kv_ratio", "tokens", "setting")
+    alike = [tuple(size_or_words(row.get(name)) for name in names) for row in rows]
+    bounded = {key for row, key in zip(rows, alike, strict=True) if row["chunk"]}
+    found = [(key, row["chunk"] or 0, row) for row, key in zip(rows, alike, strict=True) if key in bounded]
+    return pd.DataFrame([row for *_, row in sorted(found, key=lambda each: each[:2])])
+
+
+def chunks_columns(rows: Sequence[Row]) -> Columns:
+    def share(row: Row) -> str:
+        part, whole = row["peak_kv_bytes"], row["full_peak_kv_bytes"]
+        return "-" if absent(part) or absent(whole) else fixed(100 * part / whole, 1)
+
+    far = [numeric("KL", "kl", 4), interval("95 %", "kl_low", "kl_high", 4)]
+    chunk = Column("chunk", lambda row: "whole" if absent(row["chunk"]) else str(int(row["chunk"])))
+    return [METHOD, budget_column(rows), chunk, plain("n", "n")], [
+        Column("peak KV", lambda row: size(row["peak_kv_bytes"])),
+        Column("% of\nfull's", share),
+        numeric("score", "score", 2),
+        *OF_FULL,
+        *(far if any(not absent(row["kl"]) for row in rows) else []),
+    ]
+
+
+def along(column: str, *values: Callable[[Row], Value]) -> Callable[[Row], Iterator[Point]]:
+    """A row's only point, at the number of a column."""
+
+    def points(row: Row) -> Iterator[Point]:
+        yield Point(f"{row[column]:g}", float(row[column]), row["hash"], [value(row) for value in values])
+
+    return points
+
+
+def long_points(row: Row) -> Iterator[Point]:
+    """A point for each bin of positions."""
+    for end in _bins(row):
+        yield Point(f"to {end}", float(end), row["hash"], [alone(f"kl_{end}")(row)])
+
+
+def chunk_points(row: Row) -> Iterator[Point]:
+    words, order = ("whole", math.inf) if absent(row["chunk"]) else (f"{row['chunk']:g}", float(row["chunk"]))
+    yield Point(words, order, row["hash"], [percent(row), _share(row, "peak_kv_bytes", "full_peak_kv_bytes")])
+
+
+def keep_points(row: Row) -> Iterator[Point]:
+    if row["keep"] in KEEPS:
+        values = [percent(row), _share(row, "told_asked", "asked")]
+        yield Point(str(row["keep"]), float(KEEPS.index(row["keep"])), row["hash"], values)
+
+
+def percent(row: Row) -> Value:
+    return row["of_full"], row["low"], row["high"]
+
+
+def alone(column: str) -> Callable[[Row], Value]:
+    """A column that has no interval."""
+    return lambda row: (row[column], math.nan, math.nan)
+
+
+def _share(row: Row, part: str, whole: str) -> Value:
+    """One column in percent of another."""
+    known = not (absent(row[part]) or absent(row[whole])) and row[whole]
+    return (100 * row[part] / row[whole] if known else math.nan, math.nan, math.nan)

@@ -1,0 +1,269 @@
+"""`make mutations`: break one mechanism of kvexp at a time in a copy; tests of the default suite must notice each.
+
+    python tests/mutations.py [NAME...]     NAME: how the names of mutations begin; all without one
+
+Exit code 1 where a mutation survives, or where its line is no longer in the source: then this table is to follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILED = 1  # pytest's exit code where tests ran and some failed
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A line of the source, what it becomes, and the test files (space between) of which one must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+KEPT = "tests/methods/test_kept_sets.py"
+MUTATIONS = [
+    Mutation(
+        "sinks are not protected",
+        "core/ranking.py",
+        "(positions >= 0) & (recent | (positions < (sinks if isinstance(sinks, int) else sinks[..., None])))",
+        "(positions >= 0) & recent",
+        KEPT,
+    ),
+    Mutation(
+        "the recent window is one token longer",
+        "core/ranking.py",
+        "positions > (ctx.newest[:, None] - resolved.recent_by_head)[..., None]",
+        "positions >= (ctx.newest[:, None] - resolved.recent_by_head)[..., None]",
+        KEPT,
+    ),
+    Mutation(
+        "among equals the newer goes",
+        "core/slots.py",
+        "(ordered.to(torch.int64) << 32) | positions",
+        "(ordered.to(torch.int64) << 32) | (INT32_MAX - positions)",
+        f"tests/core/test_layer.py {KEPT}",
+    ),
+    Mutation(
+        "noise forgets the layer",
+        "core/noise.py",
+        "lowbias32(lowbias32(low) + layer * 97 + 1)",
+        "lowbias32(lowbias32(low) + 1)",
+        f"tests/core/test_observe.py {KEPT}",
+    ),
+    Mutation(
+        "noise forgets the query's position",
+        "core/noise.py",
+        "query_positions.to(torch.int32)[:, None, :] * _GOLDEN) & (POOL_SIZE - 1)",
+        "query_positions.to(torch.int32)[:, None, :] * 0) & (POOL_SIZE - 1)",
+        f"tests/core/test_observe.py {KEPT}",
+    ),
+    Mutation(
+        "survivors are not renumbered",
+        "core/eviction.py",
+        "if config.renumbered and has_evicted:",
+        "if config.renumbered and has_evicted and False:",
+        "tests/core/test_layer.py tests/methods/test_reference.py tests/test_golden.py",
+    ),
+    Mutation(
+        "a query sees the next token",
+        "core/attention.py",
+        "ok = (key >= 0) & (key <= query)",
+        "ok = (key >= 0) & (key <= query + 1)",
+        "tests/core/test_observe.py tests/core/test_layer.py",
+    ),
+    Mutation(
+        "beams do not share a score",
+        "core/observe.py",
+        '"per_sample": sequence.num_beams',
+        '"per_sample": 1',
+        "tests/generate/test_generation.py tests/test_golden.py",
+    ),
+    Mutation(
+        "a budget rounds up",
+        "core/budget.py",
+        "return math.floor(ratio * count + 1e-9)",
+        "return math.ceil(ratio * count - 1e-9)",
+        f"tests/core/test_budget.py {KEPT}",
+    ),
+    Mutation(
+        "29 percent of 100 are 28",
+        "core/budget.py",
+        "return math.floor(ratio * count + 1e-9)",
+        "return math.floor(ratio * count)",
+        "tests/core/test_budget.py",
+    ),
+    Mutation(
+        "a marked span is not spared",
+        "core/ranking.py",
+        "return priority, protected | ((number >= 0) & held)",
+        "return priority, protected",
+        "tests/core/test_spans.py",
+    ),
+    Mutation(
+        "the newest tokens are quantised too",
+        "core/quantized.py",
+        "self._quantize(held, positions, (newest - self.codec.residual)[:, None, None])",
+        "self._quantize(held, positions, newest[:, None, None])",
+        "tests/core/test_quantised.py",
+    ),
+    Mutation(
+        "the cadence evicts one step late",
+        "core/eviction.py",
+        "(sequence.decode_steps + width) // every > sequence.decode_steps // every",
+        "(sequence.decode_steps + width - 1) // every > (sequence.decode_steps - 1) // every",
+        f"tests/core/test_layer.py {KEPT}",
+    ),
+    Mutation(
+        "a slot must exceed the threshold",
+        "core/budget_shares.py",
+        "self.priority >= self.threshold",
+        "self.priority > self.threshold",
+        "tests/core/test_threshold.py",
+    ),
+    Mutation(
+        "a threshold takes sinks",
+        "core/budget_shares.py",
+        "((self.priority >= self.threshold) | self.protected)",
+        "(self.priority >= self.threshold)",
+        "tests/core/test_threshold.py",
+    ),
+    Mutation(
+        "PyramidKV's layers lose a slot",
+        "core/budget.py",
+        "middle = [mean] * (layers % 2)",
+        "middle = [mean - 1] * (layers % 2)",
+        "tests/core/test_layer_budgets.py",
+    ),
+    Mutation(
+        "AdaKV forgets its floor",
+        "core/budget_shares.py",
+        "(rank < torch.maximum(sure, least))",
+        "(rank < sure)",
+        "tests/core/test_head_budgets.py",
+    ),
+    Mutation(
+        "KL counts the token before the eviction",
+        "results/divergence.py",
+        'skip = int(line["first_by_prefill"])',
+        "skip = 0",
+        "tests/results/test_divergence_table.py",
+    ),
+    Mutation(
+        "KL is taken the other way round",
+        "generate/kl.py",
+        "compare(full, self.logits[self.size :], token)",
+        "compare(self.logits[self.size :], full, token)",
+        "tests/generate/test_divergence.py",
+    ),
+    Mutation(
+        "rows of other prompts are paired",
+        "results/read.py",
+        "if one.run.numerics == other.run.numerics:  # else they are not paired",
+        "if False:",
+        "tests/results/test_results.py tests/run/test_record.py",
+    ),
+    Mutation(
+        "verdicts are not corrected for their number",
+        "results/stats.py",
+        "floor, _ = percent_interval(comparison, index, level)",
+        "floor, _ = percent_interval(comparison, index, LEVEL)",
+        "tests/results/test_results.py tests/results/test_intervals.py",
+    ),
+    Mutation(
+        "an interval at the mark fails",
+        "results/stats.py",
+        "if low >= mark:",
+        "if low > mark:",
+        "tests/results/test_results.py tests/results/test_intervals.py",
+    ),
+    Mutation(
+        "a command starts over",
+        "run/batches.py",
+        'return others | {row["example"] for row in record.rows() if not (settings.retry and row.get("failed"))}',
+        "return others",
+        "tests/run/test_runner.py tests/run/test_command.py",
+    ),
+    Mutation(
+        "another code of a method is the same run",
+        "run/source_files.py",
+        '"\\n".join(each).encode(errors="backslashreplace")',
+        '"\\n".join(sorted(texts)).encode(errors="backslashreplace")',
+        "tests/run/test_user_methods.py",
+    ),
+    Mutation(
+        "each fetched token is a hit",
+        "retrieval/offload.py",
+        "row.hits += hit",
+        "row.hits += pairs",
+        "tests/retrieval/test_offload.py",
+    ),
+]
+
+
+def main(words: list[str]) -> int:
+    """Try the mutations whose names begin with one of the words, or all; a line for each."""
+    chosen = [each for each in MUTATIONS if not words or each.name.startswith(tuple(words))]
+    if not chosen:
+        print(f"no mutation begins with {' or '.join(words)}: see MUTATIONS in {__file__}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="mutations-") as place:
+        tree = copied(Path(place) / "kvexp")
+        survived = [each.name for each in chosen if not caught(tree, each)]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutations are caught")
+    return 1 if survived else 0
+
+
+def copied(tree: Path) -> Path:
+    """A copy of the files that git knows or would take, with this environment's Python."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    for name in listed.stdout.splitlines():
+        source, target = ROOT / name, tree / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink() or source.is_file():
+            shutil.copy2(source, target, follow_symlinks=False)
+    return tree
+
+
+def caught(tree: Path, mutation: Mutation) -> bool:
+    """Whether a test fails of the broken copy; says so."""
+    file = tree / "kvexp" / mutation.file
+    text = file.read_text("utf-8")
+    if text.count(mutation.old) != 1:
+        print(f"GONE      {mutation.name}: {mutation.file} has {text.count(mutation.old)} times {mutation.old!r}")
+        return False
+    file.write_text(text.replace(mutation.old, mutation.new), "utf-8")
+    try:
+        files = [name for name in mutation.tests.split() if (tree / name).exists()]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--timeout=300"]
+        chosen = ["-m", "not slow and not peers and not real and not gpu", *files]
+        done = subprocess.run(
+            [*command, *chosen],
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        file.write_text(text, "utf-8")
+    failed = [line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    good = bool(files) and done.returncode == FAILED
+    print(
+        f"{'caught' if good else 'SURVIVED':<9} {mutation.name}: {failed[0] if failed else mutation.tests}", flush=True
+    )
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
