@@ -40,8 +40,8 @@ LIFE = {
         f"{MODEL} task=news_qa limit=96 divergence=true | task.question=in_prompt,after_eviction "
         "method=window,streaming_llm,h2o,keyformer,a2sf,tova,snapkv,expected_attention kv_ratio=0.2,0.5"
     ),
-    # Four questions of each of 24 evicted caches: kvexp results OUTPUTS --view questions. About 40 minutes of a core; every run
-    # is timed by itself with hydra/launcher=basic.
+    # Four questions of each of 24 evicted caches: kvexp results OUTPUTS --view questions. About 40 minutes of a
+    # core; every run is timed by itself with hydra/launcher=basic.
     "many_questions": (
         f"{MODEL} task=news_qa limit=96 questions=all batch_size=1 divergence=false | "
         "method=streaming_llm,h2o,snapkv,expected_attention kv_ratio=0.2,0.5"
@@ -50,8 +50,8 @@ LIFE = {
     # runs, about 140 minutes of a core; the plan says 72, since it leaves out that each answer is fed once more beside
     # a full cache.
     "turns": (f"{MODEL} task=dialogue limit=140 | task.history=own,full method=streaming_llm,h2o,snapkv kv_ratio=0.3"),
-    # Instructions and a secret under eviction, with both remedies: kvexp results OUTPUTS --view instructions. The budget has to hold
-    # system prompt, sinks and recent window; 0.2 does not. 20 runs of 48, about 50 minutes of a core.
+    # Instructions and a secret under eviction, with both remedies: kvexp results OUTPUTS --view instructions. The
+    # budget has to hold system prompt, sinks and recent window; 0.2 does not. 20 runs of 48, about 50 minutes.
     "instructions": (
         f"{MODEL} task=instructions limit=48 divergence=false | task=instructions,instructions_leak "
         "task.question=after_eviction method=streaming_llm,h2o,snapkv kv_ratio=0.5 keep=null,span,fair"
@@ -63,8 +63,8 @@ LIFE = {
         f"{MODEL} task=long_answers budget=tokens limit=12 divergence=true | "
         "method=streaming_llm,h2o,tova,snapkv budget.tokens=256,512"
     ),
-    # A needle in 2,048 tokens, read whole and in chunks, at 512 slots: kvexp results OUTPUTS --view chunks. 13 runs of 20
-    # examples, about 35 minutes of a core; the plan counts one prefill for all of them, and so says less.
+    # A needle in 2,048 tokens, read whole and in chunks, at 512 slots: kvexp results OUTPUTS --view chunks. 13 runs
+    # of 20 examples, about 35 minutes of a core; the plan counts one prefill for all of them, and so says less.
     "bounded_prefill": (
         f"{MODEL} task=news_needle budget=tokens prefill=bounded batch_size=1 divergence=true "
         "task.lengths=[2048] task.question=after_eviction | "
