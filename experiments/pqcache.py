@@ -63,6 +63,7 @@ def with_infllm(words: str, block: int) -> dict[str, str]:
 
 
 def by_rivals(methods: str, ratios: str) -> dict[str, str]:
+    """What is swept of these methods, and of InfLLM in a sweep of its own: its block differs from scale to scale."""
     return {"": f"method={methods} kv_ratio={ratios}", "infllm": f"method=infllm | kv_ratio={ratios}"}
 
 
@@ -84,11 +85,13 @@ def titled_by_metric(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_percent(figure: Figure) -> None:
+    """Label the axes of tasks whose metrics differ."""
     for axes in figure.axes:
         axes.set_ylabel("%" if axes.get_ylabel() else "", fontsize=8)
 
 
 def rouge2_or_headline(frame: pd.DataFrame) -> str:
+    """The metric of a sweep's one task."""
     return "rouge2" if "rouge2" in frame else str(frame["headline"].iloc[0])
 
 

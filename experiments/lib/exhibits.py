@@ -44,7 +44,7 @@ class Exhibit:
     """One figure or table of a paper: what is claimed, the runs that show it, and how they are drawn and judged.
 
     name: PAPER_NAME; title: paper, number and what is shown; claim: what the paper says, with its source.
-    table: the runs (`lib.runner.frame_of`), or what `measure` found -> one row per mark of the figure.
+    table: the runs (`lib.tables.frame_of`), or what `measure` found -> one row per mark of the figure.
     draw: draws that table.
     holds: that table -> whether our numbers support the claim (True), contradict it (False) or leave it open (None),
         and a sentence with those numbers.

@@ -100,6 +100,7 @@ def attention_mass(rows: Tensor, shares: list[float]) -> list[float]:
 
 
 def sparsity(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
+    """Percent of each layer's attention weights that are nearly zero."""
     rows = []
     for number, ids in enumerate(prompts):
         shares = near_zero_share(full_attention(model, ids), BELOW).tolist()
@@ -108,6 +109,7 @@ def sparsity(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
 
 
 def mass(model: Any, prompts: Prompts, settings: Settings) -> pd.DataFrame:
+    """Percent of the attention that each of SHARES of the tokens holds, the best first."""
     rows = []
     for number, ids in enumerate(prompts):
         held = attention_mass(full_attention(model, ids), SHARES)

@@ -216,7 +216,7 @@ def measured(
     """What an exhibit's `measure` finds of every job of a sweep, with the job's labels in front.
 
     folder: where it is kept, and read if it is there. given: those of the overrides that are no setting of the
-    exhibit's own, as in `experiments.lib.data.frame_of`.
+    exhibit's own, as in `lib.tables.frame_of`.
     """
     frames = []
     for settings in jobs(experiment, overrides):

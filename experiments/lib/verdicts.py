@@ -169,8 +169,9 @@ def measure_missing(outputs: Path, hashes: Sequence[str]) -> dict[str, str]:
 
 
 def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> pd.DataFrame:
-    """The runs of `lib.data.frame_of` that have a divergence: KL over all their tokens with its interval over examples,
-    and `scores`: {example: {"kl": mean of its tokens}}. Runs of one group are told apart by the columns COLUMNS.
+    """The runs of `lib.tables.frame_of` that have a divergence: KL over all tokens, with its interval over examples.
+
+    scores: {example: {"kl": mean of its tokens}}. Runs of one group are told apart by the columns COLUMNS.
 
     Runs that differ in task or model alone may be pooled: their examples have the task's name in front there.
     """

@@ -110,7 +110,7 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
 
 
 class _Unmade(dict[str, Any]):
-    """An option that is made a configuration when Hydra copies it to compose: to make all of them takes half a second."""
+    """An option that is made a configuration when Hydra copies it to compose: to make all takes half a second."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self if memo else OmegaConf.create(dict(self))  # memo: Hydra copies the store, of which it reads a few
