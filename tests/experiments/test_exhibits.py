@@ -111,6 +111,7 @@ def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
     assert old != index.text()
     (tmp_path / "README.md").write_text(old, encoding="utf-8")
     monkeypatch.setattr(index, "README", tmp_path / "README.md")
+    monkeypatch.setattr(index, "DECLARED", tmp_path / "experiments.json")
     assert index.main(["--check"]) == 1
     assert index.main([]) == 0 and index.main(["--check"]) == 0
 
