@@ -84,8 +84,8 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
     if group == "method":  # made of the classes
         return _read(CONF / "methods.yaml")
     if group == "experiment":  # made of the exhibits, which are no part of this package
-        found: dict[str, dict[str, Any]] = json.loads((CONF / "experiments.json").read_text(encoding="utf-8"))
-        return found
+        experiments: dict[str, dict[str, Any]] = json.loads((CONF / "experiments.json").read_text(encoding="utf-8"))
+        return experiments
     return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
 
 
