@@ -26,7 +26,7 @@ from kvexp.core.budget_resolution import LayerSlots, resolve_layer_slots
 from kvexp.core.budget_shares import LastLayer, layer_budgets_of, share_among_heads, share_among_layers
 from kvexp.core.config import CacheConfig
 from kvexp.core.decode_stack import CrossLayerBuffers
-from kvexp.core.method import EvictionContext, Method, checked, newest_attention
+from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, checked, newest_attention
 from kvexp.core.observe import (
     CrossLayerScore,
     ObservedRows,
@@ -480,8 +480,11 @@ class EvictionLayer:
                 seen[key] = sums
         else:
             sums = seen[key]
-        sums, slots = pool_sums(spec, sums, sequence), self.require_slots()
-        add_to_score(slots, spec, sums, inputs.query_positions, sequence, self.common.cross_layer_score)
+        self._accumulate(self.require_slots(), spec, pool_sums(spec, sums, sequence), inputs.query_positions)
+
+    def _accumulate(self, slots: Slots, spec: AttentionScoreSpec, sums: Tensor, query_positions: Tensor) -> None:
+        """Add pooled column sums [B, H, S] to the slots' scores, as `add_to_score`."""
+        add_to_score(slots, spec, sums, query_positions, self.sequence, self.common.cross_layer_score)
 
     def _settle(self) -> None:
         """Quantise the tokens that have left the window, a prompt's once it ends, and count the bytes.

@@ -263,7 +263,7 @@ def test_what_is_refused_before_a_model_loads() -> None:
         with pytest.raises(ConfigError, match=rf"{named} gives layers numbers that no span"):
             CacheConfig(method, Budget(tokens=8, layers=layers), keep="span")
     for wrong in ({"beta": 0.5}, {"form": "paper2"}):
-        with pytest.raises(ConfigError, match=r"beta must be at least 1|form must be paper or kvpress"):
+        with pytest.raises(ConfigError, match=r"beta must be at least 1|form must be one of paper, kvpress"):
             PyramidKV(**wrong)
     for wrong in ({"tau1": 0.0}, {"window": 1}, {"kernel": 4}, {"gamma": -1.0}):
         with pytest.raises(ConfigError, match="must be"):

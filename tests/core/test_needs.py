@@ -174,7 +174,7 @@ def test_needs_that_are_no_declaration_are_refused() -> None:
     class Undeclared(Method):
         needs = "values"  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match=r"Undeclared\.needs must be a property .* that gives a Needs, got 'values'"):
+    with pytest.raises(ConfigError, match=r"Undeclared\.needs must be a property .* that gives a Needs, got values"):
         CacheConfig(Undeclared(), Budget(tokens=4))
 
 

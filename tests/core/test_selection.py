@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,13 +81,17 @@ def test_logarithms_are_averaged_as_what_they_are_the_logarithms_of() -> None:
     assert shares.log()[0, 0, :2].mean() < shares.log()[0, 0, 2:].mean()
 
 
+def four_kept() -> Any:
+    """What `by_values` reads of a layer's slots, for one row that keeps four."""
+    return SimpleNamespace(kept=[4], kept_t=torch.tensor([4]))
+
+
 def test_critical_takes_half_by_attention_and_half_by_attention_times_value() -> None:
     """Four slots of six: two by attention (.4, .3), two by (a + 1e-4) |W v|, where the last one's value is large."""
     ctx = two_heads([[4, 3, 1.5, 1.0, 0.4, 0.1]])
     ctx.slots.values[..., 4:, :] = 9.0
     projection = torch.tensor([[1.0, 1.0], [1.0, -1.0], [0.5, 0.0]])[None, None]  # of a 2-wide head in a width of 3
-    keep = torch.tensor([4])
-    made = by_values(H2O(), ctx, ctx.score, torch.zeros(1, 1, 6, dtype=torch.bool), keep, 4, projection)
+    made = by_values(H2O(), ctx, ctx.score, torch.zeros(1, 1, 6, dtype=torch.bool), four_kept(), projection)
     assert made[0, 0, :2].tolist() == [torch.inf] * 2
     assert made[0, 0, 2:].tolist() == pytest.approx(
         [(a + 1e-4) * s for a, s in ((0.15, 2.5), (0.1, 2.5), (0.04, 22.5), (0.01, 22.5))]
@@ -94,9 +99,9 @@ def test_critical_takes_half_by_attention_and_half_by_attention_times_value() ->
 
 
 def test_what_is_protected_fills_the_first_half_first() -> None:
-    ctx, keep = two_heads([[4.0, 3.0, 1.0, 1.0, 1.0, 0.0]]), torch.tensor([4])
+    ctx = two_heads([[4.0, 3.0, 1.0, 1.0, 1.0, 0.0]])
     protected = torch.tensor([[[False] * 4 + [True] * 2]])
-    made = by_values(H2O(), ctx, ctx.score, protected, keep, 4, torch.ones(1, 1, 3, 2))
+    made = by_values(H2O(), ctx, ctx.score, protected, four_kept(), torch.ones(1, 1, 3, 2))
     assert made[0, 0].isinf().tolist() == [False] * 4 + [True] * 2
 
 
@@ -265,7 +270,7 @@ def test_full_attention_leaves_the_group_alone_and_a_bare_core_knows_no_values()
     CacheConfig(Full(), select=CRITICAL)
     ctx = two_heads([[1.0, 2.0]])
     with pytest.raises(ConfigError, match=r"make the cache with kvexp\.hf\.EvictionCache"):
-        by_values(H2O(), ctx, ctx.score, ctx.held() & False, torch.tensor([1]), 1, None)
+        by_values(H2O(), ctx, ctx.score, ctx.held() & False, four_kept(), None)
     assert not replace(CacheConfig(H2O(), BUDGET), select=CHUNKS).select.plain
 
 
