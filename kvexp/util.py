@@ -132,7 +132,8 @@ def typed(value: Any, hint: Any, where: str) -> Any:
             return hint(value)
         fits = False
     else:
-        fits = isinstance(value, hint) if isinstance(hint, type) and not getattr(hint, "_is_protocol", False) else True
+        is_class = isinstance(hint, type) and hint is not Any and not getattr(hint, "_is_protocol", False)
+        fits = not is_class or isinstance(value, hint)
     if not fits:
         raise ConfigError(f"{where} must be {_allowed(hint, value)}, got {value!r}")
     return value

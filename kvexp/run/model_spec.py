@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvexp.run.build import CACHE_KEYS, keys_named
 from kvexp.run.labels import MOVING, model_label
-from kvexp.util import ConfigError, file_digest, path_of, typed
+from kvexp.util import ConfigError, field_types, file_digest, path_of, typed
 
 if TYPE_CHECKING:
     from kvexp.core import CacheConfig
@@ -103,12 +103,8 @@ class ModelSpec:
                 f"{given!r}"
             )
         node["template_args"] = json.dumps(given, sort_keys=True)
-        flags = ("trust_remote_code", "allow_pickle", "pack_linear")
-        kinds: dict[str, Any] = {"seed": int, "strip_thinking": bool | str, **dict.fromkeys(flags, bool)}
-        for name, value in node.items():
-            wanted = kinds.get(name, str if name in ("kind", "config", "dtype", "template_args") else str | None)
-            node[name] = typed(value, wanted, f"model.{name}")
-        spec = cls(**node)
+        hints = field_types(ModelSpec)
+        spec = cls(**{name: typed(value, hints[name], f"model.{name}") for name, value in node.items()})
         if kind == "pretrained" and not spec.path:
             raise ConfigError("model.path is empty: give a folder or a hub id, as in model.path=FOLDER")
         with keys_named(
