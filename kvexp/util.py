@@ -165,17 +165,15 @@ def _remember(place: Path, found: Stamp, digest: str) -> None:
             raise
 
 
-# Text from models, data and file names on its way to a person: control characters are shown, never obeyed.
-#
-# A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to write
-# over lines that are there, to send keys. Whatever a command prints goes through `say` or `kvexp.util.Console`.
-
-
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0 without tab and line feed, DEL, C1
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay."""
+    r"""The text with its control characters as Python writes them: ESC is `\x1b`. Tabs and line feeds stay.
+
+    A terminal takes ESC, BEL, backspace and the C1 codes of a model's answer as commands: to rename the window, to
+    write over lines that are there, to send keys. Whatever a command prints goes through `say` or `Console`.
+    """
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -204,14 +202,13 @@ def tells_errors(main: Callable[P, int]) -> Callable[P, int]:
     return told
 
 
-# Output that nobody reads any more, as in `kvexp results | head -3`: the process ends, and says nothing.
-
-
 UNREAD = 141  # 128 + SIGPIPE, what a shell shows for other tools
 
 
 def watch_pipes() -> None:
-    """From now on the process ends quietly where its output goes to a pipe whose reader has left."""
+    """From now on the process ends quietly where its output goes to a pipe whose reader has left, as in
+    `kvexp results | head -3`.
+    """
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, _end_if_unread)
         atexit.register(_flush)  # what is still buffered is written after the last statement
@@ -236,7 +233,7 @@ def _flush() -> None:
 # What one command knows of itself while it runs: the keys typed, its jobs, the runs it made, what failed.
 #
 # `kvexp.run.main` makes one `Session` and passes it on. Hydra calls the task function, callbacks, launchers and the
-# functions that `kvexp.run.compose` wraps with arguments of its own: these alone ask for `current()`.
+# loader of `kvexp.run.guard` with arguments of its own: these alone ask for `current()`.
 
 
 @dataclass(frozen=True)
@@ -328,14 +325,13 @@ def keys_of(words: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
-# rich's console and progress bars for text from models, data and file names: only our own colours reach a terminal.
-
-
 EVERY_S = 10.0  # between plain lines
 
 
 class Console(rich.console.Console):
-    """rich.console.Console; control characters of whatever is printed are shown (`kvexp.util.visible`)."""
+    """rich.console.Console; control characters of whatever is printed are shown (`visible`), so that only kvexp's own
+    colours reach a terminal.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Cells of a table come through here before the table sets their widths, so columns stay straight."""
@@ -344,15 +340,9 @@ class Console(rich.console.Console):
 
 
 class Progress:
-    """Context manager around the examples of a run, or whatever else is counted; `advance` after each.
+    """Context manager around the examples of a run, or whatever else is counted; `advance` after each."""
 
-    session: counts the rows written; None where what is counted are no rows.
-    """
-
-    def __init__(
-        self, title: str, total: int, done: int, what: str = "examples", session: Session | None = None
-    ) -> None:
-        self.session = session
+    def __init__(self, title: str, total: int, done: int, what: str = "examples") -> None:
         self.title, self.total, self.done, self.first, self.what = title, total, done, done, what
         self.start = self.last = time.monotonic()
         self.bar: Bar | None = None
@@ -370,8 +360,6 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """So many more are done: rows are on disk."""
         self.done += count
-        if self.session is not None:
-            self.session.rows_written += count
         now = time.monotonic()
         rate = (self.done - self.first) / max(now - self.start, 1e-9)
         if self.bar is not None:

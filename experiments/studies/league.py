@@ -39,7 +39,8 @@ from kvexp.results.read import WORDS, Folder, folders
 from kvexp.results.table import absent, fixed, seconds, shared_settings, size, table
 from kvexp.run import compose as composing
 from kvexp.run.batches import with_limit_of
-from kvexp.run.compose import FILE_KEY, guard, with_user_methods
+from kvexp.run.compose import FILE_KEY, with_user_methods
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.prompts import prompt_of
 from kvexp.run.settings import Settings

@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 import kvexp
 from kvexp.run.batches import evaluate_run
-from kvexp.run.compose import guard, told
+from kvexp.run.compose import told
+from kvexp.run.guard import guard
 from kvexp.run.jobs import HydraJob, runs_of
 from kvexp.run.labels import QUOTES, model_label
 from kvexp.run.settings import Settings

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal, TypedDict, Unpack, get_args
 
-from kvexp.core.budget import Budget, BytesBudget, Cadence, LayerBudgets
-from kvexp.core.budget_shares import layer_budgets_of
+from kvexp.core.budget import Budget, BytesBudget, Cadence
+from kvexp.core.budget_shares import LayerBudgets, layer_budgets_of
 from kvexp.core.method import AttentionScoreSpec, Method, Needs
 from kvexp.core.quantized import Quantization
 from kvexp.core.selection import SlotSelection

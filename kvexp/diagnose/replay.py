@@ -28,8 +28,8 @@ from torch import Tensor
 
 from kvexp.core import CacheConfig, EvictionLayer, SequenceState
 from kvexp.core.backends import Mask, held_slots
-from kvexp.core.budget_resolution import ResolvedBudget
-from kvexp.core.budget_shares import RankedSlots
+from kvexp.core.budget_resolution import LayerSlots
+from kvexp.core.ranking import RankedSlots
 from kvexp.core.slots import Slots
 from kvexp.diagnose.case import Case, baseline_of, cases, headline, rows_of, short_title, title_of
 from kvexp.diagnose.options import ensure_diagnosed, nothing_to_log
@@ -92,11 +92,11 @@ class UndoMask(Mask):
         )
         self._bring_back(slots, slots.valid() & ~held_slots(slots))
 
-    def evict(self, slots: Slots, ranked: RankedSlots, resolved: ResolvedBudget) -> None:
+    def evict(self, slots: Slots, ranked: RankedSlots, allowed: LayerSlots) -> None:
         held = held_slots(slots)
         assert slots.visible is not None
         back = slots.visible[:, :, : slots.length] & ~held  # brought back before
-        super().evict(slots, ranked, resolved)
+        super().evict(slots, ranked, allowed)
         slots.visible[:, :, : slots.length] |= back
         self._bring_back(slots, held & ~held_slots(slots))
 

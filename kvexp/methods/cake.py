@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from kvexp.core import EvictionContext, Method, Needs
-from kvexp.core.budget import CakeLayers, LayerBudgets
+from kvexp.core.budget_shares import CakeLayers, LayerBudgets
 from kvexp.util import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvexp.core.budget import LayerBudgets, PyramidLayers
+from kvexp.core.budget_shares import LayerBudgets, PyramidLayers
 from kvexp.methods.snapkv import SnapKV
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvexp.core import Budget, BytesBudget, CacheConfig, Method
-from kvexp.core.budget import DEFAULT_FLOORS
+from kvexp.core.budget import DEFAULT_FLOORS, PromptSizes
 from kvexp.generate import GenerationParams
 from kvexp.generate.inputs import MODEL_PROCESSORS, check_generation_config, set_fields
 from kvexp.hf.chat_template import Thinking
@@ -41,7 +38,6 @@ from kvexp.run.model_spec import (
     rows_alone,
     stretches_context,
 )
-from kvexp.run.store import runs
 from kvexp.run.user_methods import admitted, source_of
 from kvexp.tasks import ContextQA, LMEval, Needle, Perplexity, Stories, Task
 from kvexp.tasks.base import with_shared_context
@@ -283,7 +279,7 @@ def batch_budget(settings: Settings, lengths: Sequence[int]) -> Budget | None:
     if len(widths) > 1:
         raise ConfigError(f"prompts padded to {min(widths)} and {max(widths)} tokens in one batch: set batch_size=1")
     flat = dataclasses.replace(budget, pyramid=0.0)  # the pyramid spreads these slots over the layers later
-    (slots,) = flat.resolve([0], widths.pop(), None, 0, 1)
+    (slots,) = flat.resolve(PromptSizes([0], widths.pop(), None, 1), 0)
     return dataclasses.replace(budget, kv_ratio=None, tokens=slots)
 
 
@@ -487,7 +483,7 @@ class Settings:
         }
         if self.model.strip_thinking is True and self.templated:
             del identity["model"]["strip_thinking"]  # as auto does
-        if (source := _source_of_run(self.method, self.outputs_dir)) is not None:
+        if (source := source_of(type(self.method))) is not None:
             identity["method"]["source"] = source
         if self.cache.calibration is not None:
             identity["method"]["calibration"] = self.cache.calibration.digest
@@ -568,7 +564,7 @@ def settings_of(config: dict[str, Any], choices: dict[str, str], overrides: Sequ
         outputs_dir=Path(config["outputs_dir"]).expanduser(),
         labels={},
         identity={},
-        command={"config": config, "choices": choices, "overrides": list(overrides), **_code_of(method)},
+        command={"config": config, "choices": choices, "overrides": list(overrides), **_reference_of(method)},
         divergence=DivergenceOptions.read(config),
     )
     _check(settings)
@@ -666,38 +662,10 @@ def _labels(settings: Settings, choices: dict[str, str], overrides: Sequence[str
     )
 
 
-def _code_of(method: Method) -> dict[str, Any]:
+def _reference_of(method: Method) -> dict[str, Any]:
     """Where a user's method was found, for a reader of the run's folder; nothing is ever loaded by it."""
     found = [one for one in admitted().values() if one.cls is type(method)]
-    return {"method_found_as": found[0].reference, "method_code": found[0].code} if found else {}
-
-
-def _source_of_run(method: Method, outputs_dir: Path) -> dict[str, Any] | None:
-    """What identifies the code of a user's method; None for kvexp's own.
-
-    Where runs of outputs_dir were made by the same code with other comments, layout or docstrings, theirs: such an edit
-    makes no new run.
-    """
-    source = source_of(type(method))
-    if source is None:
-        return None
-    code = str(_code_of(method)["method_code"])
-    return json.loads(_known_source(str(outputs_dir.absolute()), code, json.dumps(source)))  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _known_source(outputs_dir: str, code: str, source: str) -> str:
-    """`_source_of_run` as JSON, looked up once: what this process runs under one name keeps that name."""
-    own, alike = json.loads(source), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of unreadable folders, of which tables tell
-        for run in runs(outputs_dir):
-            found = (run.config.get("method") or {}).get("source")
-            if found == own:
-                return source
-            if found and found.get("class") == own["class"] and (run.command or {}).get("method_code") == code:
-                alike.append(found)
-    return json.dumps(alike[0]) if alike else source
+    return {"method_found_as": found[0].reference} if found else {}
 
 
 def _budget_identity(budget: Any) -> dict[str, Any]:

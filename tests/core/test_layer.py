@@ -14,7 +14,8 @@ from turns import in_turn
 
 import kvexp.retrieval
 from kvexp.core import Budget, CacheConfig, Cadence, EvictionLayer, Method, Quantization
-from kvexp.core.budget_resolution import granted
+from kvexp.core.budget import PromptSizes
+from kvexp.core.budget_resolution import layer_slots
 from kvexp.core.eviction import LayerCache, RowsCache
 from kvexp.core.row_mask import MaskedLayer
 from kvexp.diagnose.twin import TwinLayer
@@ -59,14 +60,17 @@ def test_it_is_called_as_the_protocol_says(kind, protocol):
 @pytest.mark.parametrize("kind", WITH_ROWS)
 def test_what_only_an_object_has_is_there_too(kind):
     """Attributes are no part of a class: those of a new layer."""
-    from kvexp.core import Budget, CacheConfig, MemoryTracker, SequenceState
+    from kvexp.core import Budget, CacheConfig, CacheState, SequenceState
     from kvexp.methods import H2O
     from kvexp.retrieval import Quest
     from kvexp.retrieval.layer import LayerGroup
 
-    budget, common = Budget(tokens=8), (0, 1, SequenceState(), MemoryTracker(1))
-    retrieves = kind is RetrievalLayer
-    layer = kind(CacheConfig(Quest() if retrieves else H2O(), budget), *common, LayerGroup() if retrieves else None)
+    config = CacheConfig(Quest() if kind is RetrievalLayer else H2O(), Budget(tokens=8))
+    common = CacheState(config, 1, SequenceState())
+    if kind is RetrievalLayer:
+        layer = RetrievalLayer(config, 0, 1, common.sequence, common.memory_tracker, LayerGroup())
+    else:
+        layer = EvictionLayer(config, 0, common)
     assert (layer.seq_len, layer.slots, layer.first_eviction, layer.retained_attention) == (0, None, [], None)
     assert isinstance(layer.heavy_buffers, list)
 
@@ -251,7 +255,7 @@ def test_what_is_granted_can_be_generated_with(cls):
     for slots in (1, 4, 5, 41):
         budget = Budget(tokens=slots)
         try:
-            granted(method, budget, [50], 50, 3, 0, 2)
+            layer_slots(method, budget, PromptSizes([50], 50, 3, 2), 0)
             allowed.append(slots)
         except ConfigError as error:
             with pytest.raises(ConfigError, match=str(error).partition(";")[0].replace("+", r"\+")):

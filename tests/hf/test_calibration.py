@@ -16,7 +16,7 @@ from tiny import CONFIGS, tiny
 
 from kvexp.core import Budget, CacheConfig, QueryCalibration
 from kvexp.core import statistics as query_calibration
-from kvexp.core.eviction import CalibrationLayer
+from kvexp.core.statistics import CalibrationLayer
 from kvexp.hf import EvictionCache, calibrate_queries
 from kvexp.hf import calibrate as calibration_file
 from kvexp.hf.calibrate import QUERIES
