@@ -17,13 +17,22 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.lib.exhibits import HERE, PAPERS, load, names, sweeps
-from experiments.lib.pages import TITLES, VERDICT, examples_of, recorded, status, write_or_check
-from experiments.lib.titles import exhibit_title
+from experiments.lib.exhibits import HERE, PAPERS, load, names
+from experiments.lib.record import (
+    NONE,
+    NOT_RUN,
+    VERDICT,
+    WAITING,
+    examples_of,
+    real_status,
+    recorded,
+    status,
+    table_of,
+    write_or_check,
+)
 from kvexp.util import ConfigError, watch_pipes
 
 FINDINGS, WORDS, SUMMARY = HERE / "FINDINGS.md", HERE / "findings.yaml", HERE / "summary.md"
-WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"
 ORDER = ("holds", "does not hold", "undecided", WAITING, NOT_RUN)
 KEYS = {"why", "limits", "real"}
 QUESTIONS = {  # what each paper's case rests on -> the exhibit that puts it to the test
@@ -77,28 +86,16 @@ def text() -> str:
     real, testbed = recorded("real"), recorded("testbed")
     parts = [HEAD + SUMMARY.read_text("utf-8"), _questions(real), KEY, _count(real, testbed), _overview(real, testbed)]
     parts += [_limits(testbed), _waiting(testbed)]
-    for paper in PAPERS:
-        own = [name for name in names() if name.startswith(f"{paper}_") and outcome(testbed, name) != WAITING]
-        parts += [f"## {TITLES[paper]}\n", *(_section(name, real, testbed) for name in own)]
+    for paper, title in PAPERS.items():
+        own = [name for name in names() if name.startswith(f"{paper}_") and status(testbed.get(name)) != WAITING]
+        parts += [f"## {title}\n", *(_section(name, real, testbed) for name in own)]
     return "\n".join(parts)
-
-
-def outcome(known: dict[str, Any], name: str) -> str:
-    """What is recorded of an exhibit, in a word or two."""
-    return status(known[name]) if name in known else NOT_RUN
-
-
-def _real(known: dict[str, Any], name: str) -> tuple[str, str]:
-    """(by the paper's metric, by divergence) on the real model."""
-    if name not in known:
-        return (NONE if load(name).testbed_only or not sweeps(name, "real") else NOT_RUN), NONE
-    again = known[name].get("divergence")
-    return status(known[name]), NONE if again is None else VERDICT[again["holds"]]
 
 
 def outcomes(name: str) -> str:
     """What is recorded of an exhibit at each scale, in one line: what a notebook says above its cell."""
-    testbed, (metric, divergence) = outcome(recorded("testbed"), name), _real(recorded("real"), name)
+    testbed = status(recorded("testbed").get(name))
+    metric, divergence = real_status(name, recorded("real").get(name))
     if metric == NONE:
         return testbed if testbed == WAITING else f"{testbed} on the testbed"
     also = "" if divergence == NONE else f" (by divergence {divergence})"
@@ -109,7 +106,7 @@ def _questions(real: dict[str, Any]) -> str:
     """What was to be settled on the real model, with both verdicts and their numbers."""
     lines = ["## What was to be settled on SmolLM2-135M\n"]
     for question, name in QUESTIONS.items():
-        lines.append(f"**{question}** ({exhibit_title(name).partition(':')[0]})\n")
+        lines.append(f"**{question}** ({load(name).title.partition(':')[0]})\n")
         if name not in real:
             lines.append("- not run\n")
             continue
@@ -126,30 +123,29 @@ def _questions(real: dict[str, Any]) -> str:
 def _count(real: dict[str, Any], testbed: dict[str, Any]) -> str:
     """How many claims of each paper came out how, by each of the three judgements."""
     judged = {
-        "SmolLM2-135M, the paper's metric": lambda name: _real(real, name)[0],
-        "SmolLM2-135M, divergence": lambda name: _real(real, name)[1],
-        "testbed": lambda name: outcome(testbed, name),
+        "SmolLM2-135M, the paper's metric": lambda name: real_status(name, real.get(name))[0],
+        "SmolLM2-135M, divergence": lambda name: real_status(name, real.get(name))[1],
+        "testbed": lambda name: status(testbed.get(name)),
     }
     outcomes = {how: {name: judge(name) for name in names()} for how, judge in judged.items()}
     used = [each for each in ORDER if any(each in found.values() for found in outcomes.values())]
-    lines = [("paper", "judged on", *used), ("---",) * (len(used) + 2)]
-    for paper in PAPERS:
+    lines = [("paper", "judged on", *used)]
+    for paper, title in PAPERS.items():
         for how, found in outcomes.items():
             count = Counter(each for name, each in found.items() if name.startswith(f"{paper}_"))
-            lines.append((TITLES[paper], how, *(str(count[each]) for each in used)))
-    return "\n".join(["## At a glance\n", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+            lines.append((title, how, *(str(count[each]) for each in used)))
+    return f"## At a glance\n\n{table_of(*lines)}\n"
 
 
 def _overview(real: dict[str, Any], testbed: dict[str, Any]) -> str:
     head = ("the paper's exhibit", "SmolLM2-135M, its metric", "SmolLM2-135M, divergence", "testbed")
-    lines = [head, ("---",) * len(head)]
-    lines += [(exhibit_title(name), *_real(real, name), outcome(testbed, name)) for name in names()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    lines = [(load(name).title, *real_status(name, real.get(name)), status(testbed.get(name))) for name in names()]
+    return table_of(head, *lines) + "\n"
 
 
 def _limits(testbed: dict[str, Any]) -> str:
     told = [
-        f"- **{exhibit_title(name)}** ({outcome(testbed, name)}): {words(name)['limits']}"
+        f"- **{load(name).title}** ({status(testbed.get(name))}): {words(name)['limits']}"
         for name in names()
         if "limits" in words(name)
     ]
@@ -158,16 +154,16 @@ def _limits(testbed: dict[str, Any]) -> str:
 
 def _waiting(testbed: dict[str, Any]) -> str:
     lines = ["## What waits for a GPU\n"]
-    for name in (name for name in names() if outcome(testbed, name) == WAITING):
+    for name in (name for name in names() if status(testbed.get(name)) == WAITING):
         said = f"{words(name)['why']} ({testbed[name]['words']})"
-        lines.append(f"- **{exhibit_title(name)}**: {load(name).claim}. {said}")
+        lines.append(f"- **{load(name).title}**: {load(name).claim}. {said}")
     return "\n".join([*lines, ""])
 
 
 def _section(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> str:
     """The claim, a line per judgement, and the reasons."""
-    said, rows = words(name), [("", "verdict", "n", "number"), ("---",) * 4]
-    metric, divergence = _real(real, name)
+    said, rows = words(name), [("", "verdict", "n", "number")]
+    metric, divergence = real_status(name, real.get(name))
     if name in real:
         entry = real[name]
         n = examples_of(entry)
@@ -179,14 +175,14 @@ def _section(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> str:
     else:
         rows.append(("SmolLM2-135M", NONE, NONE, load(name).testbed_only))
     number = testbed[name]["words"] if name in testbed else f"`make reproduce-{name} SCALE=testbed`"
-    rows.append(("testbed", f"**{outcome(testbed, name)}**", NONE, number))
-    cells = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    rows.append(("testbed", f"**{status(testbed.get(name))}**", NONE, number))
+    cells = table_of(*(tuple(cell.replace("|", "\\|") for cell in row) for row in rows))
     why = [f"On the real model: {said['real']}\n"] if "real" in said else []
     return "\n".join(
         [
-            f"### {exhibit_title(name)}\n",
+            f"### {load(name).title}\n",
             f"The paper: {load(name).claim}. (`make reproduce-{name}`)\n",
-            *cells,
+            cells,
             "",
             *why,
             f"On the testbed: {said['why']}\n",
@@ -195,7 +191,7 @@ def _section(name: str, real: dict[str, Any], testbed: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return write_or_check(text, FINDINGS, "python -m experiments.findings", arguments, __doc__)
+    return write_or_check({FINDINGS: text}, "python -m experiments.findings", arguments, __doc__)
 
 
 if __name__ == "__main__":

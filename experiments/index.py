@@ -1,4 +1,4 @@
-"""The table of all exhibits, experiments/README.md, from their modules and what is recorded of them.
+"""The table of all exhibits, experiments/README.md, and the options of `experiment` that they declare.
 
 python -m experiments.index            write it
 python -m experiments.index --check    exit 1 if what stands there is something else
@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib.exhibits import HERE, PAPERS, load, names, sweeps
-from experiments.lib.pages import TITLES, VERDICT, recorded, status, write_or_check
-from experiments.lib.titles import exhibit_title
+from experiments.lib.exhibits import DECLARED, HERE, PAPERS, Exhibit, declared_text, exhibits
+from experiments.lib.record import NONE, NOT_RUN, real_status, recorded, status, table_of, write_or_check
 from kvexp.util import watch_pipes
 
 README = HERE / "README.md"
@@ -45,36 +44,26 @@ def text() -> str:
     """The whole file."""
     known, real = recorded("testbed"), recorded("real")
     parts = [HEAD]
-    by_paper: dict[str, list[str]] = {}
-    for name in names():
-        by_paper.setdefault(name.partition("_")[0], []).append(name)
-    for paper in sorted(by_paper, key=lambda each: (*PAPERS, each).index(each)):
-        rows = [_row(name, known.get(name), real.get(name)) for name in by_paper[paper]]
-        lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-        parts.append(
-            "\n".join([f"## {TITLES.get(paper, paper)}\n", *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
-        )
+    for paper, title in PAPERS.items():
+        rows = [_row(each, known.get(name), real.get(name)) for name, each in exhibits().items() if each.paper == paper]
+        parts.append(f"## {title}\n\n{table_of(COLUMNS, *rows)}\n")
     return "\n".join(parts)
 
 
-def _row(name: str, entry: dict[str, Any] | None, real: dict[str, Any] | None) -> tuple[str, ...]:
-    claim, command = load(name).claim.replace("|", "\\|"), f"`make reproduce-{name}`"
-    if entry is None:
-        return exhibit_title(name), claim, _of_real(name, real), "not run", command, ""
-    seconds = "" if entry["seconds"] is None else str(entry["seconds"])
-    return exhibit_title(name), claim, _of_real(name, real), f"**{status(entry)}**", command, seconds
-
-
-def _of_real(name: str, real: dict[str, Any] | None) -> str:
-    """Both verdicts, or why there is none."""
+def _row(exhibit: Exhibit, entry: dict[str, Any] | None, real: dict[str, Any] | None) -> tuple[str, ...]:
+    metric, divergence = real_status(exhibit.name, real)
     if real is None:
-        return "stays at the testbed" if load(name).testbed_only else "not run" if sweeps(name, "real") else ""
-    again = real.get("divergence")
-    return f"**{status(real)}**" + (f"; by divergence **{VERDICT[again['holds']]}**" if again is not None else "")
+        on_real = "stays at the testbed" if exhibit.testbed_only else metric.removeprefix(NONE)
+    else:
+        on_real = f"**{metric}**" + (f"; by divergence **{divergence}**" if divergence != NONE else "")
+    said = NOT_RUN if entry is None else f"**{status(entry)}**"
+    seconds = "" if entry is None or entry["seconds"] is None else str(entry["seconds"])
+    claim, command = exhibit.claim.replace("|", "\\|"), f"`make reproduce-{exhibit.name}`"
+    return exhibit.title, claim, on_real, said, command, seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return write_or_check(text, README, "python -m experiments.index", arguments, __doc__)
+    return write_or_check({README: text, DECLARED: declared_text}, "python -m experiments.index", arguments, __doc__)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.lib import league_page
+from experiments.lib.exhibits import REAL
 from experiments.lib.league_calibration import calibrate_for_league
 from experiments.lib.league_pieces import GROUPS, LONGEST, QUESTIONS, Piece, pieces
-from experiments.lib.real_scale import REAL, commands_of, scale_of
+from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, planned_seconds, sweep
 from kvexp.util import CacheError, ConfigError, watch_pipes
 

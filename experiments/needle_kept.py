@@ -3,7 +3,7 @@
     python -m experiments.needle_kept --data FOLDER h2o snapkv keydiff
     python -m experiments.needle_kept --data FOLDER --kv-ratio 0.25 --lengths 2000 4000 h2o snapkv
 
-The prompts are those of the league's needles (conf/experiment/real/league_needle.yaml), five depths of each length. A
+The prompts are those of the league's needles (experiment=real/league_needle), five depths of each length. A
 share is that of the needle's tokens a kv head still holds, mean over heads, layers and prompts, in percent; a random
 choice holds 100 * kv_ratio. Beside it stands its 95 % interval over prompts (Student's t), and how many heads hold at
 least nine tokens of ten.
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.lib.exhibits import REAL
 from experiments.lib.league_pieces import QUESTIONS
-from experiments.lib.real_scale import REAL, commands_of, scale_of
+from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import jobs, late
 from kvexp.generate import prefill_together
 from kvexp.results.read import WORDS

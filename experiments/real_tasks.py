@@ -1,4 +1,4 @@
-"""Every task of kvexp on the real model: nine methods at three budgets, the sweeps conf/experiment/real/tasks_*.yaml.
+"""Every task of kvexp on the real model: nine methods at three budgets, the sweeps experiment=real/tasks_NAME.
 
 python -m experiments.real_tasks --data FOLDER                   all of them, resuming what exists
 python -m experiments.real_tasks --data FOLDER xsum news_qa      these
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lib.exhibits import ROOT
+from experiments.lib.exhibits import REAL, declared
 from experiments.lib.floors import floors_of
-from experiments.lib.real_scale import REAL, commands_of, scale_of
+from experiments.lib.real_scale import commands_of, scale_of
 from experiments.lib.sweep import late, sweep
 from kvexp.results.read import folders
 from kvexp.results.table import print_table, table
@@ -31,9 +31,9 @@ FULL = ["method=full", "kv_ratio=1.0"]
 
 
 def task_names() -> list[str]:
-    """Short names of the sweeps, in the order of their files."""
-    files = sorted((ROOT / "conf" / "experiment" / REAL).glob(f"{PREFIX}*.yaml"))
-    return [file.stem.removeprefix(PREFIX) for file in files]
+    """Short names of the sweeps, in alphabetical order."""
+    prefix = f"{REAL}/{PREFIX}"
+    return [name.removeprefix(prefix) for name in declared() if name.startswith(prefix)]
 
 
 def run_task(

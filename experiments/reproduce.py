@@ -15,11 +15,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.lib.exhibits import SCALES, full_name, load, names, sweeps
-from experiments.lib.pages import VERDICT, record, record_real
-from experiments.lib.real_scale import REAL, commands, layout, scale_of
+from experiments.lib.exhibits import REAL, SCALES, full_name, load, names, sweeps
+from experiments.lib.real_scale import commands, layout, scale_of
+from experiments.lib.record import VERDICT, record, record_real
 from experiments.lib.runner import Asked, markdown, results
-from experiments.lib.titles import exhibit_title
 from kvexp.run.jobs import INTERRUPTED, KEPT
 from kvexp.util import ConfigError, watch_pipes
 
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         dest="given",
         metavar="[SWEEP:]KEY=VALUE",
-        help="an override of every sweep, or of conf/experiment/SWEEP alone: task.data_files, task.haystack, model",
+        help="an override of every sweep, or of experiment=SWEEP alone: task.data_files, task.haystack, model",
     )
     add("--record", action="store_true", help="keep verdicts for experiments/README.md; times too if outputs is new")
     return result
@@ -101,7 +100,7 @@ def _made(args: argparse.Namespace, wanted: Sequence[str], asked: Asked, fresh: 
 def _title(name: str, asked: Asked) -> str:
     rows = dict.fromkeys(each.rows for each in asked.commands(name) if each.rows) if asked.scale == REAL else ()
     said = f"\nrows: {'; '.join(rows)}" if rows else ""
-    return f"\n{exhibit_title(name)}\n{name} ({asked.scale}): {load(name).claim}{said}"
+    return f"\n{load(name).title}\n{name} ({asked.scale}): {load(name).claim}{said}"
 
 
 def _with_a_real_scale(wanted: Sequence[str], data: str | None) -> list[str]:

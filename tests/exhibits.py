@@ -1,6 +1,5 @@
 """Lines of a table of runs with scores that are known, and an exhibit gone through from table to picture."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.lib.exhibits import full_name, load, module_of
+from experiments.lib.exhibits import exhibits, full_name, load
 
 
 def run(method, scores, kv_ratio=None, setting="", metric="acc", task="t", model="m", **own):
@@ -36,8 +35,7 @@ def frame_of(*rows):
 def changed(monkeypatch, name, **fields):
     """The exhibit of this name with other fields, for one test."""
     name = full_name(name)
-    known = importlib.import_module(module_of(name)).EXHIBITS
-    monkeypatch.setitem(known, name.partition("_")[2], replace(load(name), **fields))
+    monkeypatch.setitem(exhibits(), name, replace(load(name), **fields))
 
 
 def whole(module, frame):

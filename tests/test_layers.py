@@ -122,7 +122,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("kvexp.hf.load", "import kvexp.generate"),
         ("kvexp.results", "import torch.nn as nn"),
         ("kvexp.run", "from kvexp.results import table"),
-        ("kvexp.run", "import experiments.keyformer.fig7"),
+        ("kvexp.run", "import experiments.keyformer"),
         ("kvexp", "import torch"),
         ("kvexp.newcomer", "import json"),
     ],

@@ -1,20 +1,83 @@
-"""Panels of quality against kv_ratio, of one or two settings, and of models: full in black, 99 % of it in red."""
+"""The pictures of exhibits: curves, settings, bars and divergences in panels; full in black, 99 % of it in red."""
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from experiments.lib.data import paper_numbers_for
-from experiments.lib.titles import model_words, panel_title
-from kvexp.results.plots import DASHES, MARK_COLOR, color_of, dodge, marker_of
+from experiments.lib.tables import paper_numbers_for, pooled_kl
+from kvexp.results.plots import DASHES, LEAST, MARK_COLOR, color_of, divergence, dodge, marker_of
+from kvexp.results.read import titled
+from kvexp.run.store import EPSILON_KL
+
+MODEL_NAMES = {
+    "gptj_6b": "GPT-J 6B",
+    "cerebras_6b7": "Cerebras-GPT 6.7B",
+    "mpt_7b": "MPT-7B",
+    "mpt_7b_storywriter": "MPT-7B StoryWriter",
+    "mpt_7b_chat": "MPT-7B Chat",
+    "llama_7b": "LLaMA 7B",
+    "llama2_7b": "Llama 2 7B",
+    "llama2_7b_chat": "Llama 2 7B Chat",
+    "llama31_8b_instruct": "Llama 3.1 8B Instruct",
+    "mistral_7b_instruct_v02": "Mistral 7B Instruct",
+    "opt_2b7": "OPT 2.7B",
+    "opt_6b7": "OPT 6.7B",
+    "smollm2_135m": "SmolLM2 135M",
+    "testbed_rope": "testbed, RoPE",
+    "testbed_learned": "testbed, learned positions",
+    "testbed_alibi": "testbed, ALiBi",
+    "testbed_gqa": "testbed, grouped heads",
+}
+TASK_NAMES = {
+    "cnn_dailymail": "CNN/DailyMail",
+    "soda": "SODA",
+    "govreport": "GovReport",
+    "gsm8k_cot": "GSM8K",
+    "xsum": "XSum",
+    "longbench/hotpotqa_e": "HotpotQA",
+    "longbench/2wikimqa_e": "2WikiMQA",
+    "longbench/qasper_e": "Qasper",
+    "longbench/multifieldqa_en_e": "MultiFieldQA",
+    "arc_easy": "ARC-Easy",
+    "copa": "COPA",
+    "openbookqa": "OpenBookQA",
+    "piqa": "PIQA",
+    "winogrande": "WinoGrande",
+    "news": "own articles",
+    "news_qa": "questions on own articles",
+    "news_needle": "needle in own articles",
+    "testbed_summary": "summaries",
+    "testbed_dialogue": "dialogues",
+    "testbed_needle": "needle",
+    "testbed_qa": "questions",
+    "testbed_choice": "multiple choice",
+}
+
+
+def model_words(name: str) -> str:
+    return MODEL_NAMES.get(name, name.replace("_", " "))
+
+
+def panel_title(model: str, task: str = "", asked: Iterable[Any] = ()) -> str:
+    """ "GPT-J 6B: CNN/DailyMail, question in prompt"; a name that is not known has its underscores taken out.
+
+    asked: where the question was, of the runs shown.
+    """
+    task, comma, rest = task.partition(", ") if ", " in task else task.partition(" ")
+    known = TASK_NAMES.get(task, (task.partition("/")[2] or task).replace("_", " "))
+    return titled(": ".join(filter(None, (model_words(model), f"{known}{comma}{rest.replace('_', ' ')}"))), asked)
+
 
 # As the papers order them, each testbed model at the place of the one whose layout it has.
 MODELS = (
@@ -46,6 +109,26 @@ def panels_of(table: pd.DataFrame) -> list[tuple[str, str]]:
     return [(model, task) for task in tasks for model in models if (model, task) in there]
 
 
+def in_panels(
+    table: pd.DataFrame, figure: Figure, columns: int, size: Callable[[int, int], tuple[float, float]], wrap: int = 38
+) -> Iterator[tuple[bool, Axes, pd.DataFrame]]:
+    """Of every panel whether it is the first of its row, its titled axes and its rows of the table.
+
+    size: of columns and rows of panels, in inches; wrap: letters of a line of a title.
+    """
+    panels = panels_of(table)
+    columns = min(columns, len(panels))
+    rows = ceil(len(panels) / columns)
+    figure.set_size_inches(*size(columns, rows))
+    figure.set_layout_engine("constrained")
+    for place, (model, task) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        part = table[table["model"].eq(model) & table["task"].eq(task)]
+        title = textwrap.fill(panel_title(model, task, part.get("question", ())), wrap)
+        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
+        yield place % columns == 0, axes, part
+
+
 def curves(
     table: pd.DataFrame,
     figure: Figure,
@@ -53,29 +136,21 @@ def curves(
     x: str = "kv_ratio",
     xlabel: str = "KV cache (% of the prompt)",
 ) -> None:
-    """Draw `lib.data.points`: a panel per model and task, a line per method and setting, in the metric's unit.
+    """Draw `lib.tables.points`: a panel per model and task, a line per method and setting, in the metric's unit.
 
     paper: the exhibit whose numbers of the paper are overlaid (hollow) where model, task, method and setting are
     ours. x: a column of the table; a share of the prompt is shown in percent.
     """
-    metric, panels = str(table["metric"].iloc[0]), panels_of(table)
-    columns = min(3, len(panels))
-    rows = ceil(len(panels) / columns)
-    figure.set_size_inches(WIDTH * columns + 0.3, HEIGHT * rows + 0.45)
-    figure.set_layout_engine("constrained")
+    metric = str(table["metric"].iloc[0])
     known = paper_numbers_for(paper, table) if paper else None
-    for place, (model, task) in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        part = table[table["model"].eq(model) & table["task"].eq(task)]
-        ran = set(zip(part["method"], part["setting"], strict=True))
+    for first, axes, part in in_panels(table, figure, 3, lambda c, r: (WIDTH * c + 0.3, HEIGHT * r + 0.45)):
         _lines(part, axes, x)
         if known is not None:
-            own = known["model"].eq(model) & known["task"].eq(task) & known["metric"].eq(metric)
+            ran = set(zip(part["method"], part["setting"], strict=True))
+            own = known["model"].isin(part["model"]) & known["task"].isin(part["task"]) & known["metric"].eq(metric)
             same = [each in ran for each in zip(known["method"], known["setting"], strict=True)]
             _paper(known[own & pd.Series(same, index=known.index, dtype=bool)], axes)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
-        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
-        finish(axes, xlabel, METRICS.get(metric, metric) if place % columns == 0 else "")
+        finish(axes, xlabel, METRICS.get(metric, metric) if first else "")
     legend(figure)
 
 
@@ -165,12 +240,7 @@ def legend(figure: Figure, columns: int = 0) -> None:
 
 def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) -> None:
     """A panel per model and task: the metric over a numeric column of the setting, NaN for full."""
-    panels = panels_of(table)
-    figure.set_size_inches(WIDTH * len(panels) + 0.3, HEIGHT + 0.55)
-    figure.set_layout_engine("constrained")
-    for place, (model, task) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
-        part = table[table["model"].eq(model) & table["task"].eq(task)]
+    for first, axes, part in in_panels(table, figure, len(table), lambda c, _: (WIDTH * c + 0.3, HEIGHT + 0.55)):
         levels(axes, float(part[part["method"].eq("full")]["value"].iloc[0]))
         runs = part[part[x].notna()]
         lines = runs.groupby(["method", "kv_ratio"])
@@ -178,45 +248,36 @@ def settings_curves(table: pd.DataFrame, figure: Figure, x: str, xlabel: str) ->
         for order, ((method, ratio), line) in enumerate(lines):
             look = {"dash": DASHES[ratios.index(ratio) % len(DASHES)], "place": order, "count": lines.ngroups}
             line_of(line, axes, x, str(method), f"{method} at {100 * ratio:g} %", **look)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
-        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
-        finish(axes, xlabel, METRICS.get(str(table["metric"].iloc[0]), "") if place == 0 else "")
+        finish(axes, xlabel, METRICS.get(str(table["metric"].iloc[0]), "") if first else "")
     legend(figure)
 
 
 def settings_grid(table: pd.DataFrame, figure: Figure, down: str, across: str) -> None:
     """A panel per model and task: percent of full in each cell of two settings, with half the width of its interval."""
-    panels = panels_of(table)
-    figure.set_size_inches((WIDTH + 0.2) * len(panels) + 0.6, HEIGHT + 0.3)
-    figure.set_layout_engine("constrained")
     runs = table[table[down].notna()]
+    runs = runs.assign(half=(runs["of_full_high"] - runs["of_full_low"]) / 2)
     known = runs["of_full"].dropna()
     reach = (float(known.min()), float(known.max())) if len(known) else (0.0, 100.0)
     image = None
-    for place, (model, task) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
-        part = runs[runs["model"].eq(model) & runs["task"].eq(task)]
-        cells = part.pivot_table(index=down, columns=across, values="of_full", dropna=False)
-        spread = part.assign(half=(part["of_full_high"] - part["of_full_low"]) / 2)
-        half = spread.pivot_table(index=down, columns=across, values="half", dropna=False)
+    for first, axes, part in in_panels(runs, figure, len(runs), lambda c, _: ((WIDTH + 0.2) * c + 0.6, HEIGHT + 0.3)):
+        cells, half = (
+            part.pivot_table(index=down, columns=across, values=name, dropna=False) for name in ("of_full", "half")
+        )
         image = axes.imshow(cells.to_numpy(), cmap="cividis", vmin=reach[0], vmax=reach[1], aspect="auto")
-        middle = sum(reach) / 2
         for i, row in enumerate(cells.to_numpy()):
             for j, cell in enumerate(row):
-                color = "white" if cell < middle else "black"
                 wide = half.to_numpy()[i][j]  # NaN of too few examples
                 text = "-" if np.isnan(cell) else f"{cell:.0f}" if np.isnan(wide) else f"{cell:.0f}\n±{wide:.0f}"
+                color = "white" if cell < sum(reach) / 2 else "black"
                 axes.text(j, i, text, ha="center", va="center", fontsize=7, color=color)
         axes.set_xticks(range(cells.shape[1]), [f"{value:g}" for value in cells.columns], fontsize=7)
         axes.set_yticks(range(cells.shape[0]), [f"{value:g}" for value in cells.index], fontsize=7)
         axes.set_xlabel(across, fontsize=8)
-        axes.set_ylabel(down if place == 0 else "", fontsize=8)
-        title = textwrap.fill(panel_title(model, task, part.get("question", ())), 38)
-        axes.set_title(f"{title}\n(n = {int(part['n'].min())})", fontsize=8)
+        axes.set_ylabel(down if first else "", fontsize=8)
     if image is not None:
-        figure.colorbar(image, ax=figure.axes, shrink=0.9).set_label(
-            f"% of full's {METRICS.get(str(runs['metric'].iloc[0]), runs['metric'].iloc[0])}", fontsize=8
-        )
+        metric = runs["metric"].iloc[0]
+        bar = figure.colorbar(image, ax=figure.axes, shrink=0.9)
+        bar.set_label(f"% of full's {METRICS.get(str(metric), metric)}", fontsize=8)
 
 
 def best_of(runs: pd.DataFrame, column: str) -> str:
@@ -252,3 +313,166 @@ def model_lines(table: pd.DataFrame, paper: pd.DataFrame, figure: Figure, x: str
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False)
     return axes
+
+
+SHADES = (1.0, 0.72, 0.5, 0.35)  # of a method's color, for the runs of one method side by side in a group
+
+
+def bars(
+    table: pd.DataFrame,
+    figure: Figure,
+    paper: str = "",
+    columns: int = 3,
+    width: float = 2.6,
+    full_as_bar: bool = False,
+) -> None:
+    """Draw a table of `points` with a column `bar`, the name below each bar, in the table's order.
+
+    A column `shade`, if there is one, groups: bars of one name stand side by side, one per shade. full_as_bar: full
+    attention is no line, where it differs from shade to shade.
+    """
+    metric = str(table["metric"].iloc[0])
+    known = paper_numbers_for(paper, table) if paper else None
+
+    def size(columns: int, rows: int) -> tuple[float, float]:
+        return width * columns + 0.3, (HEIGHT + 0.35) * rows + 0.35
+
+    for first, axes, part in in_panels(table, figure, columns, size, int(16 * width)):
+        full = part["method"].eq("full")
+        if full.any() and not full_as_bar:
+            levels(axes, float(part[full]["value"].iloc[0]))
+        _bars(part if full_as_bar else part[~full], axes, known)
+        axes.set_ylabel(METRICS.get(metric, metric) if first else "", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    legend(figure)
+
+
+def _bars(runs: pd.DataFrame, axes: Axes, known: pd.DataFrame | None) -> None:
+    names = list(dict.fromkeys(runs["bar"]))
+    shades = list(dict.fromkeys(runs["shade"])) if "shade" in runs else [""]
+    wide = 0.8 / max(1, len(shades))
+    for _, run in runs.iterrows():
+        which = shades.index(run["shade"]) if "shade" in runs else 0
+        at = names.index(run["bar"]) + (which - (len(shades) - 1) / 2) * wide
+        label = str(run["shade"]) if "shade" in runs and names.index(run["bar"]) == 0 else "_"
+        axes.bar(at, run["value"], wide * 0.92, color=color_of(run["method"]), alpha=SHADES[which % 4], label=label)
+        if pd.notna(run["low"]):  # too few examples have no interval, which is not one of no width
+            reach = [[max(0.0, run["value"] - run["low"])], [max(0.0, run["high"] - run["value"])]]
+            axes.errorbar(at, run["value"], reach, fmt="none", ecolor="0.2", elinewidth=0.9, capsize=2)
+        theirs = _theirs(known, run)
+        if theirs is not None:
+            axes.plot(at, theirs, "D", markersize=5, markerfacecolor="none", color="black", label="paper")
+    axes.set_xticks(range(len(names)), [textwrap.fill(name, 11, break_long_words=False) for name in names], rotation=0)
+
+
+def _theirs(known: pd.DataFrame | None, run: pd.Series) -> float | None:
+    """The paper's number for the very same run."""
+    if known is None:
+        return None
+    same = known["metric"].eq(run["metric"]) & known["method"].eq(run["method"]) & known["setting"].eq(run["setting"])
+    ratio = run["kv_ratio"]
+    same &= known["kv_ratio"].isna() if pd.isna(ratio) else known["kv_ratio"].eq(ratio)
+    found = known[same & known["model"].eq(run["model"]) & known["task"].eq(run["task"])]
+    return float(found["value"].iloc[0]) if len(found) else None
+
+
+CURVES = 3.9, 2.6  # inches of a panel of curves
+DOTS, ROW, LETTER = 2.9, 0.19, 0.065  # inches: width of a panel of dots, height of a line of it, a letter of its words
+LETTERS = 30  # letters of a line of a setting
+MANY = 3  # budgets that make a curve
+NEAR = f"near the full cache: {EPSILON_KL:g}"
+RUN = ["method", "setting", "kv_ratio"]
+
+
+def draw_divergence(frame: pd.DataFrame, figure: Figure) -> None:
+    """Draw the frame of `lib.verdicts.divergence_frame`: a panel per model and task, or one of all tasks pooled."""
+    shown = pooled(frame) if frame["kl_low"].isna().all() and frame["task"].nunique() > 1 else frame
+    panels = list(shown.groupby(["model", "task"], sort=False))
+    columns = min(2, len(panels))
+    rows = ceil(len(panels) / columns)
+    curved = all(part["kv_ratio"].nunique() >= MANY for _, part in panels)
+    wide, high = CURVES if curved else _room(shown)
+    figure.set_size_inches(wide * columns, high * rows + 0.4)
+    figure.set_layout_engine("constrained")
+    for place, ((model, task), part) in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        (_curves if curved else _dots)(part, axes)
+        title = textwrap.fill(panel_title(str(model), str(task)), 44)
+        axes.set_title(f"{title} (n = {int(part['n'].min())})", fontsize=8)
+        axes.tick_params(which="both", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    legend(figure)
+
+
+def pooled(frame: pd.DataFrame) -> pd.DataFrame:
+    """The runs of each method, setting and budget of all tasks as one, with the interval over all their examples."""
+    made = []
+    for key, runs in frame.groupby(["model", *RUN], sort=False, dropna=False):
+        kl, low, high = pooled_kl(runs)
+        row: dict[str, Any] = dict(zip(["model", *RUN], key, strict=True))
+        row |= {"task": f"{runs['task'].nunique()} tasks", "n": int(runs["n"].sum()), "kl": kl}
+        made.append(row | {"kl_low": low, "kl_high": high})
+    return pd.DataFrame(made)
+
+
+def _curves(part: pd.DataFrame, axes: Axes) -> None:
+    divergence(part.assign(epsilon=EPSILON_KL), axes)
+    axes.plot([], [], color="black", linewidth=1.0, linestyle="--", label=NEAR)
+    axes.set_xlabel("kv_ratio (budget / prompt tokens)", fontsize=8)
+    axes.set_ylabel("KL from the full cache,\nnats per token", fontsize=8)
+    _plain(axes.yaxis)
+
+
+def _plain(axis: Axis) -> None:
+    """0.05 instead of a power of ten, at one, two and five of each."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _label(run: Any) -> str:
+    """The method and its settings below one another, without the groups that their options are of."""
+    words = re.sub(r"[\w.]+\.(?=\w+=)", "", run["setting"])
+    return textwrap.fill(f"{run['method']} {words}".strip(), LETTERS, break_long_words=False)
+
+
+def _room(shown: pd.DataFrame) -> tuple[float, float]:
+    """Width and height of a panel of dots, whose words stand beside it."""
+    labels = {_label(run) for _, run in shown.iterrows()}
+    lines = max(label.count("\n") + 1 for label in labels)
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    return DOTS + LETTER * longest, ROW * len(labels) * max(2, lines) + 0.8
+
+
+def _dots(part: pd.DataFrame, axes: Axes) -> None:
+    """A row per method and setting, methods in the papers' order; smaller budgets are hollow."""
+    ratios = sorted(part["kv_ratio"].dropna().unique(), reverse=True)
+    order = in_order(part["method"].tolist(), METHODS)
+    named = part.assign(place=part["method"].map(order.index))
+    names: list[str] = []
+    for _, run in named.sort_values(["place", "setting"], kind="stable").iterrows():
+        label = _label(run)
+        if label not in names:
+            names.append(label)
+        kl = max(float(run["kl"]), LEAST)
+        shift = 0.28 * (ratios.index(run["kv_ratio"]) / (len(ratios) - 1) - 0.5) if len(ratios) > 1 else 0.0
+        color = color_of(str(run["method"]))
+        if np.isfinite(run["kl_low"]):
+            ends = [max(float(run["kl_low"]), LEAST), float(run["kl_high"])]
+            axes.plot(ends, [names.index(label) + shift] * 2, color=color, linewidth=1.0)
+        face = color if run["kv_ratio"] == ratios[0] else "white"
+        look: dict[str, Any] = {"color": color, "markerfacecolor": face, "marker": marker_of(str(run["method"]))}
+        axes.plot(kl, names.index(label) + shift, linestyle="none", markersize=4.5, **look)
+    for ratio in ratios:
+        face = "0.3" if ratio == ratios[0] else "white"
+        axes.plot([], [], "o", color="0.3", markerfacecolor=face, markersize=4.5, label=f"kv_ratio {ratio:g}")
+    axes.axvline(EPSILON_KL, color="black", linewidth=1.0, linestyle="--", label=NEAR)
+    axes.set_xscale("log")
+    _plain(axes.xaxis)
+    axes.set_xlabel("KL from the full cache, nats per token", fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", color="0.92", linewidth=0.5)
+    axes.set_axisbelow(True)

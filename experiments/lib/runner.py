@@ -1,8 +1,10 @@
-"""Exhibits made one after the other or in parallel: run what is missing, tabulate, draw and judge."""
+"""Exhibits made one after the other or in parallel: run or measure what is missing, tabulate, draw and judge."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
 import multiprocessing
 import os
 import time
@@ -16,14 +18,18 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from experiments.lib.divergence_figure import draw_divergence
-from experiments.lib.exhibits import ROOT, Exhibit, full_name, load, sweeps
-from experiments.lib.made import Made
-from experiments.lib.pages import VERDICT, recorded
-from experiments.lib.provenance import provenance_of
-from experiments.lib.real_scale import REAL, Command, commands
-from experiments.lib.sweep import smaller
-from experiments.lib.titles import exhibit_title
+import kvexp
+from experiments.lib.draw import draw_divergence
+from experiments.lib.exhibits import HERE, REAL, Exhibit, full_name, load, sweeps
+from experiments.lib.real_scale import Command, commands
+from experiments.lib.record import VERDICT, Made, provenance_of, recorded
+from experiments.lib.sweep import jobs, late, limit_of, smaller, sweep
+from experiments.lib.tables import KEYS, frame_of, spelled, without
+from experiments.lib.verdicts import divergence_frame, measure_missing
+from kvexp.run.model_spec import load as load_model
+from kvexp.run.prompts import prompt_of
+from kvexp.run.settings import Settings
+from kvexp.run.store import identity
 from kvexp.util import ConfigError
 
 
@@ -73,7 +79,7 @@ def make(name: str, asked: Asked) -> Made:
         picture = Figure()
         draw_divergence(divergence, picture)
         save(picture, folder, "divergence")
-    write(name, exhibit, table, folder, holds, words, again)
+    write(exhibit, table, folder, holds, words, again)
     about = provenance_of(asked.outputs, frame, asked.commands(name)) if asked.scale == REAL and len(frame) else None
     return Made(name, table, holds, words, time.process_time() - start, folder, again, about)
 
@@ -83,15 +89,9 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
 
     What the sweep prints goes to sweep.log in the folder.
     """
-    from experiments.lib.data import frame_of
-    from experiments.lib.divergence import divergence_frame, measure_missing
-    from experiments.lib.measure import measured
-    from experiments.lib.sweep import late, limit_of, sweep
-
     wanted = asked.commands(name)
-    for each in wanted:
-        if not (ROOT / "conf" / "experiment" / f"{each.experiment}.yaml").exists():
-            raise ConfigError(f"{name} has no sweep at this scale (conf/experiment/{each.experiment}.yaml)")
+    if not wanted and load(exhibit.runs_of or name).at:
+        raise ConfigError(f"{name} has no sweep at the {asked.scale} scale")
     hashes: list[str] = []
     parts: list[pd.DataFrame] = []
     experiments = list(dict.fromkeys(each.experiment for each in wanted))
@@ -127,7 +127,6 @@ def _frames(name: str, exhibit: Exhibit, asked: Asked, folder: Path) -> tuple[pd
 
 
 def write(
-    name: str,
     exhibit: Exhibit,
     table: pd.DataFrame,
     folder: Path,
@@ -140,7 +139,7 @@ def write(
     again: the verdict and sentence of the claim by divergence.
     """
     table.to_csv(folder / "table.csv", index=False)
-    lines = [f"# {exhibit_title(name)}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", ""]
+    lines = [f"# {exhibit.title}", "", exhibit.claim, "", f"**{VERDICT[holds]}**: {words}", ""]
     lines += [f"By divergence **{VERDICT[again[0]]}**: {again[1]}", ""] if again is not None else []
     lines.append(markdown(table))
     (folder / "table.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -209,3 +208,69 @@ def _share(workers: int) -> None:
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def measured(
+    name: str, experiment: str, overrides: Sequence[str], folder: Path, given: Sequence[str] = ()
+) -> pd.DataFrame:
+    """What an exhibit's `measure` finds of every job of a sweep, with the job's labels in front.
+
+    folder: where it is kept, and read if it is there. given: those of the overrides that are no setting of the
+    exhibit's own, as in `lib.tables.frame_of`.
+    """
+    frames = []
+    for settings in jobs(experiment, overrides):
+        path = folder / f"{name}-{_key(name, settings)}.csv"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            _measure(load(name), settings).to_csv(draft, index=False)
+            draft.replace(path)
+        frame = pd.read_csv(path)
+        labels = {key: settings.labels.get(key) for key in KEYS}
+        labels |= {"setting": without(spelled(settings.labels.get("setting")), given)}
+        frames.append(pd.concat([pd.DataFrame([labels] * len(frame), columns=KEYS), frame], axis=1))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _key(name: str, settings: Settings) -> str:
+    """Changes with whatever can change a number: the run, its length, the module that measures and those it uses."""
+    parts = (
+        identity(settings.identity),
+        str(settings.limit),
+        str(kvexp.NUMERICS),
+        *sources(load(name).measure.__module__),
+    )
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sources(module: str) -> list[str]:
+    """The text of a module of `experiments` and of all those it imports, directly or not, by name."""
+    found: dict[str, str] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        path = HERE.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        if name not in found and path.exists():
+            found[name] = path.read_text(encoding="utf-8")
+            wanted += _imports(found[name])
+    return [found[name] for name in sorted(found)]
+
+
+def _imports(source: str) -> list[str]:
+    """What may be a module of `experiments`: A.B and A.B.NAME of `from A.B import NAME`, A.B of `import A.B`."""
+    words: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            words += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.Import):
+            words += [each.name for each in node.names]
+    return [word for word in words if word.startswith("experiments.")]
+
+
+def _measure(exhibit: Exhibit, settings: Settings) -> pd.DataFrame:
+    assert exhibit.measure is not None
+    settings.task.check()
+    model, tokenizer = load_model(settings.model)
+    prompts = [prompt_of(settings, model, tokenizer, example) for example in settings.task.examples()]
+    return exhibit.measure(model, [p.ids for p in prompts if p.skipped is None], settings)

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.clock import Ratio, ratio
 from benchmarks.store import Cell, Results
-from experiments.lib.data import paper_numbers
 from experiments.lib.draw import METHODS, finish, in_order, legend
-from experiments.lib.pages import WAITS
+from experiments.lib.record import WAITS
+from experiments.lib.tables import paper_numbers
 from kvexp.results.plots import color_of, marker_of
 
 NONE_YET = f"{WAITS}: `make bench-gpu` writes benchmarks/results"

@@ -1,4 +1,4 @@
-"""An experiment of conf/experiment, run in this process as run.py runs it; made small; its jobs without a run."""
+"""An experiment, run in this process as run.py runs it; made small; its jobs without a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from experiments.lib.exhibits import ROOT
+from experiments.lib.exhibits import ROOT, declared, params
 from kvexp.run.jobs import INTERRUPTED, KEPT, TERMINATED, summary
 from kvexp.run.main import main
 from kvexp.run.settings import Settings, settings_of
@@ -55,7 +55,7 @@ def limit_of(experiment: str, overrides: Sequence[str]) -> int | None:
     words = [word.partition("=")[2] for word in overrides if word.startswith("limit=")]
     if words:
         return None if words[-1] in ("null", "None") else int(words[-1])
-    found: int | None = OmegaConf.load(ROOT / "conf" / "experiment" / f"{experiment}.yaml").get("limit")
+    found: int | None = declared()[experiment].get("limit")
     return found
 
 
@@ -113,12 +113,11 @@ FEW = 2
 
 def smaller(experiment: str) -> list[str]:
     """Overrides for the first of its models, the first and the last of its budgets, and one or two examples."""
-    path = ROOT / "conf" / "experiment" / f"{experiment}.yaml"
-    params = OmegaConf.load(path).hydra.sweeper.params
+    swept = params(experiment)
     found = [f"limit={EXAMPLES.get(experiment.partition('/')[0], FEW)}"]
-    if "model" in params:
-        found.append(f"model={str(params.model).split(',')[0]}")
-    if "kv_ratio" in params:
-        ratios = str(params.kv_ratio).split(",")
+    if "model" in swept:
+        found.append(f"model={swept['model'].split(',')[0]}")
+    if "kv_ratio" in swept:
+        ratios = swept["kv_ratio"].split(",")
         found.append(f"kv_ratio={','.join(dict.fromkeys([ratios[0], ratios[-1]]))}")
     return found

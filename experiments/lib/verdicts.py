@@ -1,18 +1,59 @@
-"""Verdicts as declarations: what each panel, or each row, of a table of `lib.data.points` has to show."""
+"""Verdicts as declarations: what a panel, a row or all runs of an exhibit have to show, by its metric or by divergence.
+
+A claim about ROUGE of a small model on few examples stays undecided; the same claim about KL divergence along the full
+cache's own answer often does not (docs/divergence.md). Both verdicts are kept: this one never replaces the paper's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from experiments.lib.draw import panels_of
-from experiments.lib.stats import above, all_hold, better, ends, estimate
+from experiments.lib.tables import Side, ends, estimate, of, option, pooled_difference, pooled_kl
+from kvexp.results.divergence import PerExample, share_interval
+from kvexp.results.stats import LEVEL
+from kvexp.run.store import EPSILON_KL, OWN, Run, read
 
-Judge = Callable[[pd.DataFrame], tuple[bool | None, str]]
+Verdict = tuple[bool | None, str]  # holds, does not hold or undecided; a sentence with the numbers
+Judge = Callable[[pd.DataFrame], Verdict]
 MARK = 99.0  # percent of full attention's score that count as reaching it
+KL = "kl"  # nats per token
+COLUMNS = ["model", "task", "method", "setting", "kv_ratio", "hash"]
+
+
+def above(low: float, high: float, mark: float) -> bool | None:
+    """Whether an interval lies at or above the mark (True), below it (False), or across it (None)."""
+    if low >= mark:
+        return True
+    return False if high < mark else None
+
+
+def better(low: float, high: float) -> bool | None:
+    """Whether a difference is above 0 (True), at or below it (False: a tie is no improvement), or open (None)."""
+    if low > 0:
+        return True
+    return False if high <= 0 else None
+
+
+def all_hold(parts: Iterable[bool | None]) -> bool | None:
+    """A claim of several parts: False if one is contradicted, True if all are supported, else None."""
+    parts = list(parts)
+    if False in parts:
+        return False
+    return True if parts and None not in parts else None
+
+
+def positive(low: float, high: float) -> bool | None:
+    """Whether a difference is above 0 (True), below (False) or neither: two methods that tie do not beat each other."""
+    if low > 0:
+        return True
+    return False if high < 0 else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +108,7 @@ def each_panel(
     by `between`, after the words `before`; after: what is told of the whole table.
     """
 
-    def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
+    def holds(table: pd.DataFrame) -> Verdict:
         verdicts, found = [], []
         for model, task in panels_of(table):
             panel = table[table["model"].eq(model) & table["task"].eq(task)]
@@ -95,7 +136,7 @@ def each_row(
 ) -> Judge:
     """The same of every chosen row. cell: a row in words, with its columns and {number}; sentence: around all cells."""
 
-    def holds(table: pd.DataFrame) -> tuple[bool | None, str]:
+    def holds(table: pd.DataFrame) -> Verdict:
         verdicts, cells = [], []
         for _, row in rows(table).iterrows():
             number = ends(row, column)
@@ -118,3 +159,124 @@ def leads(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
         )
 
     return said
+
+
+def measure_missing(outputs: Path, hashes: Sequence[str]) -> dict[str, str]:
+    """Measure what these runs lack; hash -> why a run has no divergence (choices, baselines)."""
+    from kvexp.run.batches import measure_claimed
+
+    return measure_claimed([Run.load(outputs / name) for name in hashes], (OWN,))
+
+
+def divergence_frame(outputs: Path, frame: pd.DataFrame, first: int | None) -> pd.DataFrame:
+    """The runs of `lib.tables.frame_of` that have a divergence: KL over all tokens, with its interval over examples.
+
+    scores: {example: {"kl": mean of its tokens}}. Runs of one group are told apart by the columns COLUMNS.
+
+    Runs that differ in task or model alone may be pooled: their examples have the task's name in front there.
+    """
+    rows = []
+    for _, run in frame.iterrows():
+        lines = [line for (_, text), line in read(Run.load(outputs / run["hash"])).items() if text == OWN]
+        found = PerExample.of([line for line in lines if first is None or line["index"] < first])
+        if found is None:
+            continue
+        low, high = share_interval(found.kl, found.tokens, LEVEL)
+        row: dict[str, Any] = {name: run[name] for name in COLUMNS} | {"n": len(found.names)}
+        row |= {KL: float(found.kl.sum() / found.tokens.sum()), "kl_low": low, "kl_high": high}
+        row |= {"tokens": int(found.tokens.sum()), "sums": found.kl, "counts": found.tokens}
+        means = zip(found.names, found.kl / found.tokens, strict=True)
+        rows.append(row | {"scores": {name: {KL: float(value)} for name, value in means}})
+    return pd.DataFrame(rows, columns=[*COLUMNS, "n", KL, "kl_low", "kl_high", "tokens", "sums", "counts", "scores"])
+
+
+@dataclass(frozen=True)
+class Near:
+    """Whether runs are within EPSILON_KL of the full cache. within=False: the claim is that they are not.
+
+    Several runs (of several tasks) are one sample: their examples are put together. judged=False: only told.
+    """
+
+    words: str
+    runs: Side
+    within: bool = True
+    judged: bool = True
+
+    def found(self, frame: pd.DataFrame) -> Verdict | None:
+        """None where no run is one of these."""
+        rows = frame[frame.apply(self.runs, axis=1)] if len(frame) else frame
+        if rows.empty:
+            return None
+        kl, low, high = pooled_kl(rows)
+        near = None if math.isnan(low) else True if high < EPSILON_KL else False if low > EPSILON_KL else None
+        verdict = near if near is None or self.within else not near
+        return verdict, f"{self.words} {estimate(kl, low, high, 3)}"
+
+
+@dataclass(frozen=True)
+class Closer:
+    """Whether some runs diverge less than others, paired over the examples of each task. judged=False: only told."""
+
+    words: str
+    one: Side
+    other: Side
+    judged: bool = True
+
+    def found(self, frame: pd.DataFrame) -> Verdict | None:
+        """None where one of the sides has no run."""
+        sides = [frame.apply(side, axis=1) if len(frame) else pd.Series(dtype=bool) for side in (self.one, self.other)]
+        if not all(side.any() for side in sides):
+            return None
+        less = pooled_difference(frame, self.other, self.one, KL)
+        return better(less[1], less[2]), f"{self.words} {estimate(*less, 3, sign=True)}"
+
+
+def by_divergence(*parts: Near | Closer, told: Callable[[pd.DataFrame], str] = lambda frame: "") -> Judge:
+    """Every judged part holds. told: a further sentence, of the whole frame."""
+
+    def holds(frame: pd.DataFrame) -> Verdict:
+        verdicts, near, closer = [], [], []
+        for part in parts:
+            made = part.found(frame)
+            if made is None:
+                if part.judged:
+                    return None, f"{part.words}: not measured"
+                continue
+            (near if isinstance(part, Near) else closer).append(made[1])
+            verdicts += [made[0]] if part.judged else []
+        pairs = zip(frame["task"], frame["scores"], strict=True)
+        texts = len({(task, name) for task, scores in pairs for name in scores})
+        about = f"KL in nats per token of {texts} answers (near the full cache: under {EPSILON_KL:g})"
+        sentences = [f"{about}: {'; '.join(near)}"] if near else []
+        less = "less divergence, nats" + ("" if near else f" per token, {texts} answers")
+        sentences += [f"{less}: {'; '.join(closer)}"] if closer else []
+        return all_hold(verdicts), ". ".join([*sentences, *filter(None, [told(frame)])]) or "nothing to compare"
+
+    return holds
+
+
+def count_closer(method: str, rival: str) -> Callable[[pd.DataFrame], str]:
+    """At how many budgets a method diverges less than its rival by more than chance: only told."""
+
+    def said(frame: pd.DataFrame) -> str:
+        ahead = behind = open_ = 0
+        for (_, ratio), _ in frame[frame["method"].eq(method)].groupby(["task", "kv_ratio"]):
+            part = Closer("", of(method, kv_ratio=ratio), of(rival, kv_ratio=ratio)).found(frame)
+            if part is None:
+                continue
+            verdict = part[0]
+            ahead, behind, open_ = ahead + (verdict is True), behind + (verdict is False), open_ + (verdict is None)
+        total = ahead + behind + open_
+        return f"{method} diverges less than {rival} at {ahead}, more at {behind}, open at {open_} of {total} budgets"
+
+    return said
+
+
+def lowest(frame: pd.DataFrame, key: str, method: str) -> str:
+    """Per task the value of an option with the least divergence, and its KL: "news 0.3 (0.112)"."""
+    found = []
+    runs = frame[frame["method"].eq(method)]
+    for (task, ratio), part in runs.groupby(["task", "kv_ratio"], sort=False):
+        best = part.loc[part[KL].idxmin()]
+        found.append(f"{task} at {ratio:g}: {option(best['setting'], key)} ({best[KL]:.3f})")
+    return ", ".join(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kvexp.core.attention import AttentionParams, RoPE
 from kvexp.core.budget import Budget, BytesBudget, Cadence
-from kvexp.core.config import CacheConfig, CacheOptions
+from kvexp.core.config import CacheConfig
 from kvexp.core.eviction import CacheState, EvictionLayer, MemoryTracker
 from kvexp.core.method import AttentionScoreSpec, EvictionContext, Method, Needs, SecondPass
 from kvexp.core.noise import Noise
@@ -27,7 +27,6 @@ __all__ = [
     "Budget",
     "BytesBudget",
     "CacheConfig",
-    "CacheOptions",
     "CacheState",
     "Cadence",
     "EvictionContext",

@@ -14,7 +14,7 @@ from kvexp.core.budget_shares import LayerBudgets
 from kvexp.core.noise import Noise
 from kvexp.core.slots import Slots
 from kvexp.core.statistics import LayerCalibration, QueryStatistics
-from kvexp.util import ConfigError
+from kvexp.util import ConfigError, check_fields
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,10 @@ class Method:
         super().__init_subclass__(**options)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+
+    def __post_init__(self) -> None:
+        """ConfigError for an option outside what its field allows; a subclass that checks more calls this one first."""
+        check_fields(self)
 
     @property
     def score_spec(self) -> AttentionScoreSpec | None:

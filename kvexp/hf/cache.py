@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Unpack
+from typing import Any
 from unicodedata import east_asian_width
 from weakref import WeakKeyDictionary
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvexp.core import Budget, CacheConfig, CacheOptions, EvictionLayer, Method, RoPE, SequenceState
+from kvexp.core import Budget, CacheConfig, EvictionLayer, Method, RoPE, SequenceState
 from kvexp.core.attention import AttentionParams
 from kvexp.core.budget import PromptSizes
 from kvexp.core.budget_resolution import check_budget, check_spans, may_evict
@@ -272,7 +272,7 @@ class EvictionCache(Cache):  # type: ignore[misc]
         max_new_tokens: int | None = None,
         seeds: int | Sequence[int] = 0,
         tokenizer: Any = None,
-        **options: Unpack[CacheOptions],
+        **options: Any,
     ) -> None:
         check_patched(model.config, ConfigError)
         self.config = config = CacheConfig.of(method, budget, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import json
 import operator
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -27,7 +28,8 @@ from kvexp.util import CONF, ConfigError, say
 
 GLOBAL = "# @package _global_"  # the first line of an option whose keys are the root's
 PAIRS = ("model_task", "protocol_task")  # groups whose options are of two others, and whose keys are the root's
-LISTED = ("method", "model", "task", *PAIRS)  # groups whose options stand together in one file
+OF_THE_ROOT = (*PAIRS, "experiment")  # listed groups whose options set keys of the root
+LISTED = ("method", "model", "task", *OF_THE_ROOT)  # groups whose options stand together in one file
 SUGGESTIONS = 4
 
 
@@ -60,7 +62,7 @@ def option(group: str, name: str) -> dict[str, Any]:
     """What an option sets within its group; nothing where there is no such option, or it sets keys of the root."""
     file = CONF / group / f"{name}.yaml"
     if name in listed(group):
-        return {} if group in PAIRS else listed(group)[name]
+        return {} if group in OF_THE_ROOT else listed(group)[name]
     if "/" in name or not file.is_file() or file.read_text(encoding="utf-8").startswith(GLOBAL):
         return {}
     node = _read(file)
@@ -81,15 +83,29 @@ def listed(group: str) -> dict[str, dict[str, Any]]:
         return {name: node if "kind" in node else pretrained | node for name, node in found.items()}
     if group == "method":  # made of the classes
         return _read(CONF / "methods.yaml")
+    if group == "experiment":  # made of the exhibits, which are no part of this package
+        experiments: dict[str, dict[str, Any]] = json.loads((CONF / "experiments.json").read_text(encoding="utf-8"))
+        return experiments
     return _read(CONF / "pairs.yaml")[group] if group in PAIRS else {}
+
+
+class _Unmade(dict[str, Any]):
+    """An option that is made a configuration when Hydra copies it to compose: to make all takes half a second."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self if memo else OmegaConf.create(dict(self))  # memo: Hydra copies the store, of which it reads a few
 
 
 def _store_listed() -> None:
     """Make what is listed options of their groups, as a user's method becomes one when it is named."""
     for group in LISTED:
-        package = "_global_" if group in PAIRS else None
-        for name, node in listed(group).items():
-            ConfigStore.instance().store(group=group, name=name, node=node, package=package, provider="kvexp")
+        package = "_global_" if group in OF_THE_ROOT else None
+        for path, node in listed(group).items():
+            *folders, name = f"{group}/{path}.yaml".split("/")
+            place = ConfigStore.instance().repo
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            place[name] = ConfigNode(name, _Unmade(node), "/".join(folders), package, "kvexp")  # type: ignore[arg-type]
 
 
 def settings() -> dict[str, tuple[str, ...]]:

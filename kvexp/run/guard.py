@@ -34,7 +34,7 @@ TRUST = {
 }
 
 
-class CheckedLoader(ConfigLoaderImpl):  # type: ignore[misc]
+class CheckedLoader(ConfigLoaderImpl):
     """Hydra's loader of configurations: nothing that breaks a rule leaves it, of a command and of each of its jobs."""
 
     def load_configuration(self, *given: Any, **named: Any) -> Any:
@@ -52,7 +52,7 @@ class CheckedLoader(ConfigLoaderImpl):  # type: ignore[misc]
         return composed
 
 
-class CheckedPackage(ImportlibResourcesConfigSource):  # type: ignore[misc]
+class CheckedPackage(ImportlibResourcesConfigSource):
     """Configurations at pkg://NAME."""
 
     def __init__(self, provider: str, path: str) -> None:
@@ -60,7 +60,7 @@ class CheckedPackage(ImportlibResourcesConfigSource):  # type: ignore[misc]
         super().__init__(provider, path)
 
 
-class CheckedFolder(FileConfigSource):  # type: ignore[misc]
+class CheckedFolder(FileConfigSource):
     """Configurations at file://FOLDER."""
 
     def __init__(self, provider: str, path: str) -> None:

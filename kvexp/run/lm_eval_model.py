@@ -34,11 +34,11 @@ from kvexp.hf.chat_template import Thinking
 from kvexp.hf.load import check_source, one_row_per_forward
 from kvexp.hf.moving_rope import MovingRope
 from kvexp.lm_eval import Ask, Bench, check_row_mask
-from kvexp.run.build import build, build_cache, typed
+from kvexp.run.build import build, build_cache
 from kvexp.run.compose import option, options
 from kvexp.run.user_methods import admitted
 from kvexp.tasks.lm_eval import Protocol, protocol_of
-from kvexp.util import CacheError, ConfigError, say
+from kvexp.util import CacheError, ConfigError, say, typed
 
 # Words of `KvexpLM` itself: about the model, and about the measurement.
 LOADING = (

@@ -329,8 +329,7 @@ def settings_of_class(cls: type[Any]) -> dict[str, Any]:
     found = {}
     for field in dataclasses.fields(cls):
         if field.init:
-            made = field.default_factory is not dataclasses.MISSING
-            value = field.default_factory() if made else field.default  # type: ignore[misc]
+            value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             found[field.name] = MISSING if value is dataclasses.MISSING else value
     return found
 

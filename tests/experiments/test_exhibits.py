@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import re
@@ -13,20 +12,16 @@ import pytest
 from hydra import compose, initialize_config_dir
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
-from experiments import index, reproduce
-from experiments.lib import measure, pages, runner, sweep
-from experiments.lib.bars import bars
-from experiments.lib.data import COLUMNS, KEYS, frame_of, paper_numbers, without
-from experiments.lib.draw import METHODS, curves, settings_curves, settings_grid
+from experiments import index, pqcache, reproduce
+from experiments.lib import record, runner, sweep
+from experiments.lib.draw import METHODS, MODEL_NAMES, bars, curves, panel_title, settings_curves, settings_grid
 from experiments.lib.draw import MODELS as MODELS_of_draw
-from experiments.lib.exhibits import ROOT, full_name, load, module_of, names, sweeps
-from experiments.lib.made import Made
+from experiments.lib.exhibits import OWN, ROOT, declared, full_name, load, names, option, params, sweeps
+from experiments.lib.record import Made
 from experiments.lib.runner import Asked
 from experiments.lib.sweep import smaller
-from experiments.lib.titles import MODELS, exhibit_title, panel_title
-from experiments.pqcache import fig10a, fig10b
+from experiments.lib.tables import COLUMNS, KEYS, frame_of, paper_numbers, without
 from kvexp.run.compose import options
 from kvexp.run.store import Run, runs
 from kvexp.util import ConfigError
@@ -43,21 +38,19 @@ SWEPT = [(name, scale) for name in names() for scale in ("testbed", "paper")]
 def test_every_sweep_composes(name, scale):
     """The first of each value, with every key set as a sweep sets it: wrong keys and options fail here."""
     for experiment in sweeps(name, scale):
-        params = OmegaConf.load(CONF / "experiment" / f"{experiment}.yaml").hydra.sweeper.params
-        first = [f"{key}={str(value).split(',')[0]}" for key, value in params.items() if "[" not in str(value)]
+        swept = params(experiment)
+        first = [f"{key}={value.split(',')[0]}" for key, value in swept.items() if "[" not in value]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", [f"experiment={experiment}", *first], return_hydra_config=True)
         assert config.hydra.mode.name == "MULTIRUN"
-        groups = [key for key in ("model", "task", "method") if key in params]
-        for group in groups:
-            chosen = {choice.strip() for choice in str(params[group]).split(",")}
-            assert chosen <= set(options(group)), (experiment, group)
+        for group in [key for key in ("model", "task", "method") if key in swept]:
+            assert set(swept[group].split(",")) <= set(options(group)), (experiment, group)
 
 
 @pytest.mark.parametrize("name", names())
 def test_a_claim_is_a_sentence_with_its_source(name):
-    exhibit, module = load(name), importlib.import_module(module_of(name))
-    assert re.search(r"arXiv:\d{4}\.\d{5}", exhibit.claim) and (module.__doc__ or "").strip()
+    exhibit = load(name)
+    assert re.search(r"arXiv:\d{4}\.\d{5}", exhibit.claim) and exhibit.name == name
     assert all(callable(part) for part in (exhibit.table, exhibit.draw, exhibit.holds))
 
 
@@ -89,17 +82,17 @@ def test_the_index_is_current():
     assert index.README.read_text("utf-8") == index.text(), "python -m experiments.index"
     rows = [line.split(" | ") for line in index.text().splitlines() if "`make reproduce-" in line and line[0] == "|"]
     assert tuple(row[4].strip("`").removeprefix("make reproduce-") for row in rows) == names()
-    assert [row[0].strip("| ") for row in rows] == [exhibit_title(name) for name in names()]
+    assert [row[0].strip("| ") for row in rows] == [load(name).title for name in names()]
 
 
 @pytest.mark.parametrize("name", names())
 def test_titles_are_words(name):
     """Of exhibits, each another, and told instead of the name in what we conclude."""
-    title = exhibit_title(name)
+    title = load(name).title
     assert re.match(r"(Keyformer|A2SF|PQCache), (Figs?\.|Table|section|appendix) [\w.]+", title) and "_" not in title
     found = (ROOT / "experiments" / "FINDINGS.md").read_text("utf-8").replace(f"make reproduce-{name}", "")
     assert len(title) > 30 and not re.search(rf"\b{name}\b", found)
-    assert [each for each in names() if exhibit_title(each) == title] == [name]
+    assert [each for each in names() if load(each).title == title] == [name]
 
 
 def test_panels_are_titled_in_words():
@@ -110,8 +103,7 @@ def test_panels_are_titled_in_words():
         == "testbed, ALiBi: multiple choice after eviction"
     )
     assert panel_title("my_model") == "my model", "a name nobody listed loses its underscores"
-    listed = set(options("model"))
-    assert set(MODELS) <= listed
+    assert set(MODEL_NAMES) <= set(options("model"))
 
 
 def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
@@ -119,6 +111,7 @@ def test_an_index_of_other_claims_is_not_current(tmp_path, monkeypatch, capsys):
     assert old != index.text()
     (tmp_path / "README.md").write_text(old, encoding="utf-8")
     monkeypatch.setattr(index, "README", tmp_path / "README.md")
+    monkeypatch.setattr(index, "DECLARED", tmp_path / "experiments.json")
     assert index.main(["--check"]) == 1
     assert index.main([]) == 0 and index.main(["--check"]) == 0
 
@@ -191,9 +184,31 @@ def test_a_measurement_inside_the_model_is_taken_once(tmp_path, capsys, monkeypa
 
 
 def test_a_missing_sweep_of_a_scale_is_said(monkeypatch, capsys, tmp_path):
-    changed(monkeypatch, "keyformer_fig3c", sweeps=("nowhere",))
+    changed(monkeypatch, "keyformer_fig3c", at={"paper": "model=mpt_7b"})
     assert reproduce.main(["keyformer_fig3c", "--outputs", str(tmp_path)]) == 1
-    assert "has no sweep at this scale (conf/experiment/nowhere.yaml)" in capsys.readouterr().err
+    assert "keyformer_fig3c has no sweep at the testbed scale" in capsys.readouterr().err
+
+
+def test_the_options_of_experiment_are_those_that_are_declared():
+    """conf/experiments.json is what kvexp reads, in a checkout and in a wheel."""
+    written = (ROOT / "conf" / "experiments.json").read_text("utf-8")
+    assert json.loads(written) == json.loads(json.dumps(declared())), "python -m experiments.index"
+    every = [sweep for name in names() for scale in ("testbed", "real", "paper") for sweep in sweeps(name, scale)]
+    assert set(every) <= set(declared()) and not {path.stem for path in CONF.glob("experiment/*.yaml")} & set(
+        declared()
+    )
+    own = {name for exhibit in map(load, names()) for name in exhibit.experiments(OWN)}
+    assert own and all(name.startswith("real/") and name.endswith("_own") for name in own)
+
+
+def test_words_of_a_sweep_are_fixed_or_swept():
+    """A key in both parts has the value of the scale, and is not swept where the scale fixes it."""
+    made = option("task=news limit=null task.depths=[0,50] | model=a,b kv_ratio=0.5", "method=h2o | x=1,2 kv_ratio=0.2")
+    assert made["defaults"] == [{"override /method": "h2o"}, {"override /task": "news"}]
+    assert made["limit"] is None and made["task"] == {"depths": [0, 50]}
+    assert list(made["hydra"]["sweeper"]["params"].items()) == [("model", "a,b"), ("x", "1,2"), ("kv_ratio", "0.5")]
+    fixed = option("kv_ratio=0.2 | model=a", "kv_ratio=0.3,0.4")
+    assert fixed["kv_ratio"] == 0.2 and fixed["hydra"]["sweeper"]["params"] == {"model": "a"}
 
 
 # How exhibits are made: what is collected again, what a user overrides, what is recorded, whose points are beside.
@@ -208,20 +223,22 @@ IMPORTS = (
 
 @pytest.mark.parametrize("line", IMPORTS)
 def test_a_measurement_is_taken_again_when_a_module_it_uses_changes(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(measure, "HERE", tmp_path)
+    monkeypatch.setattr(runner, "HERE", tmp_path)
     (tmp_path / "mine.py").write_text(f"import json\n{line}\n")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "helper.py").write_text("from experiments.deeper import y\nx = 1\n")
     (tmp_path / "deeper.py").write_text("y = 1\n")
-    before = measure.sources("experiments.mine")
+    before = runner.sources("experiments.mine")
     assert len(before) == 3
     (tmp_path / "deeper.py").write_text("y = 2\n")
-    assert measure.sources("experiments.mine") != before
+    assert runner.sources("experiments.mine") != before
 
 
-def test_the_measurements_of_attention_are_keyed_by_its_module():
-    text = (measure.HERE / "lib" / "attention.py").read_text()
-    users = [name for name in names() if load(name).measure and text in measure.sources(module_of(name))]
+def test_measurements_are_keyed_by_the_module_that_takes_them():
+    text = (runner.HERE / "lib" / "inside.py").read_text()
+    taken = {name: load(name).measure for name in names() if load(name).measure is not None}
+    users = [name for name, measure in taken.items() if text in runner.sources(measure.__module__)]
+    assert users == list(taken)
     assert {"keyformer_fig3a", "a2sf_fig4", "a2sf_table2"} <= set(users)
 
 
@@ -229,7 +246,7 @@ def paper(tmp_path, monkeypatch, *lines):
     (tmp_path / "paper").mkdir()
     head = "model,task,method,kv_ratio,setting,metric,value,source,kind,reading_error,note"
     (tmp_path / "paper" / "x.csv").write_text("\n".join([head, *lines]))
-    monkeypatch.setattr("experiments.lib.data.HERE", tmp_path)
+    monkeypatch.setattr("experiments.lib.tables.HERE", tmp_path)
 
 
 def points(*runs):
@@ -384,10 +401,10 @@ def test_overrides_reach_the_runs_and_leave_the_settings_alone(tmp_path, capsys)
 
 def test_seconds_are_those_of_a_run_that_found_nothing_there(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
-    monkeypatch.setattr(pages, "MEASURED", file)
+    monkeypatch.setattr(record, "MEASURED", file)
 
     def kept(seconds, fresh):
-        pages.record("a", "testbed", True, "1 of 1", seconds if fresh else None)
+        record.record("a", "testbed", True, "1 of 1", seconds if fresh else None)
         return json.loads(file.read_text())["testbed"]["a"]["seconds"]
 
     assert kept(0.4, False) is None
@@ -395,9 +412,9 @@ def test_seconds_are_those_of_a_run_that_found_nothing_there(tmp_path, monkeypat
 
 
 def test_a_speed_exhibit_waits_for_a_gpu():
-    entry = {"holds": None, "words": f"{pages.WAITS}: somewhere", "seconds": 0}
-    assert pages.status(entry) == "waits for a GPU"
-    assert pages.status(entry | {"words": "+1 (-1 … 2)"}) == "undecided"
+    entry = {"holds": None, "words": f"{record.WAITS}: somewhere", "seconds": 0}
+    assert record.status(entry) == "waits for a GPU"
+    assert record.status(entry | {"words": "+1 (-1 … 2)"}) == "undecided"
 
 
 # -- one after the other, or side by side ----------------------------------------------------------------------
@@ -422,7 +439,7 @@ def test_what_goes_wrong_with_one_is_told_and_the_next_is_made(tmp_path, monkeyp
 def test_those_that_take_longest_come_first(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"testbed": {"a": {"seconds": 3}, "b": {"seconds": 9}, "c": {"seconds": None}}}))
-    monkeypatch.setattr(pages, "MEASURED", file)
+    monkeypatch.setattr(record, "MEASURED", file)
     assert runner.longest_first(["a", "b", "c", "new"], "testbed") == ["b", "a", "c", "new"]
 
 
@@ -460,8 +477,8 @@ def cell(**seconds):
 def test_fig10b_judges_sparq_and_the_reader(monkeypatch, change, verdict):
     seconds = {"h2o": (0.01, 0.02), "infllm": (0.05, 0.07), "pqcache": (0.04, 0.05), "sparq": (0.1, 0.12)} | change
     found = cell(**seconds)
-    for module in (fig10a, fig10b):
-        monkeypatch.setattr(module, "cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
+    monkeypatch.setattr(pqcache, "cells", lambda *_, length, **__: [found] if length == "2048+30" else [])
+    fig10b = load("pqcache_fig10b")
     table = fig10b.table(pd.DataFrame())
     assert fig10b.holds(table)[0] is verdict
     fig10b.draw(table, Figure())

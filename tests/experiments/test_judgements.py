@@ -10,22 +10,22 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.keyformer import table3
-from experiments.lib.data import ahead, option, paper_numbers_for, points, spelled
-from experiments.lib.exhibits import ROOT, load, names, sweeps
-from experiments.lib.stats import (
-    above,
-    all_hold,
-    better,
+from experiments import keyformer, pqcache
+from experiments.lib.exhibits import declared, load, names, sweeps
+from experiments.lib.tables import (
+    ahead,
     mean_interval,
     mean_of,
+    of,
+    option,
     paired_difference,
     paired_gap,
+    paper_numbers_for,
+    points,
     pooled_difference,
-    positive,
-    runs_of,
+    spelled,
 )
-from experiments.pqcache import fig7
+from experiments.lib.verdicts import above, all_hold, better, positive
 from kvexp.results.plots import MARK_COLOR
 from tests.exhibits import frame_of, whole
 from tests.exhibits import run as run_of_exhibits
@@ -171,7 +171,7 @@ def test_table4_compares_gumbel_with_each_other(gumbel, verdict):
 def test_table3_says_its_three_differences():
     module = load("keyformer_table3")
     rows = [run("a", "full", 100.0), run("a", "h2o", 70.0, 0.6), run("a", "window", 20.0, 0.6)]
-    for setting, value in ((table3.OURS, 90.0), (table3.NEW, 80.0), (table3.SHARED, 85.0)):
+    for setting, value in ((keyformer.OURS, 90.0), (keyformer.NEW, 80.0), (keyformer.SHARED, 85.0)):
         rows.append(run("a", "keyformer", value, 0.6, setting))
     made = module.table(frame(*rows).assign(rouge1=1.0, rougeL=1.0))
     found, words = module.holds(made)
@@ -342,16 +342,17 @@ def test_fig10d_wants_a_rise_and_a_fall():
 
 
 def test_speed_exhibits_say_that_no_gpu_hasrun(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.pqcache.fig10a.cells", lambda *_, **__: [])
+    monkeypatch.setattr("experiments.pqcache.cells", lambda *_, **__: [])
     for name in ("pqcache_fig10a", "pqcache_fig10b"):
         assert load(name).holds(load(name).table(pd.DataFrame()))[1].startswith("no GPU result yet")
     cpu = tmp_path / "found.json"
     cpu.write_text(
         '{"options": {"device": "cpu"}, "one_layer": [{"length": 8, "prefill_s": 1, "offload_s": 0, "kmeans_s": 2}]}'
     )
-    assert fig7.measured(cpu).empty and fig7.holds(fig7.measured(cpu))[0] is None
+    found = pqcache.fig7_table(pd.DataFrame(), cpu)
+    assert found.empty and pqcache.fig7_holds(found)[0] is None
     cpu.write_text(cpu.read_text().replace('"cpu"', '"cuda"'))
-    assert fig7.holds(fig7.measured(cpu))[0] is True
+    assert pqcache.fig7_holds(pqcache.fig7_table(pd.DataFrame(), cpu))[0] is True
 
 
 # -- the arithmetic underneath ---------------------------------------------------------------------------------
@@ -361,8 +362,8 @@ def test_a_tie_is_no_win_and_a_document_counts_once():
     assert positive(0.0, 0.0) is None and positive(0.1, 0.2) is True and positive(-0.2, -0.1) is False
     assert math.isnan(mean_of([])[0]) and mean_of([1.0, math.nan, 3.0])[0] == 2.0
     rows = [run_of_exhibits(m, s, 0.2, model=model) for model in ("a", "b") for m, s in (("a2sf", GOOD), ("h2o", FAIR))]
-    once = pooled_difference(frame_of(*rows[:2]), runs_of("a2sf"), runs_of("h2o"), "acc")
-    assert pooled_difference(frame_of(*rows), runs_of("a2sf"), runs_of("h2o"), "acc") == once and once[0] == 50.0
+    once = pooled_difference(frame_of(*rows[:2]), of("a2sf"), of("h2o"), "acc")
+    assert pooled_difference(frame_of(*rows), of("a2sf"), of("h2o"), "acc") == once and once[0] == 50.0
     frame = pd.DataFrame({"prompt": [0, 1, 0, 1], "side": [1, 1, 0, 0], "v": [3.0, 5.0, 1.0, 2.0]})
     assert paired_gap(frame, "v", frame["side"] == 1, frame["side"] == 0, ("prompt",))[0] == 2.5
 
@@ -371,4 +372,4 @@ def test_a_tie_is_no_win_and_a_document_counts_once():
 def test_both_scales_have_their_sweeps(name):
     for scale in ("testbed", "paper"):
         for experiment in sweeps(name, scale):
-            assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").exists()
+            assert experiment in declared()

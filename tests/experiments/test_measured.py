@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 import torch
 
-from experiments.a2sf import fig4, table2
-from experiments.lib.attention import accumulated, attention, full_attention
-from experiments.lib.data import COLUMNS, KINDS, paper_numbers
+from experiments.lib import inside
 from experiments.lib.exhibits import HERE, ROOT, load, names
-from experiments.pqcache import fig5
+from experiments.lib.inside import accumulated, attention, full_attention
+from experiments.lib.tables import COLUMNS, KINDS, paper_numbers
 from kvexp.core import Budget, CacheConfig
 from kvexp.methods import A2SF, H2O, Ideal, Window
 from tests.exhibits import whole
@@ -61,14 +60,14 @@ class Settings:
 
 
 def test_the_ideal_choice_is_like_itself_and_others_less(model):
-    own = table2.measure(model, [IDS], Settings(Ideal())).iloc[0]
+    own = inside.likeness(model, [IDS], Settings(Ideal())).iloc[0]
     assert own["cosine"] == pytest.approx(1.0, abs=0.01) and own["overlap"] == 1.0
-    other = table2.measure(model, [IDS], Settings(A2SF())).iloc[0]
+    other = inside.likeness(model, [IDS], Settings(A2SF())).iloc[0]
     assert 0 < other["overlap"] < 1 and other["cosine_pruned"] < other["cosine"] < own["cosine"]
 
 
 def test_maps_show_the_largest_attention_of_each_cell(model):
-    frame = fig4.measure(model, [IDS, IDS], Settings(H2O()))
+    frame = inside.maps(model, [IDS, IDS], Settings(H2O()))
     maps = frame[frame["map"].notna()]
     lines = [line.split() for line in maps["map"].iloc[0].split(";")]
     assert len(maps) == 2 and len(lines) == len(IDS) == len(lines[0])
@@ -78,7 +77,7 @@ def test_maps_show_the_largest_attention_of_each_cell(model):
 
 def test_a_power_law_and_an_exponential_are_told_apart():
     rank = np.arange(1, 300, dtype=float)
-    power, exponential = fig5._fits(rank**-1.5), fig5._fits(np.exp(-0.05 * rank))
+    power, exponential = inside._fits(rank**-1.5), inside._fits(np.exp(-0.05 * rank))
     assert power["power"] == pytest.approx(1.0) and power["power_better"] == 100.0
     assert exponential["exponential"] == pytest.approx(1.0) and exponential["power_better"] == 0.0
 

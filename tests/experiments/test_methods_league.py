@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
 
 from experiments import methods_league, real_tasks
 from experiments.lib import floors, league_page, real_scale
-from experiments.lib.exhibits import ROOT
+from experiments.lib.exhibits import ROOT, declared, params
 from experiments.lib.floors import CHANCE, FREQUENT, LEAD, RANDOM, judged, of_examples
 from experiments.lib.league_pieces import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
 from kvexp.results.read import folders
@@ -32,14 +31,13 @@ def test_every_method_is_in_the_league_or_left_out_for_a_reason():
 
 @pytest.mark.parametrize("task", LONGEST)
 def test_a_sweep_of_the_league_has_enough_rows_for_an_interval(task):
-    config = OmegaConf.load(ROOT / "conf/experiment/real" / f"league_{task}.yaml")
-    params = config.hydra.sweeper.params
-    assert params.model == real_scale.MODEL and params.task == task and task in real_scale._files()
-    assert tuple(float(ratio) for ratio in str(params.kv_ratio).split(",")) == RATIOS
-    assert config.limit >= MIN_PAIRS
+    config, swept = declared()[f"real/league_{task}"], params(f"real/league_{task}")
+    assert swept["model"] == real_scale.MODEL and swept["task"] == task and task in real_scale._files()
+    assert tuple(float(ratio) for ratio in swept["kv_ratio"].split(",")) == RATIOS
+    assert config["limit"] >= MIN_PAIRS
     if task == "needle":
-        assert len(config.task.lengths) * len(config.task.depths) == config.limit
-        assert max(config.task.lengths) == LONGEST[task]
+        assert len(config["task"]["lengths"]) * len(config["task"]["depths"]) == config["limit"]
+        assert max(config["task"]["lengths"]) == LONGEST[task]
 
 
 def test_pieces_cover_everything_once_and_hold_what_memory_has():

@@ -10,9 +10,8 @@ import pytest
 from nbclient import NotebookClient
 
 from experiments import findings, strip
-from experiments.lib import pages
-from experiments.lib.exhibits import PAPERS, ROOT, names
-from experiments.lib.titles import exhibit_title
+from experiments.lib import record
+from experiments.lib.exhibits import PAPERS, ROOT, load, names
 
 FOLDER = ROOT / "notebooks"
 FILES = sorted(FOLDER.glob("*.ipynb"))
@@ -72,8 +71,8 @@ def test_a_cell_says_what_is_recorded_at_each_scale(monkeypatch):
     )
     assert findings.outcomes("pqcache_fig8") == "not run on SmolLM2-135M, not run on the testbed"
     assert findings.outcomes("pqcache_table3") == "holds on the testbed"
-    known["testbed"]["keyformer_fig9"] = {"holds": None, "words": f"{pages.WAITS}: x"}
-    assert findings.outcomes("keyformer_fig9") == findings.WAITING
+    known["testbed"]["keyformer_fig9"] = {"holds": None, "words": f"{record.WAITS}: x"}
+    assert findings.outcomes("keyformer_fig9") == record.WAITING
 
 
 def executed(paper, tmp_path, monkeypatch, exhibits=None):
@@ -116,7 +115,7 @@ def test_every_exhibit_has_its_reason_and_no_other_has():
     told = [line.partition(":")[0] for line in findings.WORDS.read_text("utf-8").splitlines() if re.match(r"\w", line)]
     assert sorted(told) == sorted(names()) and all(findings.words(name)["why"] for name in names())
     written = findings.text()
-    assert all(exhibit_title(name) in written for name in names())
+    assert all(load(name).title in written for name in names())
 
 
 def test_reasons_hold_no_numbers_that_were_measured():
@@ -125,11 +124,11 @@ def test_reasons_hold_no_numbers_that_were_measured():
 
 
 def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys):
-    known = json.loads(pages.MEASURED.read_text("utf-8"))
+    known = json.loads(record.MEASURED.read_text("utf-8"))
     known["testbed"]["keyformer_fig7"] |= {"holds": True, "words": "otherwise"}
     del known["testbed"]["a2sf_fig5"]
-    monkeypatch.setattr(pages, "MEASURED", tmp_path / "measured.json")
-    pages.MEASURED.write_text(json.dumps(known))
+    monkeypatch.setattr(record, "MEASURED", tmp_path / "measured.json")
+    record.MEASURED.write_text(json.dumps(known))
     assert findings.main(["--check"]) == 1
     written = findings.text()
     assert "| testbed | **holds** | - | otherwise |" in written and "make reproduce-a2sf_fig5 SCALE=testbed" in written
@@ -140,8 +139,8 @@ def test_findings_of_other_numbers_are_not_current(tmp_path, monkeypatch, capsys
 def test_examples_of_several_tasks_are_told_by_task(monkeypatch, tmp_path):
     ids = {"a 1": ("a", 24), "b 1": ("b", 12), "c 1": ("c", 24)}
     known = {"rows": {key: {"task": task, "ids": ["x"] * count} for key, (task, count) in ids.items()}}
-    monkeypatch.setattr(pages, "MEASURED_REAL", tmp_path / "real.json")
-    pages.MEASURED_REAL.write_text(json.dumps(known))
-    assert pages.examples_of({"n": 24, "rows": ["a 1"]}) == "24" and pages.examples_of({}) == "-"
-    assert pages.examples_of({"n": 12, "rows": ["a 1", "b 1"]}) == "24 a, 12 b"
-    assert pages.examples_of({"n": 24, "rows": ["a 1", "c 1"]}) == "24 of each of 2 tasks"
+    monkeypatch.setattr(record, "MEASURED_REAL", tmp_path / "real.json")
+    record.MEASURED_REAL.write_text(json.dumps(known))
+    assert record.examples_of({"n": 24, "rows": ["a 1"]}) == "24" and record.examples_of({}) == "-"
+    assert record.examples_of({"n": 12, "rows": ["a 1", "b 1"]}) == "24 a, 12 b"
+    assert record.examples_of({"n": 24, "rows": ["a 1", "c 1"]}) == "24 of each of 2 tasks"

@@ -10,18 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from experiments import findings, reproduce
-from experiments.lib import divergence, divergence_figure, pages, real_scale
-from experiments.lib.divergence import Closer, Near, by_divergence, count_closer, of
-from experiments.lib.exhibits import ROOT, load, names, sweeps
-from experiments.lib.made import Made
-from experiments.lib.provenance import Provenance, Rows
-from experiments.lib.real_scale import HUB, REAL, commands, commands_of, scale_of
+from experiments.lib import draw, real_scale, record, verdicts
+from experiments.lib.exhibits import OWN, REAL, ROOT, load, names, params, sweeps
+from experiments.lib.real_scale import HUB, commands, commands_of, scale_of
+from experiments.lib.record import Made, Provenance, Rows
 from experiments.lib.sweep import limit_of, smaller
+from experiments.lib.tables import of
+from experiments.lib.verdicts import Closer, Near, by_divergence, count_closer
 
-CONF = ROOT / "conf" / "experiment"
 ON_IT = [name for name in names() if sweeps(name, REAL) and not load(name).testbed_only]
 
 
@@ -46,10 +44,9 @@ def here(monkeypatch, answer=True):
 
 @pytest.mark.parametrize("name", ON_IT)
 def test_every_sweep_of_the_real_scale_is_one_task_on_one_model(name):
-    for experiment in sweeps(name, REAL):
-        for path in CONF.glob(f"{experiment}*.yaml"):
-            params = OmegaConf.load(path).hydra.sweeper.params
-            assert params.model == real_scale.MODEL and str(params.task) in real_scale._files(), path
+    for experiment in (*sweeps(name, REAL), *load(name).experiments(OWN)):
+        swept = params(experiment)
+        assert swept["model"] == real_scale.MODEL and swept["task"] in real_scale._files(), experiment
     assert len({limit_of(each, []) for each in sweeps(name, REAL)}) == 1
 
 
@@ -223,20 +220,20 @@ def made(name, ids, **own):
 
 
 def test_ids_of_rows_are_kept_once_and_both_verdicts(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "MEASURED_REAL", tmp_path / "measured_real.json")
-    pages.record_real(made("keyformer_fig7", ("a", "b")))
-    pages.record_real(made("keyformer_table4", ("a", "b"), seconds=3.0))
-    pages.record_real(made("keyformer_fig7", ("a", "b"), seconds=1.0))
-    known = json.loads(pages.MEASURED_REAL.read_text())
+    monkeypatch.setattr(record, "MEASURED_REAL", tmp_path / "measured_real.json")
+    record.record_real(made("keyformer_fig7", ("a", "b")))
+    record.record_real(made("keyformer_table4", ("a", "b"), seconds=3.0))
+    record.record_real(made("keyformer_fig7", ("a", "b"), seconds=1.0))
+    known = json.loads(record.MEASURED_REAL.read_text())
     assert list(known) == ["exhibits", "rows"] and len(known["rows"]) == 1
     (rows,) = known["rows"].values()
     assert rows == {"task": "cnn_dailymail", "data": "files:1", "ids": ["a", "b"]}
-    fig7 = pages.recorded(REAL)["keyformer_fig7"]
+    fig7 = record.recorded(REAL)["keyformer_fig7"]
     assert fig7["divergence"] == {"holds": True, "words": "KL 0.010"} and fig7["holds"] is None
     assert (fig7["n"], fig7["commits"], fig7["weights"], fig7["seconds"]) == (2, ["abc"], {"quantisation": "Q4_1"}, 12)
-    pages.record_real(made("keyformer_fig7", ("a",)))
-    pages.record_real(made("keyformer_table4", ("a",)))
-    assert [each["ids"] for each in json.loads(pages.MEASURED_REAL.read_text())["rows"].values()] == [["a"]]
+    record.record_real(made("keyformer_fig7", ("a",)))
+    record.record_real(made("keyformer_table4", ("a",)))
+    assert [each["ids"] for each in json.loads(record.MEASURED_REAL.read_text())["rows"].values()] == [["a"]]
     told = findings.text()
     section = told[told.index("### Keyformer, Fig. 7") :]
     assert re.search(r"\| SmolLM2-135M, divergence \| \*\*holds\*\* \| 1 \| KL 0.010 \|", section)
@@ -244,13 +241,13 @@ def test_ids_of_rows_are_kept_once_and_both_verdicts(tmp_path, monkeypatch):
 
 def test_no_text_of_a_row_is_recorded():
     """Ids are digests, numbers or short names; a sentence would have spaces in plenty."""
-    known = json.loads(pages.MEASURED_REAL.read_text("utf-8")) if pages.MEASURED_REAL.exists() else {"rows": {}}
+    known = json.loads(record.MEASURED_REAL.read_text("utf-8")) if record.MEASURED_REAL.exists() else {"rows": {}}
     ids = [name for each in known["rows"].values() for name in each["ids"]]
     assert all(len(name) <= 64 and name.count(" ") <= 5 for name in ids)
 
 
 def test_recorded_numbers_name_their_rows_and_weights():
-    known = pages.recorded(REAL)
+    known = record.recorded(REAL)
     for name, entry in known.items():
         assert entry["model"] == real_scale.MODEL and entry["n"] > 0 and entry["source"], name
         assert load(name).measure is not None or (entry["rows"] and entry["weights"] and entry["commits"]), name
@@ -270,7 +267,7 @@ def test_divergence_is_read_beside_the_rows(tmp_path, monkeypatch):
     frame = pd.DataFrame(
         [{"model": "m", "task": "t", "method": "h2o", "setting": "", "kv_ratio": 0.5, "hash": found.hash}]
     )
-    made = divergence.divergence_frame(tmp_path, frame, 3)
+    made = verdicts.divergence_frame(tmp_path, frame, 3)
     assert made["n"].tolist() == [3] and made["tokens"].tolist() == [6] and made["kl"][0] == pytest.approx(0.2)
     assert made["scores"][0]["2"]["kl"] == pytest.approx(0.2)
 
@@ -278,11 +275,11 @@ def test_divergence_is_read_beside_the_rows(tmp_path, monkeypatch):
 def test_the_figure_of_divergence_pools_what_has_no_interval_alone():
     few = pd.DataFrame([run("h2o", kl, ratio, task=t, n=12) for kl, ratio in ((0.1, 0.5), (0.4, 0.2)) for t in "ab"])
     few = few.assign(kl_low=np.nan, kl_high=np.nan)
-    one = divergence_figure.pooled(few)
+    one = draw.pooled(few)
     assert one["n"].tolist() == [24, 24] and one["kl"].tolist() == pytest.approx([0.1, 0.4])
     assert one["kl_low"].lt(one["kl"]).all() and one["kl_high"].gt(one["kl"]).all()
     figure = Figure()
-    divergence_figure.draw_divergence(few, figure)
+    draw.draw_divergence(few, figure)
     assert [axes.get_title() for axes in figure.axes] == ["m: 2 tasks (n = 24)"]
     drawn = [line for line in figure.axes[0].lines if line.get_linestyle() == "None" and len(line.get_xdata())]
     assert [float(line.get_xdata()[0]) for line in drawn] == pytest.approx([0.1, 0.4])
@@ -292,7 +289,7 @@ def test_the_figure_of_divergence_pools_what_has_no_interval_alone():
 def test_the_figure_of_divergence_has_curves_where_budgets_are_many():
     many = pd.DataFrame([run("h2o", 0.1 / ratio, ratio) for ratio in (0.2, 0.5, 0.9)]).assign(kl_low=0.05, kl_high=0.9)
     figure = Figure()
-    divergence_figure.draw_divergence(many, figure)
+    draw.draw_divergence(many, figure)
     places = [list(line.get_xdata()) for line in figure.axes[0].lines]
     assert [0.2, 0.5, 0.9] in places and figure.axes[0].get_yscale() == "log"
 

@@ -6,7 +6,8 @@
 
 # ruff: noqa: E501  # a table of command lines
 
-from pathlib import Path
+import json
+from pathlib import Path, PurePosixPath
 
 import adapter
 
@@ -108,13 +109,14 @@ TABLES = {
 }
 
 _CONF = ROOT / "conf" / "experiment"
+_EXPERIMENTS = [
+    *json.loads((ROOT / "conf" / "experiments.json").read_text()),
+    *(path.stem for path in _CONF.glob("*.yaml")),
+]
 IDENTITIES = {
     **{
-        "experiment=" + path.relative_to(_CONF).with_suffix("").as_posix().replace("/", "."): [
-            "-m",
-            f"experiment={path.relative_to(_CONF).with_suffix('').as_posix()}",
-        ]
-        for number, path in enumerate(sorted(_CONF.rglob("*.yaml")))
+        f"experiment={'.'.join(path.with_suffix('').parts)}": ["-m", f"experiment={path.with_suffix('')}"]
+        for number, path in enumerate(sorted(PurePosixPath(f"{name}.yaml") for name in _EXPERIMENTS))
         if path.parent.name != "paper" or number % 4 == 0  # the papers' own scale: mostly other data
     },
     **{f"task={name}": ["-m", f"task={name}", "method=full,h2o"] for name in adapter.options("task")},

@@ -96,8 +96,8 @@ def test_a_method_that_needs_one_is_refused_without_and_with_another_models() ->
         EvictionCache(tiny("llama"), QFilters(), Budget(tokens=9), calibration=drawn(1, 2, 3, 5, 12))
     for wrong, why in (
         ({"protect_recent": -1}, "protect_recent must be at least 0, got -1"),
-        ({"max_offset": 0}, r"max_offset must be in \[1, 1048576\] positions, got 0"),
-        ({"group": "sum"}, "group must be max or mean, got 'sum'"),
+        ({"max_offset": 0}, r"max_offset must be in \[1, 1048576\], got 0"),
+        ({"group": "sum"}, "group must be one of max, mean, got 'sum'"),
     ):
         with pytest.raises(ConfigError, match=why):
             TriAttention(**wrong)

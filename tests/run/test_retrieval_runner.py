@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from omegaconf import OmegaConf
 from test_runner import settings
 
 from experiments import real_tasks
 from experiments.lib import real_scale
-from experiments.lib.exhibits import ROOT
+from experiments.lib.exhibits import params
 from experiments.real_tasks import FULL, PREFIX, main, run_task, task_names
 from kvexp.results.table import notes, table, to_markdown
 from kvexp.run.batches import evaluate_run
@@ -57,9 +56,9 @@ def test_rows_and_table_say_what_fell_back(tmp_path):
 
 @pytest.mark.parametrize("name", task_names())
 def test_a_sweep_is_one_task_on_the_real_model_whose_rows_are_known(name):
-    params = OmegaConf.load(ROOT / "conf/experiment/real" / f"{PREFIX}{name}.yaml").hydra.sweeper.params
-    assert params.model == real_scale.MODEL and str(params.task) in real_scale._files()
-    assert set(str(params.kv_ratio).split(",")) == {"0.2", "0.5", "0.7"}
+    swept = params(f"real/{PREFIX}{name}")
+    assert swept["model"] == real_scale.MODEL and swept["task"] in real_scale._files()
+    assert set(swept["kv_ratio"].split(",")) == {"0.2", "0.5", "0.7"}
 
 
 def test_rows_of_a_folder_are_named_to_the_sweep(tmp_path, monkeypatch):

@@ -1,0 +1,213 @@
+"""What came out of exhibits: kept in experiments/measured.json and measured_real.json, and the pages made of that.
+
+Of a real exhibit it is kept where its numbers come from: weights, data, code and the ids of rows; never a text of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import kvexp
+from experiments.lib.exhibits import HERE, REAL, load, sweeps
+from experiments.lib.real_scale import Command
+from kvexp.run.store import Run
+from kvexp.util import ConfigError
+from kvexp.util import load as load_json
+
+MEASURED, MEASURED_REAL = HERE / "measured.json", HERE / "measured_real.json"
+VERDICT = {True: "holds", False: "does not hold", None: "undecided"}
+WAITS = "no GPU result yet"  # how the sentence of a speed exhibit without results begins
+WAITING, NOT_RUN, NONE = "waits for a GPU", "not run", "-"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of one task: where its rows were found, the digest kvexp knows that data by, and the ids in their order."""
+
+    task: str
+    data: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """model: its label; weights: digest and quantisation of its file; commits: of kvexp, of all runs shown.
+
+    n: examples, of the task that has the fewest. rows: empty for measurements inside the model, which keep no ids.
+    """
+
+    model: str
+    weights: dict[str, Any]
+    numerics: int
+    commits: tuple[str, ...]
+    source: tuple[str, ...]
+    n: int
+    rows: tuple[Rows, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON, without the rows: they are kept once for all exhibits that share them."""
+        found = asdict(self)
+        del found["rows"]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def provenance_of(outputs: Path, frame: pd.DataFrame, commands: Sequence[Command]) -> Provenance:
+    """Of the runs of `lib.tables.frame_of`, or of what `lib.runner.measured` found."""
+    model, source = str(frame["model"].iloc[0]), tuple(dict.fromkeys(each.rows for each in commands))
+    if "hash" not in frame:
+        return Provenance(model, {}, kvexp.NUMERICS, (), source, int(frame["prompt"].nunique()))
+    found = [Run.load(outputs / name) for name in frame["hash"]]
+    commits = {str(load_json(run.path / "env.json").get("commit")) for run in found}
+    weights = next((row["weights"] for run in found for row in run.rows() if row.get("weights")), {})
+    rows: dict[str, Rows] = {}
+    for (_, shown), run in zip(frame.iterrows(), found, strict=True):
+        order = {row["example"]: row["index"] for row in run.rows()}
+        ids = tuple(sorted(shown["scores"], key=lambda name: order[name]))
+        task = str(shown["task"])
+        if task not in rows or len(ids) > len(rows[task].ids):
+            rows[task] = Rows(task, str(run.config.get("data")), ids)
+    n = min(len(each.ids) for each in rows.values())
+    return Provenance(model, dict(weights), found[0].numerics, tuple(sorted(commits)), source, n, tuple(rows.values()))
+
+
+@dataclass(frozen=True)
+class Made:
+    """One exhibit: its table, what became of the claim, and the CPU seconds it took now (less where runs existed).
+
+    CPU seconds (of all threads, user and system) say what an exhibit costs whatever else the machine does.
+    """
+
+    name: str
+    table: pd.DataFrame
+    holds: bool | None
+    words: str
+    seconds: float
+    folder: Path
+    divergence: tuple[bool | None, str] | None = None  # the claim judged again, where its runs have a divergence
+    provenance: Provenance | None = None  # at the real scale
+
+
+def recorded(scale: str) -> dict[str, dict[str, Any]]:
+    """Exhibit -> {holds, words, seconds} as recorded at this scale; of a real one also divergence and provenance."""
+    known = _read(MEASURED_REAL if scale == REAL else MEASURED)
+    found: dict[str, dict[str, Any]] = known.get("exhibits" if scale == REAL else scale, {})
+    return found
+
+
+def examples_of(entry: dict[str, Any]) -> str:
+    """How many examples a real exhibit has: 24, or of several tasks 5 of each of 4, or 24 cnn_dailymail, 12 news_qa."""
+    known = _read(MEASURED_REAL).get("rows", {})
+    counts = [(known[key]["task"], len(known[key]["ids"])) for key in entry.get("rows", ())]
+    if len(counts) < 2:
+        return str(entry.get("n", "-"))
+    if len({count for _, count in counts}) == 1:
+        return f"{counts[0][1]} of each of {len(counts)} tasks"
+    return ", ".join(f"{count} {task}" for task, count in counts)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return known
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    known = {one: dict(sorted(known[one].items())) for one in sorted(known)}
+    path.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def record(name: str, scale: str, holds: bool | None, words: str, seconds: float | None) -> None:
+    """Keep what came out of an exhibit. seconds: None where some rows were there already: the time on record stays."""
+    known = _read(MEASURED)
+    before = known.get(scale, {}).get(name, {}).get("seconds")
+    entry = {"holds": holds, "words": words, "seconds": before if seconds is None else round(seconds)}
+    known.setdefault(scale, {})[name] = entry
+    _write(MEASURED, known)
+
+
+def record_real(made: Made) -> None:
+    """The same of the real scale: with both verdicts, and where the numbers come from. Ids of rows are kept once.
+
+    Several processes may record at once. seconds: the most CPU time one call took for what it did not find there.
+    """
+    with (HERE / "__init__.py").open("rb") as lock:  # any file that is always there
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _record_real(made)
+
+
+def _record_real(made: Made) -> None:
+    known = _read(MEASURED_REAL)
+    exhibits, rows = known.setdefault("exhibits", {}), known.setdefault("rows", {})
+    seconds = max(round(made.seconds), exhibits.get(made.name, {}).get("seconds", 0))
+    entry: dict[str, Any] = {"holds": made.holds, "words": made.words, "seconds": seconds}
+    if made.divergence is not None:
+        entry["divergence"] = {"holds": made.divergence[0], "words": made.divergence[1]}
+    if made.provenance is not None:
+        keys = []
+        for each in made.provenance.rows:
+            ids = list(each.ids)
+            key = f"{each.task} {hashlib.sha256(json.dumps([each.data, ids]).encode()).hexdigest()[:8]}"
+            rows[key] = {"task": each.task, "data": each.data, "ids": ids}
+            keys.append(key)
+        entry |= {**made.provenance.plain(), "rows": keys}
+    exhibits[made.name] = entry
+    used = {key for each in exhibits.values() for key in each.get("rows", ())}
+    known["rows"] = {key: value for key, value in rows.items() if key in used}
+    _write(MEASURED_REAL, known)
+
+
+def status(entry: dict[str, Any] | None) -> str:
+    """What became of a claim, from its entry in measured.json."""
+    if entry is None:
+        return NOT_RUN
+    return WAITING if entry["words"].startswith(WAITS) else VERDICT[entry["holds"]]
+
+
+def real_status(name: str, entry: dict[str, Any] | None) -> tuple[str, str]:
+    """(by the paper's metric, by divergence) of an exhibit on the real model; NONE where it is not judged so."""
+    if entry is None:
+        return (NONE if load(name).testbed_only or not sweeps(name, REAL) else NOT_RUN), NONE
+    again = entry.get("divergence")
+    return status(entry), NONE if again is None else VERDICT[again["holds"]]
+
+
+def table_of(*rows: Sequence[str]) -> str:
+    """Rows as a Markdown table, the first of them its head."""
+    lines = [rows[0], ("---",) * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_or_check(
+    pages: Mapping[Path, Callable[[], str]], command: str, arguments: Sequence[str] | None, title: str | None
+) -> int:
+    """Write what is made of each page, or with --check see whether it is there: 0, 1 if not, 2 if it cannot be made.
+
+    command: what to type; title: the docstring of who types it.
+    """
+    parser = argparse.ArgumentParser(prog=command, description=inspect.cleandoc(title or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if what stands there is something else")
+    check = parser.parse_args(arguments).check
+    try:
+        made = {page: text() for page, text in pages.items()}
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    stale = [page for page, text in made.items() if not page.exists() or page.read_text("utf-8") != text]
+    if check:
+        names = ", ".join(page.name for page in stale)
+        print(f"{names} not current; run: {command}" if stale else "current")
+        return 1 if stale else 0
+    for page in made:
+        page.write_text(made[page], encoding="utf-8")
+        print(f"wrote {page}")
+    return 0

@@ -1,0 +1,302 @@
+"""The runs of a sweep as one table with every example's scores, the points that a figure shows, and the paper's own.
+
+Numbers have 95 % intervals, and stand in three columns NAME, NAME_low and NAME_high.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from experiments.lib.exhibits import HERE
+from kvexp.results.divergence import share_interval
+from kvexp.results.stats import LEVEL, RESAMPLES, mean_moments, resampled_means
+from kvexp.results.stats import mean_interval as interval_of_mean
+from kvexp.results.table import TOO_FEW, table
+from kvexp.run.labels import override_label as setting_of
+from kvexp.run.store import Run, check_same_prompts
+
+Scores = Mapping[str, Mapping[str, float]]  # example -> metric -> number
+Gap = tuple[float, float, float]  # mean, low, high
+Side = Callable[[pd.Series], bool]  # whether a run is one of those compared
+KEYS = ["model", "task", "method", "setting", "kv_ratio"]
+ENDS = ("", "_low", "_high")
+
+
+def frame_of(
+    outputs: Path,
+    hashes: Sequence[str],
+    experiments: Sequence[str],
+    first: int | None = None,
+    given: Sequence[str] = (),
+) -> pd.DataFrame:
+    """`kvexp.results.table` of exactly these runs, plus `scores`: {example: {metric: number}} of those that count.
+
+    first: the sweeps' limit; where another exhibit took more examples of a run, they are not this one's.
+
+    experiments: the sweeps that asked for them; a run that others asked for too is shown by the labels it has there.
+    given: overrides beside the sweep's own, left out of `setting`: an exhibit compares the settings that it swept.
+    """
+    frame = table(outputs, {"hash": list(hashes), "experiment": list(experiments)}, first)
+    setting = [without(spelled(words), given) for words in frame["setting"]] if "setting" in frame else ""
+    baselines = frame["baseline"].where(frame["baseline"].notna(), frame["hash"]) if len(frame) else []
+    pairs = zip(frame["hash"], baselines, strict=True) if len(frame) else ()
+    scores = [_scores(outputs / name, outputs / str(base), first) for name, base in pairs]
+    sent = [{row["example"]: row for row in Run.load(outputs / name).rows()} for name in frame["hash"]]
+    return frame.assign(setting=setting, scores=scores, sent=sent)
+
+
+def spelled(setting: str | None) -> str:
+    """A setting with booleans as the yaml spells them: Hydra says True of a swept `true`."""
+    return re.sub(r"=(True|False)(?= |$)", lambda found: found.group().lower(), setting or "")
+
+
+def without(setting: str, overrides: Sequence[str]) -> str:
+    """A setting less what these overrides put there."""
+    for words in (spelled(setting_of([override])) for override in overrides):
+        setting = f" {setting} ".replace(f" {words} ", " ").strip() if words else setting
+    return setting
+
+
+def _scores(folder: Path, baseline: Path, first: int | None) -> dict[str, dict[str, float]]:
+    """Without questions that the baseline does not answer, where the task counts no others (docs/protocols.md)."""
+    rows = [row for row in Run.load(folder).rows() if first is None or row["index"] < first]
+    known = Run.load(baseline).rows() if any(row.get("answered") is not None for row in rows) else []
+    missed = {row["example"] for row in known if row.get("answered") is False}
+    return {row["example"]: row["metrics"] for row in rows if row.get("metrics") and row["example"] not in missed}
+
+
+def option(setting: str, key: str, default: str = "") -> str:
+    """The value of one override in a run's setting: option("method.noise=none seed=1", "method.noise") is "none"."""
+    words = dict(word.split("=", 1) for word in str(setting).split() if "=" in word)
+    return words.get(key, default)
+
+
+def points(
+    frame: pd.DataFrame,
+    metric: str,
+    rival: str | None = None,
+    setting: str | None = None,
+    over: Mapping[str, tuple[str, str]] | None = None,
+    numbers: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
+    """One row per run: value, low, high in the metric's unit, of_full and its interval in percent, and n.
+
+    A run's interval is the paired one of its percentage, times the full cache's mean: it is made to be held against
+    the full cache's line. Full's own interval is of its mean over examples. rival: a method; ahead, ahead_low,
+    ahead_high are then the paired difference to its run of the same model, task and kv_ratio, and of this `setting`
+    (None: of the run's own setting, or else the one with none). over: column -> (method, setting), the paired
+    differences to several runs. numbers: column -> option of the setting, its value as a number (NaN for full), by
+    which the rows are then sorted.
+    """
+    full = frame[frame["verdict99"].eq("baseline")]
+    rows = [_point(run, _baseline(full, run), metric) for _, run in frame.iterrows()]
+    made = pd.DataFrame(rows)
+    if rival is not None:
+        made = made.assign(**ahead(frame, metric, rival, setting))
+    for name, (method, fixed) in (over or {}).items():
+        made = made.assign(**ahead(frame, metric, method, fixed, name))
+    if not numbers:
+        return made
+    for name, key in numbers.items():
+        values = [option(words, key) for words in made["setting"]]
+        made = made.assign(**{name: pd.to_numeric(pd.Series(values, index=made.index), errors="coerce")})
+    return made.sort_values(["model", *numbers], na_position="first", ignore_index=True)
+
+
+def ahead(
+    frame: pd.DataFrame, metric: str, rival: str, setting: str | None = None, name: str = "ahead"
+) -> dict[str, list[float]]:
+    """The columns name, name_low, name_high of `points`, in the order of the frame's runs; NaN for the rival itself."""
+    found = [_ahead(frame, run, rival, setting, metric) for _, run in frame.iterrows()]
+    return {f"{name}{end}": [each[i] for each in found] for i, end in enumerate(ENDS)}
+
+
+def _baseline(full: pd.DataFrame, run: Any) -> Any:
+    """The run's baseline, by its hash."""
+    wanted = run["hash"] if run["verdict99"] == "baseline" else run["baseline"]
+    found = full[full["hash"].eq(wanted)]
+    return found.iloc[0] if len(found) else None
+
+
+def _point(run: Any, base: Any, metric: str) -> dict[str, Any]:
+    row: dict[str, Any] = {key: run[key] for key in KEYS} | {"metric": metric, "n": int(run["n"])}
+    row["question"] = run.get("question")
+    row |= {"value": float(run[metric])}
+    if run["verdict99"] == "baseline":
+        low, high = mean_interval([each[metric] for each in run["scores"].values() if metric in each])
+        return row | {"low": low, "high": high, "of_full": 100.0, "of_full_low": 100.0, "of_full_high": 100.0}
+    mean = float(base[metric]) if base is not None else math.nan
+    each = {end: float(run[f"{metric}_{end}"]) for end in ("of_full", "low", "high")}
+    row |= {"low": each["low"] * mean / 100, "high": each["high"] * mean / 100}
+    return row | {"of_full": each["of_full"], "of_full_low": each["low"], "of_full_high": each["high"]}
+
+
+def _ahead(frame: pd.DataFrame, run: Any, rival: str, setting: str | None, metric: str) -> tuple[float, float, float]:
+    found = frame[frame["method"].eq(rival) & frame["model"].eq(run["model"]) & frame["task"].eq(run["task"])]
+    found = found[found["kv_ratio"].eq(run["kv_ratio"])]
+    if setting is None:
+        same = found[found["setting"].eq(run["setting"])]
+        found = same if len(same) else found[found["setting"].eq("")]
+    else:
+        found = found[found["setting"].eq(setting)]
+    if run["method"] == "full" or found.empty or found.iloc[0]["hash"] == run["hash"]:
+        return math.nan, math.nan, math.nan
+    check_same_prompts(run["hash"], run.get("sent", {}), found.iloc[0]["hash"], found.iloc[0].get("sent", {}))
+    return paired_difference(run["scores"], found.iloc[0]["scores"], metric)[:3]
+
+
+COLUMNS = [
+    "model",
+    "task",
+    "method",
+    "kv_ratio",
+    "setting",
+    "metric",
+    "value",
+    "source",
+    "kind",
+    "reading_error",
+    "note",
+]
+KINDS = ("exact", "digitised", "text")
+
+
+def paper_numbers(name: str) -> pd.DataFrame:
+    """Every number of the paper for an exhibit; an empty table where the paper has none."""
+    path = HERE / "paper" / f"{name}.csv"
+    if not path.exists():
+        return pd.DataFrame(columns=COLUMNS)
+    return pd.read_csv(path, dtype={"setting": str}, comment="#").fillna(
+        {"setting": "", "note": "", "reading_error": 0.0}
+    )
+
+
+def paper_numbers_for(name: str, ours: pd.DataFrame) -> pd.DataFrame:
+    """Those of the models and tasks that our table has: none at the testbed's scale, of other models."""
+    paper = paper_numbers(name)
+    ran = set(zip(ours["model"], ours["task"], strict=True))
+    return paper[[pair in ran for pair in zip(paper["model"], paper["task"], strict=True)]]
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean (`kvexp.results.stats`); NaN for fewer than two values."""
+    column = np.array(values, dtype=np.float64)
+    if len(column) < 2:
+        return math.nan, math.nan
+    return interval_of_mean(column, resampled_means(mean_moments(column), RESAMPLES), LEVEL)
+
+
+def paired_difference(ours: Scores, theirs: Scores, metric: str) -> tuple[float, float, float, int]:
+    """(mean of ours - theirs over the examples both scored, low, high, their number), in the metric's unit."""
+    shared = [name for name in ours if name in theirs and metric in ours[name] and metric in theirs[name]]
+    gaps = [ours[name][metric] - theirs[name][metric] for name in shared]
+    low, high = mean_interval(gaps)
+    return (float(np.mean(gaps)) if gaps else math.nan), low, high, len(gaps)
+
+
+def ends(row: Any, name: str) -> Gap:
+    """The columns NAME, NAME_low and NAME_high of one row: a number and its interval."""
+    return row[name], row[f"{name}_low"], row[f"{name}_high"]
+
+
+def estimate(at: float, low: float, high: float, digits: int = 1, sign: bool = False) -> str:
+    """ "96.1 (93.0 … 98.9)", or "96.1 (too few)" without an interval."""
+    plus = "+" if sign else ""
+    if math.isnan(low) or math.isnan(high):
+        return f"{at:{plus}.{digits}f} ({TOO_FEW})"
+    return f"{at:{plus}.{digits}f} ({low:{plus}.{digits}f} … {high:{plus}.{digits}f})"
+
+
+def told(row: Any, name: str, digits: int = 1) -> str:
+    """A number of a row and its interval in words."""
+    return estimate(*ends(row, name), digits)
+
+
+def signed(row: Any, name: str, digits: int = 1) -> str:
+    """The same of a difference: "+1.2 (-0.3 … 2.7)"."""
+    return estimate(*ends(row, name), digits, sign=True)
+
+
+def judge(row: Any, name: str, rule: Callable[[float, float], bool | None]) -> bool | None:
+    """What a rule of `lib.verdicts` says of the interval of a row's number."""
+    return rule(*ends(row, name)[1:])
+
+
+def mean_of(values: Sequence[float]) -> Gap:
+    """Of independent examples (prompts, documents), never of layers or heads of one; NaN values are left out."""
+    found = np.asarray(values, dtype=np.float64)
+    found = found[np.isfinite(found)]
+    if not len(found):
+        return float("nan"), float("nan"), float("nan")
+    low, high = mean_interval(found.tolist())
+    return float(found.mean()), low, high
+
+
+def mean_columns(name: str, values: Sequence[float]) -> dict[str, float]:
+    """`mean_of` as columns of a table."""
+    return interval_columns(name, mean_of(values))
+
+
+def interval_columns(name: str, found: Gap) -> dict[str, float]:
+    """A number of the whole table as columns that are the same in every row."""
+    return {f"{name}{end}": value for end, value in zip(ENDS, found, strict=True)}
+
+
+def paired_gap(frame: pd.DataFrame, value: str, one: pd.Series, other: pd.Series, by: Sequence[str]) -> Gap:
+    """One part of a frame less another, over the examples that both have; `by` names an example.
+
+    Models that read the same prompts are averaged within a prompt: they are no further examples.
+    """
+    sides = [frame[part].groupby(list(by))[value].mean() for part in (one, other)]
+    return mean_of((sides[0] - sides[1]).dropna().tolist())
+
+
+def pooled_difference(frame: pd.DataFrame, one: Side, other: Side, metric: str) -> Gap:
+    """Mean of one - other over (task, example), each the mean over the runs that a side chooses.
+
+    Models, budgets and settings of a side are averaged within an example first: a document that several models read is
+    one document, and counts once.
+    """
+    sides = [_means(frame[frame.apply(side, axis=1)], metric) for side in (one, other)]
+    return mean_of((sides[0] - sides[1]).dropna().tolist())
+
+
+def _means(runs: pd.DataFrame, metric: str) -> pd.Series:
+    found = [
+        {"example": f"{run['task']} {example}", "value": scored[metric]}
+        for _, run in runs.iterrows()
+        for example, scored in run["scores"].items()
+        if metric in scored
+    ]
+    return pd.DataFrame(found, columns=["example", "value"]).groupby("example")["value"].mean()
+
+
+def with_gaps(
+    made: pd.DataFrame, frame: pd.DataFrame, metric: str, pairs: Mapping[str, tuple[Side, Side]]
+) -> pd.DataFrame:
+    """A table with the pooled difference of each pair of sides, by its name, in every row."""
+    for name, (one, other) in pairs.items():
+        made = made.assign(**interval_columns(name, pooled_difference(frame, one, other, metric)))
+    return made
+
+
+def pooled_kl(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """KL of the runs of `lib.verdicts.divergence_frame` as one sample, examples put together, and its interval."""
+    sums, counts = (np.concatenate(rows[name].tolist()) for name in ("sums", "counts"))
+    return float(sums.sum() / counts.sum()), *share_interval(sums, counts, LEVEL)
+
+
+def of(method: str | None = None, setting: str | None = None, **wanted: Any) -> Side:
+    """Runs of a method and setting (None: any), whose columns have these values: of("h2o", kv_ratio=0.9)."""
+    if method is not None:
+        wanted["method"] = method
+    if setting is not None:
+        wanted["setting"] = setting
+    return lambda run: all(bool(run[name] == value) for name, value in wanted.items())
