@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from kvexp.results.plots import grid
 from kvexp.results.table import table
+from kvexp.results.views import grid
 from kvexp.run.batches import evaluate_run
 from kvexp.run.settings import settings_of
 from kvexp.tasks import ContextQA, Needle, Stories, Summarization
