@@ -11,11 +11,12 @@ import pytest
 
 from experiments import methods_league, real_tasks
 from experiments.lib import floors, league_page, real_scale
-from experiments.lib.exhibits import ROOT, declared, params
+from experiments.lib.exhibits import declared, params
 from experiments.lib.floors import CHANCE, FREQUENT, LEAD, RANDOM, judged, of_examples
 from experiments.lib.league_pieces import GROUPS, LEFT_OUT, LONGEST, MOST_BYTES, QUESTIONS, RATIOS, pieces
 from kvexp.results.read import folders
 from kvexp.results.stats import MIN_PAIRS
+from kvexp.run.compose import options
 from kvexp.run.store import Run
 from kvexp.tasks import Example
 from kvexp.util import ConfigError
@@ -24,7 +25,7 @@ from kvexp.util import ConfigError
 
 
 def test_every_method_is_in_the_league_or_left_out_for_a_reason():
-    known = {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")}
+    known = options("method")
     taken = {name for group in GROUPS for name in group.methods}
     assert sorted([*taken, *LEFT_OUT]) == sorted(known)
 
